@@ -1,0 +1,83 @@
+"""Checks of what a caller passes, before anything is launched. Messages say what came and what is expected."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group of a context-parallel axis.
+
+    Args:
+        mesh: a DeviceMesh of one dim, or a process group.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a mesh of several dims, or one that this rank is not part of.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected mesh to be a DeviceMesh of one dim or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        hint = f"mesh[{names[-1]!r}]" if names else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        raise ValueError(
+            f"expected a mesh of one dim, the context-parallel axis; got {mesh.ndim} dims "
+            f"(names {names}, shape {tuple(mesh.shape)}). Pass one axis of it, such as {hint}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    return mesh.get_group()
+
+
+def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+    """Refuses the SDPA arguments that sharded sequences do not have yet, rather than ignoring them."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask is not supported on sequence-sharded inputs yet: got a mask of shape {tuple(attn_mask.shape)}, "
+            "expected None (use is_causal=True for a causal mask)"
+        )
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout is not supported on sequence-sharded inputs yet: got dropout_p={dropout_p}, expected 0.0 "
+            "(put modules into eval mode or build them with dropout=0.0)"
+        )
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
+    """Checks shapes, dtypes, devices and head counts of (B, H, S, D) queries, keys and values.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: anything else; the message has all three shapes.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"expected q, k and v of four dims (batch, heads, sequence, head_dim); {received}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"expected one dtype for q, k and v; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"expected a floating dtype, got {q.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"expected one device for q, k and v; got {q.device}, {k.device}, {v.device}")
+    if not q.size(0) == k.size(0) == v.size(0):
+        raise ValueError(f"expected one batch size (dim 0) for q, k and v; {received}")
+    if q.size(3) != k.size(3):
+        raise ValueError(f"expected one head dim (dim 3) for q and k; {received}")
+    if k.size(2) != v.size(2):
+        raise ValueError(f"expected one sequence length (dim 2) for k and v; {received}")
+    if k.size(1) != v.size(1):
+        raise ValueError(f"expected as many value heads as key heads (dim 1); {received}")
+    if 0 in (q.size(0), q.size(1), k.size(1), q.size(3), v.size(3)):
+        raise ValueError(f"expected at least one batch row, head and head dim; {received}")
+    if q.size(1) != k.size(1):
+        if not enable_gqa:
+            raise ValueError(f"expected as many key heads as query heads, or enable_gqa=True; {received}")
+        if q.size(1) % k.size(1):
+            raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")

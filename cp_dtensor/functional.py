@@ -1,0 +1,235 @@
+"""Context-parallel attention as a function of local shards, and what every other entry point calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dtensor import agreement
+from cp_dtensor.arguments import check_qkv, group_of
+from cp_dtensor.layouts import HeadTail, Layout
+from cp_dtensor.local_attention.base import Problem
+from cp_dtensor.local_attention.policy import choose_backend
+from cp_dtensor.masks import Mask
+from cp_dtensor.ring import RingAttention, RingCall
+from cp_dtensor.rotation.base import Rotation, Route
+from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.schedule import GroupSegments, gathered_rows, group_segments
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: Layout | None = None,
+    rotate_method: str | None = None,
+    return_lse: bool = False,
+    seq_len: int | tuple[int, int] | None = None,
+    debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot product attention of a sequence that is sharded over the ranks of `mesh`.
+
+    Every rank passes its shard and gets its rows of softmax(scale q k^T + mask) v over the whole sequence.
+    Differentiable; backward needs no context and may run in any thread.
+
+    Args:
+        q: (B, H, S, D), this rank's queries in `layout` order; S may differ between ranks, and be 0.
+        k: (B, Hkv, T, D), this rank's keys. T may differ from S (cross-attention).
+        v: (B, Hkv, T, Dv), this rank's values.
+        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group.
+        is_causal: query i sees keys j <= i, by global position (also where the global lengths differ).
+        scale: factor of the logits, 1 / sqrt(D) if None.
+        enable_gqa: allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
+        layout: which rank owns which tokens, `HeadTail()` if None.
+        rotate_method: "allgather" or "alltoall", the process default if None.
+        return_lse: also return the log-sum-exp.
+        seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
+            their local lengths in one small collective (on the host where the group has a CPU backend).
+        debug: let the ranks exchange and compare everything that must agree; a disagreement names the rank.
+
+    Returns:
+        out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator
+        in float32 (float64 for float64 inputs), -inf for a query that sees no key; not differentiable.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, before any collective; lengths that are not those of the
+            layout, on every rank alike.
+        NotImplementedError: no allowed SDPA backend can compute it.
+
+    Source: Ring Attention (arXiv 2310.01889).
+    """
+    check_qkv(q, k, v, enable_gqa)
+    q, k, v = _as_autocast_says(q, k, v)
+    settings = RingSettings(
+        group=group_of(mesh),
+        layout=checked_layout(layout),
+        rotation=rotation_by_name(rotate_method),
+        declared_lengths=None,
+        debug=debug,
+    )
+    lengths = None if seq_len is None else _checked_seq_len(seq_len)
+    out, lse = attend(q, k, v, settings, is_causal=is_causal, scale=scale, lengths=lengths)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class RingSettings:
+    """How shards are divided and moved: what a context, a module or a call decides once."""
+
+    group: dist.ProcessGroup
+    layout: Layout
+    rotation: Rotation
+    declared_lengths: tuple[int, ...] | None
+    """Global lengths known beforehand, of the buffers of a context; others are found by exchange."""
+    debug: bool
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: RingSettings,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    lengths: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of checked local shards; `lengths` are the global (q, kv) lengths if the caller knows them."""
+    rank, world_size = dist.get_rank(settings.group), dist.get_world_size(settings.group)
+    scale = softmax_scale(q, scale)
+    q_len, kv_len = _global_lengths(q, k, v, settings, is_causal, scale, lengths, rank, world_size)
+    groups = group_segments(settings.layout, q_len, kv_len, q.size(0), rank, world_size)
+    mask = Mask.CAUSAL if is_causal else Mask.FULL
+    return ring(q, k, v, groups, mask, settings.group, settings.rotation, scale)
+
+
+def ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    groups: tuple[GroupSegments, ...],
+    mask: Mask,
+    group: dist.ProcessGroup,
+    rotation: Rotation,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plans and runs one call; `groups` says which positions the local rows of each rank have."""
+    rank = dist.get_rank(group)
+    steps = rotation.steps(groups, rank, mask)
+    problem = describe_problem(q, k, v, staircase=mask is Mask.CAUSAL and _has_stairs(groups))
+    call = RingCall(
+        steps=steps,
+        route=Route(group, rank, gathered_rows(groups)),
+        rotation=rotation,
+        backend=choose_backend(problem),
+        scale=scale,
+        state_dtype=problem.state_dtype,
+    )
+    return RingAttention.apply(q, k, v, call)
+
+
+def describe_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircase: bool) -> Problem:
+    """The facts about a call that decide its backend."""
+    return Problem(
+        device_type=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        dtype=q.dtype,
+        head_dim=q.size(3),
+        v_head_dim=v.size(3),
+        q_heads=q.size(1),
+        kv_heads=k.size(1),
+        staircase=staircase,
+    )
+
+
+def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
+    """The factor of the logits; 1 / sqrt(D) if None."""
+    return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
+
+
+def checked_layout(layout: Layout | None) -> Layout:
+    """`layout`, or the default of the public API.
+
+    Raises:
+        TypeError: not a layout value (a common slip is the class itself).
+    """
+    if layout is None:
+        return HeadTail()
+    if not isinstance(layout, Layout):
+        raise TypeError(f"expected layout to be a Layout such as HeadTail() or None, got {layout!r}")
+    return layout
+
+
+def _global_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: RingSettings,
+    is_causal: bool,
+    scale: float,
+    lengths: tuple[int, int] | None,
+    rank: int,
+    world_size: int,
+) -> tuple[int, int]:
+    layout = settings.layout
+    if lengths is not None:
+        for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
+            expected = layout.local_length(total, rank, world_size)
+            if tensor.size(2) != expected:
+                raise ValueError(
+                    f"{what} length does not fit: got {tensor.size(2)} local tokens on rank {rank} of {world_size}, "
+                    f"expected {expected} of {total} tokens in {layout}"
+                )
+        if not settings.debug:
+            return lengths
+    elif settings.declared_lengths is not None and not settings.debug:
+        known = [
+            agreement.known_length(tensor.size(2), settings.declared_lengths, layout, rank, world_size)
+            for tensor in (q, k)
+        ]
+        if known[0] is not None and known[1] is not None:
+            return known[0], known[1]
+    facts = agreement.CallFacts(
+        q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
+        head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), is_causal=is_causal, scale=scale,
+        layout=repr(layout), rotate_method=settings.rotation.name,
+        requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+    )  # fmt: skip
+    everyone = agreement.exchange(facts, settings.group, q.device)
+    q_len = agreement.global_length([q_local for q_local, _ in everyone], layout, "query")
+    kv_len = agreement.global_length([kv_local for _, kv_local in everyone], layout, "key")
+    return q_len, kv_len
+
+
+def _has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
+    """Whether any rank's causal tiles may need more than a triangle; asked of all ranks' rows, so alike on each."""
+    return any(
+        not segment.is_contiguous and segment.block > 1
+        for group in groups
+        for segments in group.kv_by_rank
+        for segment in segments
+    )
+
+
+def _checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+    pair = (seq_len, seq_len) if isinstance(seq_len, int) else tuple(seq_len)
+    if len(pair) != 2 or any(not isinstance(length, int) or length < 0 for length in pair):
+        raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
+    return pair[0], pair[1]
+
+
+def _as_autocast_says(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Casts as autocast does for `F.scaled_dot_product_attention`; float64 is left alone."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)

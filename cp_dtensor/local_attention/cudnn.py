@@ -1,0 +1,56 @@
+"""torch's cuDNN attention, the fastest on Hopper."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.flash import half_precision_refusal
+from cp_dtensor.masks import TileMask
+
+aten = torch.ops.aten
+
+
+class CudnnAttention(LocalAttention):
+    """bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
+
+    Causal is aligned top-left; tiles are square, so it does not matter.
+    """
+
+    @property
+    def name(self) -> str:
+        return "CUDNN_ATTENTION"
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.device_type != "cuda":
+            return f"the tensors are on {problem.device_type}, not cuda"
+        if problem.capability is not None and problem.capability < (8, 0):
+            return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
+        return half_precision_refusal(problem, max_head_dim=128)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
+        )
+        return out, lse.view(out.shape[:3])
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if grad_out.stride() != out.stride():  # cuDNN asserts equal strides
+            grad_out = torch.empty_like(out).copy_(grad_out)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,
+            q.size(2), k.size(2), 0.0, mask.is_causal, scale=scale,
+        )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Which backend computes a call: the one place that knows an order of preference."""
+
+from __future__ import annotations
+
+from cp_dtensor import _torch_private
+from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.cpu_flash import CpuFlashAttention
+from cp_dtensor.local_attention.cudnn import CudnnAttention
+from cp_dtensor.local_attention.efficient import EfficientAttention
+from cp_dtensor.local_attention.flash import FlashAttention
+from cp_dtensor.local_attention.math import MathAttention
+
+_BACKENDS: tuple[LocalAttention, ...] = (
+    CudnnAttention(),
+    FlashAttention(),
+    EfficientAttention(),
+    CpuFlashAttention(),
+    MathAttention(),
+)
+
+
+def choose_backend(problem: Problem) -> LocalAttention:
+    """The first backend, in order of preference, that the user allows and that does not refuse the problem.
+
+    `torch.nn.attention.sdpa_kernel` decides what is allowed, and the order too if called with `set_priority=True`.
+    Otherwise cuDNN comes first on Hopper and newer (measured fastest there), then flash, efficient and math.
+
+    Raises:
+        NotImplementedError: every allowed backend refuses; the message has each one's reason.
+    """
+    refusals = []
+    for backend in sorted(_BACKENDS, key=_rank_by_preference(problem)):
+        if not _torch_private.sdpa_backend_enabled(backend.name):
+            refusals.append(f"{backend.name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
+            continue
+        reason = backend.refusal(problem)
+        if reason is None:
+            return backend
+        refusals.append(f"{backend.name}: {reason}")
+    raise NotImplementedError(
+        f"no allowed SDPA backend can compute this attention ({problem}):\n  " + "\n  ".join(refusals)
+    )
+
+
+def backend_by_name(name: str, device_type: str) -> LocalAttention:
+    """The backend of an `SDPBackend` name, on a device type."""
+    return next(
+        backend
+        for backend in _BACKENDS
+        if backend.name == name and isinstance(backend, CpuFlashAttention) == (device_type == "cpu" and name != "MATH")
+    )
+
+
+def _rank_by_preference(problem: Problem):  # type: ignore[no-untyped-def]
+    user_order = _torch_private.user_sdpa_priority()
+    if user_order is not None:
+        return lambda backend: user_order.index(backend.name)
+    hopper = problem.capability is not None and problem.capability >= (9, 0)
+    order = ["CUDNN_ATTENTION"] * hopper + ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"]
+    return lambda backend: order.index(backend.name)

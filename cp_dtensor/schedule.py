@@ -1,0 +1,248 @@
+"""Schedules: which tiles of the attention matrix a rank computes, and from whose keys and values.
+
+Pure functions from layouts and masks to tuples of frozen `Tile`s. Forward, backward, the pictures in the docs and the
+tests read the same schedule. The law that the tests hold it to: over all ranks, tiles cover every allowed
+(query, key) pair exactly once, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+
+from cp_dtensor.layouts import Layout, Segment, Span
+from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One attention call: rows `q` of the local queries against rows `kv` of some keys and values.
+
+    `kv` counts rows of `source`'s shard, or, in a gathered schedule, rows of the gathered buffer (`source` is then
+    None). `batch` is the range of batch rows concerned.
+    """
+
+    source: int | None
+    batch: Span
+    q: Span
+    kv: Span
+    mask: TileMask
+
+
+Steps = tuple[tuple[Tile, ...], ...]
+"""Tiles by the arrival of the keys and values that they need."""
+
+
+@dataclass(frozen=True)
+class GroupSegments:
+    """For one batch group: this rank's query segments, and the key/value segments of every rank of the axis."""
+
+    batch: Span
+    q: tuple[Segment, ...]
+    kv_by_rank: tuple[tuple[Segment, ...], ...]
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """Where each rank's rows lie in the buffer that an all-gather fills, part by part.
+
+    Part p holds the p-th segments of all ranks, rank after rank, each padded to the longest of them (`pitch[p]` rows):
+    with head-tail all heads come first, in global order, so a causal prefix is one contiguous range.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    """`lengths[rank][part]`: rows of that part that hold tokens."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.lengths)
+
+    @property
+    def pitch(self) -> tuple[int, ...]:
+        """Rows from one rank to the next within each part."""
+        return tuple(max(column) for column in zip(*self.lengths, strict=True))
+
+    @property
+    def part_starts(self) -> tuple[int, ...]:
+        """First row of each part; one more entry than parts, the last is the total number of rows."""
+        return tuple(accumulate((pitch * self.world_size for pitch in self.pitch), initial=0))
+
+    def row(self, rank: int, part: int) -> int:
+        """First row of `rank`'s part."""
+        return self.part_starts[part] + rank * self.pitch[part]
+
+
+def ring_steps(groups: Iterable[GroupSegments], rank: int, mask: Mask) -> Steps:
+    """One step per hop of a ring; the tiles of step i are against the shard of rank - i (modulo the world size).
+
+    The ring passes shards from rank to rank + 1. A step may have no tiles.
+    """
+    groups = tuple(groups)
+    world_size = len(groups[0].kv_by_rank)
+    return tuple(_tiles_against(groups, (rank - hop) % world_size, mask) for hop in range(world_size))
+
+
+def gathered_steps(groups: Iterable[GroupSegments], rank: int, mask: Mask) -> Steps:
+    """Step 0 has the tiles against this rank's own shard; step 1 + p those that wait for part p of the gathered buffer.
+
+    Tiles over neighbouring rows of the buffer are joined, so head-tail causal takes the local tile and three large
+    ones whatever the number of ranks. Of the latter `source` is None.
+    """
+    groups = tuple(groups)
+    rows = gathered_rows(groups)
+    remote: list[Tile] = []
+    for group in groups:
+        moved = [
+            replace(tile, source=None, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
+            for source in range(rows.world_size)
+            if source != rank
+            for tile in _tiles_between(group.q, group.kv_by_rank[source], mask)
+        ]
+        remote += _join_rows(_join_columns(moved))
+    by_part = tuple(
+        tuple(tile for tile in remote if start < tile.kv[1] <= stop) for start, stop in pairwise(rows.part_starts)
+    )
+    return (_tiles_against(groups, rank, mask), *by_part)
+
+
+def _tiles_against(groups: tuple[GroupSegments, ...], source: int, mask: Mask) -> tuple[Tile, ...]:
+    return tuple(
+        replace(tile, source=source, batch=group.batch)
+        for group in groups
+        for tile in _join_rows(_tiles_between(group.q, group.kv_by_rank[source], mask))
+    )
+
+
+def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
+    """The buffer that `gathered_tiles` speaks of. All batch groups have the same lengths."""
+    return GatheredRows(
+        tuple(tuple(segment.length for segment in segments) for segments in groups[0].kv_by_rank)
+    )
+
+
+def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
+    """Tiles between the local rows of two shards, with `source` and `batch` left for the caller."""
+    if mask is Mask.CAUSAL and q == kv:  # local order is global order, so the whole shard is one triangle
+        length = sum(segment.length for segment in q)
+        return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
+    tiles = []
+    q_row = 0
+    for q_segment in q:
+        kv_row = 0
+        for kv_segment in kv:
+            for q_span, kv_span, tile_mask in _segment_tiles(q_segment, kv_segment, mask):
+                if q_span[0] < q_span[1] and kv_span[0] < kv_span[1]:
+                    tiles.append(
+                        Tile(None, (0, 0), _shift(q_span, q_row), _shift(kv_span, kv_row), tile_mask)
+                    )
+            kv_row += kv_segment.length
+        q_row += q_segment.length
+    return tiles
+
+
+def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
+    """Rectangles and triangles that cover what `q` may see of `kv`, in rows of the two segments. May yield empties."""
+    if mask is Mask.FULL:
+        yield (0, q.length), (0, kv.length), FULL_TILE
+    elif q.is_contiguous and kv.is_contiguous:
+        yield from _contiguous_causal(q, kv)
+    else:
+        yield from _striped_causal(q, kv)
+
+
+def _contiguous_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileMask]]:
+    # Rows before the diagonal reaches kv see nothing. Then `before` keys lie below the diagonal's first row (a
+    # rectangle), the diagonal runs (a triangle), and rows past the end of kv see all of it (a rectangle).
+    first = min(max(kv.start - q.start, 0), q.length)
+    before = min(max(q.start - kv.start, 0), kv.length)
+    diagonal = min(q.length - first, kv.length - before)
+    yield (first, first + diagonal), (0, before), FULL_TILE
+    yield (first, first + diagonal), (before, before + diagonal), CAUSAL_TILE
+    yield (first + diagonal, q.length), (0, kv.length), FULL_TILE
+
+
+def _striped_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileMask]]:
+    if (q.block, q.period) != (kv.block, kv.period):
+        raise NotImplementedError(f"causal tiles between stripes of different shape: {q} and {kv}")
+    block = q.block
+    if q.start == kv.start:  # equal stripes: row i sees column j iff j <= i
+        diagonal = min(q.length, kv.length)
+        yield (0, diagonal), (0, diagonal), CAUSAL_TILE
+        yield (diagonal, q.length), (0, kv.length), FULL_TILE
+        return
+    # Otherwise whole blocks are seen or not. A stripe ahead of ours shows us block b only from our block b + 1 on.
+    first = block if q.start < kv.start else 0
+    rows = max(q.length - first, 0)
+    columns = min(kv.length, -(-rows // block) * block)
+    stairs = min(rows, -(-columns // block) * block)  # rows beyond see all columns
+    if block == 1:
+        yield (first, first + stairs), (0, columns), CAUSAL_TILE
+    elif columns <= block:
+        yield (first, first + stairs), (0, columns), FULL_TILE
+    else:
+        yield (first, first + stairs), (0, columns), TileMask(block)
+    yield (first + stairs, q.length), (0, columns), FULL_TILE
+
+
+def _shift(span: Span, offset: int) -> Span:
+    return (span[0] + offset, span[1] + offset)
+
+
+def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
+    """Rows of `source`'s shard as rows of the gathered buffer. A tile never crosses parts."""
+    part_start = 0
+    for part, length in enumerate(rows.lengths[source]):
+        if kv[0] < part_start + length:
+            return _shift(kv, rows.row(source, part) - part_start)
+        part_start += length
+    raise AssertionError(f"rows {kv} lie outside of the shard of rank {source}")
+
+
+def _join_columns(tiles: list[Tile]) -> list[Tile]:
+    """Joins unmasked tiles of the same queries whose keys are neighbours."""
+    joined: list[Tile] = []
+    for tile in sorted(tiles, key=lambda tile: (tile.q, tile.kv)):
+        last = joined[-1] if joined else None
+        if last and last.mask.is_full and tile.mask.is_full and last.q == tile.q and last.kv[1] == tile.kv[0]:
+            joined[-1] = replace(last, kv=(last.kv[0], tile.kv[1]))
+        else:
+            joined.append(tile)
+    return joined
+
+
+def _join_rows(tiles: list[Tile]) -> list[Tile]:
+    """Joins unmasked tiles of the same keys whose queries are neighbours."""
+    joined: list[Tile] = []
+    for _, same_kv in groupby(sorted(tiles, key=lambda tile: (tile.kv, tile.q)), key=lambda tile: tile.kv):
+        for tile in same_kv:
+            last = joined[-1] if joined else None
+            if (last and last.kv == tile.kv and last.mask.is_full and tile.mask.is_full and last.q[1] == tile.q[0]):
+                joined[-1] = replace(last, q=(last.q[0], tile.q[1]))
+            else:
+                joined.append(tile)
+    return sorted(joined, key=lambda tile: (tile.q, tile.kv))
+
+
+def group_segments(
+    layout: Layout, q_len: int, kv_len: int, batch_size: int, rank: int, world_size: int
+) -> tuple[GroupSegments, ...]:
+    """What a layout says of one call, seen from one rank.
+
+    Args:
+        layout: the layout of queries and of keys and values.
+        q_len: global number of queries.
+        kv_len: global number of keys.
+        batch_size: rows of the batch.
+        rank: rank within the context-parallel axis.
+        world_size: number of ranks of the axis.
+    """
+    return tuple(
+        GroupSegments(
+            batch,
+            layout.segments(q_len, rank, world_size, index),
+            tuple(layout.segments(kv_len, source, world_size, index) for source in range(world_size)),
+        )
+        for index, batch in enumerate(layout.batch_groups(batch_size))
+    )

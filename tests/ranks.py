@@ -1,0 +1,78 @@
+"""Ranks as threads: runs a function on many ranks of a threaded process group, in milliseconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+T = TypeVar("T")
+_TIMEOUT_SECONDS = 60
+
+
+class RanksFailed(Exception):
+    """Some ranks raised; `errors` has the exception of each rank, None where it returned."""
+
+    def __init__(self, errors: list[BaseException | None]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {error!r}" for rank, error in enumerate(errors)))
+        self.errors = errors
+
+
+def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
+    """Calls `body(rank, *args)` on every rank, with a default process group; returns the results in rank order.
+
+    Raises:
+        the error itself, if every rank raised the same type of error with the same message, else RanksFailed.
+    """
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException | None] = [None] * world_size
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+        try:
+            results[rank] = body(rank, *args)
+        except BaseException as error:  # handed to the caller below
+            errors[rank] = error
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for this one
+        finally:
+            dist.destroy_process_group()
+
+    with _threaded_world():
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_TIMEOUT_SECONDS)
+            if thread.is_alive():
+                raise TimeoutError(f"ranks still run after {_TIMEOUT_SECONDS} s: a collective that not all have joined")
+    _raise(errors)
+    return results
+
+
+def _raise(errors: list[BaseException | None]) -> None:
+    own = [error for error in errors if error is not None and not isinstance(error, SystemExit)]
+    if not own:
+        return
+    if len(own) == len(errors) and len({(type(error), str(error)) for error in own}) == 1:
+        raise own[0]
+    if len(errors) == 1:
+        raise own[0]
+    raise RanksFailed(errors) from own[0]
+
+
+@contextmanager
+def _threaded_world():
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        yield
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
