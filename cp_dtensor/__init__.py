@@ -1,7 +1,26 @@
-"""Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences that no device holds whole."""
+"""Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences too long for one device."""
 
+from cp_dtensor.context import context_parallel
+from cp_dtensor.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.functional import ring_attention
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.parallel_style import ContextParallel
 from cp_dtensor.rotation.choice import set_rotate_method
+from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 
-__all__ = ["Contiguous", "HeadTail", "Layout", "MirroredBatch", "Striped", "ring_attention", "set_rotate_method"]
+__all__ = [
+    "ContextParallel",
+    "Contiguous",
+    "HeadTail",
+    "Layout",
+    "MirroredBatch",
+    "Striped",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "disable_context_parallel_dispatcher",
+    "enable_context_parallel_dispatcher",
+    "local_positions",
+    "ring_attention",
+    "set_rotate_method",
+]

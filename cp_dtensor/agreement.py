@@ -79,7 +79,9 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
     return total
 
 
-def known_length(local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int) -> int | None:
+def known_length(
+    local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int
+) -> int | None:
     """The declared global length that this rank's shard belongs to, or None if the ranks have to exchange lengths.
 
     The answer depends on the declared lengths alone and not on this rank where the declared lengths could be confused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dtensor import agreement
 from cp_dtensor.arguments import check_qkv, group_of
 from cp_dtensor.layouts import HeadTail, Layout
-from cp_dtensor.local_attention.base import Problem
+from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.policy import choose_backend
 from cp_dtensor.masks import Mask
 from cp_dtensor.ring import RingAttention, RingCall
 from cp_dtensor.rotation.base import Rotation, Route
 from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.schedule import GroupSegments, gathered_rows, group_segments
+from cp_dtensor.schedule import GroupSegments, Steps, gathered_rows, group_segments
 
 
 def ring_attention(
@@ -76,7 +77,7 @@ def ring_attention(
         declared_lengths=None,
         debug=debug,
     )
-    lengths = None if seq_len is None else _checked_seq_len(seq_len)
+    lengths = None if seq_len is None else checked_seq_len(seq_len)
     out, lse = attend(q, k, v, settings, is_causal=is_causal, scale=scale, lengths=lengths)
     return (out, lse) if return_lse else out
 
@@ -109,32 +110,35 @@ def attend(
     q_len, kv_len = _global_lengths(q, k, v, settings, is_causal, scale, lengths, rank, world_size)
     groups = group_segments(settings.layout, q_len, kv_len, q.size(0), rank, world_size)
     mask = Mask.CAUSAL if is_causal else Mask.FULL
-    return ring(q, k, v, groups, mask, settings.group, settings.rotation, scale)
+    problem = describe_problem(q, k, v, staircase=is_causal and has_stairs(groups))
+    call = plan_call(groups, mask, settings.group, rank, settings.rotation, choose_backend(problem), scale, problem)
+    return RingAttention.apply(q, k, v, call)
 
 
-def ring(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def plan_call(
     groups: tuple[GroupSegments, ...],
     mask: Mask,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
+    rank: int,
     rotation: Rotation,
+    backend: LocalAttention,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plans and runs one call; `groups` says which positions the local rows of each rank have."""
-    rank = dist.get_rank(group)
-    steps = rotation.steps(groups, rank, mask)
-    problem = describe_problem(q, k, v, staircase=mask is Mask.CAUSAL and _has_stairs(groups))
-    call = RingCall(
-        steps=steps,
+    problem: Problem,
+) -> RingCall:
+    """Decides one call. `groups` says where the local rows stand; `group` is None where K/V need not travel."""
+    return RingCall(
+        steps=_steps(rotation, groups, rank, mask),
         route=Route(group, rank, gathered_rows(groups)),
         rotation=rotation,
-        backend=choose_backend(problem),
+        backend=backend,
         scale=scale,
         state_dtype=problem.state_dtype,
     )
-    return RingAttention.apply(q, k, v, call)
+
+
+@lru_cache(maxsize=1024)
+def _steps(rotation: Rotation, groups: tuple[GroupSegments, ...], rank: int, mask: Mask) -> Steps:
+    return rotation.steps(groups, rank, mask)
 
 
 def describe_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircase: bool) -> Problem:
@@ -210,7 +214,7 @@ def _global_lengths(
     return q_len, kv_len
 
 
-def _has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
+def has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
     """Whether any rank's causal tiles may need more than a triangle; asked of all ranks' rows, so alike on each."""
     return any(
         not segment.is_contiguous and segment.block > 1
@@ -220,7 +224,7 @@ def _has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
     )
 
 
-def _checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
     pair = (seq_len, seq_len) if isinstance(seq_len, int) else tuple(seq_len)
     if len(pair) != 2 or any(not isinstance(length, int) or length < 0 for length in pair):
         raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")

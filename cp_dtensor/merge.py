@@ -19,9 +19,7 @@ if TRITON_AVAILABLE:
     from cp_dtensor.kernels.lse_merge import launch_merge
 
 
-def merge_reference_(
-    out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor
-) -> None:
+def merge_reference_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
     """Merges a tile into `(out, lse)`, in place, in plain torch operations: the oracle of the kernel.
 
     Args:

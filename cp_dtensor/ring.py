@@ -68,6 +68,8 @@ def ring_forward(
         out: (B, H, S, Dv) in q's dtype.
         lse: (B, H, S), natural log of the softmax denominator over all keys, in `call.state_dtype`.
     """
+    if _nothing_to_do(q):
+        return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     result = Accumulator(q, v.size(3), call.state_dtype)
     transfer = call.rotation.start_kv(pack_rows(k, v), call.route)
@@ -99,6 +101,8 @@ def ring_backward(
 
     Sums over tiles and ranks are in `call.state_dtype` and are cast once, at the end.
     """
+    if _nothing_to_do(q):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_out, q, k, v = _unit_stride(grad_out), _unit_stride(q), _unit_stride(k), _unit_stride(v)
     grad_q = torch.zeros_like(q, dtype=call.state_dtype)
     kv_rows = pack_rows(k, v)
@@ -138,15 +142,18 @@ def pack_rows(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def unpack_rows(
-    rows: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_rows(rows: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of packed rows as K (B, Hkv, rows, D) and V (B, Hkv, rows, Dv); sizes other than rows as in `like_*`."""
     batch, heads = like_k.shape[:2]
     k_width = batch * heads * like_k.size(3)
     k = rows[:, :k_width].view(rows.size(0), batch, heads, like_k.size(3))
     v = rows[:, k_width:].view(rows.size(0), batch, heads, like_v.size(3))
     return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+def _nothing_to_do(q: torch.Tensor) -> bool:
+    """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; all ranks of its ring are alike."""
+    return 0 in q.shape[:2]
 
 
 def _cut(tensor: torch.Tensor, batch: Span, rows: Span) -> torch.Tensor:
@@ -162,5 +169,3 @@ def _no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
     """Casting has happened before the call; inside, dtypes are chosen with care."""
     device_type = like.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-

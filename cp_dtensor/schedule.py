@@ -117,9 +117,7 @@ def _tiles_against(groups: tuple[GroupSegments, ...], source: int, mask: Mask) -
 
 def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
     """The buffer that `gathered_tiles` speaks of. All batch groups have the same lengths."""
-    return GatheredRows(
-        tuple(tuple(segment.length for segment in segments) for segments in groups[0].kv_by_rank)
-    )
+    return GatheredRows(tuple(tuple(segment.length for segment in segments) for segments in groups[0].kv_by_rank))
 
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
@@ -134,9 +132,7 @@ def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) 
         for kv_segment in kv:
             for q_span, kv_span, tile_mask in _segment_tiles(q_segment, kv_segment, mask):
                 if q_span[0] < q_span[1] and kv_span[0] < kv_span[1]:
-                    tiles.append(
-                        Tile(None, (0, 0), _shift(q_span, q_row), _shift(kv_span, kv_row), tile_mask)
-                    )
+                    tiles.append(Tile(None, (0, 0), _shift(q_span, q_row), _shift(kv_span, kv_row), tile_mask))
             kv_row += kv_segment.length
         q_row += q_segment.length
     return tiles
@@ -218,7 +214,7 @@ def _join_rows(tiles: list[Tile]) -> list[Tile]:
     for _, same_kv in groupby(sorted(tiles, key=lambda tile: (tile.kv, tile.q)), key=lambda tile: tile.kv):
         for tile in same_kv:
             last = joined[-1] if joined else None
-            if (last and last.kv == tile.kv and last.mask.is_full and tile.mask.is_full and last.q[1] == tile.q[0]):
+            if last and last.kv == tile.kv and last.mask.is_full and tile.mask.is_full and last.q[1] == tile.q[0]:
                 joined[-1] = replace(last, q=(last.q[0], tile.q[1]))
             else:
                 joined.append(tile)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -67,7 +68,8 @@ def _raise(errors: list[BaseException | None]) -> None:
 
 
 @contextmanager
-def _threaded_world():
+def _threaded_world() -> Iterator[None]:
+    excepthook = sys.excepthook  # which init_process_group replaces
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     try:
@@ -75,4 +77,5 @@ def _threaded_world():
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
+        sys.excepthook = excepthook
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

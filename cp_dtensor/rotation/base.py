@@ -17,7 +17,8 @@ from cp_dtensor.schedule import GatheredRows, GroupSegments, Steps
 class Route:
     """Who sends how many rows. The same on every rank but for `rank`."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """None only with a world size of 1, where nothing travels."""
     rank: int
     rows: GatheredRows
 

@@ -1,0 +1,116 @@
+"""The context manager that most users touch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ContextDecorator, ExitStack
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dtensor.arguments import group_of
+from cp_dtensor.buffers import ShardedBuffer
+from cp_dtensor.functional import RingSettings, checked_layout
+from cp_dtensor.layouts import Layout
+from cp_dtensor.region import Region
+from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.sharding import checked_buffers
+
+
+class context_parallel(ContextDecorator):  # noqa: N801 - used as a function, in a `with` statement
+    """Inside of the `with` block, the sequence is sharded over the ranks of `mesh`.
+
+    On entry, `buffers` are sharded in place: each tensor holds this rank's tokens, in `layout` order. Inside,
+    `F.scaled_dot_product_attention` on plain tensors means "these are my shards" and attends to the whole sequence;
+    so do torch's modules that call it, such as `nn.MultiheadAttention(..., need_weights=False)` and
+    `nn.TransformerEncoderLayer`. On exit, also after an exception, buffers are restored bit for bit.
+
+    Only the thread that enters is in the region, and the threads in which autograd runs its backward. Backward may run
+    inside or after; recomputation under `torch.utils.checkpoint` likewise, in either mode. Contexts nest: the inner
+    one's mesh and settings hold inside of it.
+
+    Args:
+        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group.
+        buffers: tensors that every rank has whole, of any dtype. Leaf tensors may require grad: inside they are leaves
+            of the local shape, and on exit `.grad` has the full shape, zero outside of this rank's tokens, so that its
+            sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with
+            `context_parallel_shard`, which is differentiable.
+        buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
+        no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
+            are freed on entry.
+        layout: which rank owns which tokens, `HeadTail()` if None.
+        rotate_method: "allgather" or "alltoall", the process default if None.
+        debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
+
+    Raises:
+        TypeError, ValueError: on creation, for arguments that do not fit, before any collective.
+        RuntimeError: on entry, if it is already entered.
+
+    Attention over other lengths than those of the buffers is allowed; the ranks then exchange their local lengths in
+    one small collective per call.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        *,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+        layout: Layout | None = None,
+        rotate_method: str | None = None,
+        debug: bool = False,
+    ) -> None:
+        group = group_of(mesh)
+        layout = checked_layout(layout)
+        tensors = list(buffers or [])
+        dims = checked_buffers(tensors, list(buffer_seq_dims or []), layout)
+        kept_sharded = _identities(tensors, no_restore_buffers or ())
+        self._buffers = [
+            ShardedBuffer(index, tensor, dim, layout, group, restore=id(tensor) not in kept_sharded)
+            for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))
+        ]
+        self._group = group
+        self._layout = layout
+        self._rotation = rotation_by_name(rotate_method)
+        self._debug = debug
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if self._open is not None:
+            raise RuntimeError("this context_parallel is already entered; make another one to nest")
+        lengths = tuple(sorted({buffer.full_length for buffer in self._buffers}))
+        settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug)
+        with ExitStack() as stack:  # restores what was sharded if a later buffer fails
+            for buffer in self._buffers:
+                stack.enter_context(buffer.sharded())
+            stack.enter_context(Region(settings).entered())
+            self._open = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.__exit__(kind, error, trace)
+
+
+def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
+    """ids of the buffers to leave sharded.
+
+    Raises:
+        ValueError: a buffer listed twice, or one to leave sharded that is no buffer.
+    """
+    known = [id(tensor) for tensor in buffers]
+    for index, identity in enumerate(known):
+        if identity in known[:index]:
+            raise ValueError(f"buffer {index} is the same tensor as buffer {known.index(identity)}: list it once")
+    for tensor in no_restore:
+        if id(tensor) not in known:
+            raise ValueError(
+                "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
+                f"{tuple(tensor.shape)} that is not"
+            )
+    return {id(tensor) for tensor in no_restore}

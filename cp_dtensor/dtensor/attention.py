@@ -1,0 +1,134 @@
+"""Scaled dot product attention of DTensors: exactly that of their full tensors, wherever they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
+from cp_dtensor.functional import describe_problem, plan_call, softmax_scale
+from cp_dtensor.interception import SdpaArguments
+from cp_dtensor.layouts import TorchChunk
+from cp_dtensor.local_attention.base import LocalAttention
+from cp_dtensor.local_attention.policy import choose_backend
+from cp_dtensor.masks import Mask
+from cp_dtensor.ring import RingAttention, RingCall
+from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.schedule import GroupSegments
+
+
+def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
+    """Ring attention if any of q, k and v is a DTensor that is sharded along the sequence, else None.
+
+    The output has q's placements (sharded along the sequence wherever q, k or v are). Gradients have the placements
+    of their inputs.
+    """
+    if not any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
+        return None
+    sharded = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
+    if not is_seq_sharded(*(tensor.placements for tensor in sharded)):
+        return None
+    refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
+    q, k, v = _on_one_mesh(call.q, call.k, call.v)
+    check_qkv(q, k, v, call.enable_gqa)
+    mesh = q.device_mesh
+    plan = plan_placements(q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1))
+    local_q = _to_local(q, plan.q, plan.q)
+    local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
+    ring_call = plan_dtensor_call(
+        local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, softmax_scale(q, call.scale)
+    )
+    out, _ = RingAttention.apply(local_q, local_k, local_v, ring_call)
+    return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
+
+
+def plan_dtensor_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_len: int,
+    kv_len: int,
+    mesh: DeviceMesh,
+    plan: AttentionPlacements,
+    is_causal: bool,
+    scale: float,
+    backend: LocalAttention | None = None,
+) -> RingCall:
+    """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    q_segment = local_segment(q_len, plan.q, mesh.shape, coordinate)
+    if plan.ring_axis is None:
+        group, rank, world_size = None, 0, 1
+    else:
+        group, rank = mesh.get_group(plan.ring_axis), coordinate[plan.ring_axis]
+        world_size = mesh.size(plan.ring_axis)
+    kv_by_rank = tuple(TorchChunk().segments(kv_len, source, world_size) for source in range(world_size))
+    groups = (GroupSegments((0, q.size(0)), (q_segment,), kv_by_rank),)
+    problem = describe_problem(q, k, v, staircase=False)
+    mask = Mask.CAUSAL if is_causal else Mask.FULL
+    backend = backend or choose_backend(problem)
+    return plan_call(groups, mask, group, rank, rotation_by_name(None), backend, scale, problem)
+
+
+def from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of the given global shape, without communication."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _to_local(
+    tensor: DTensor, placements: tuple[Placement, ...], grad_placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    # Redistributing is a no-op where the placements are already right, but its backward brings Partial gradients home
+    # to the placements of the input.
+    return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
+
+
+def _on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
+    """All as DTensors of one mesh.
+
+    Raises:
+        ValueError: plain tensors among DTensors, or different meshes.
+    """
+    kinds = ", ".join(
+        f"{name} {tensor.device_mesh} {tensor.placements}" if isinstance(tensor, DTensor) else f"{name} torch.Tensor"
+        for name, tensor in zip("qkv", tensors, strict=True)
+    )
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if len(sharded) < len(tensors):
+        raise ValueError(f"expected q, k and v all to be DTensors, got {kinds}; wrap with DTensor.from_local")
+    if any(tensor.device_mesh != sharded[0].device_mesh for tensor in sharded):
+        raise ValueError(f"expected q, k and v on one mesh, got {kinds}")
+    return tuple(sharded)
+
+
+def local_only_sdpa(
+    call: SdpaArguments, ring_ranks: Sequence[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
+) -> torch.Tensor | None:
+    """SDPA of DTensors whose mesh crosses the ring in one rank only (over heads or batch): of their local tensors.
+
+    Returns None if the mesh shares more ranks with the ring.
+
+    Raises:
+        NotImplementedError: such DTensors that are not sharded alike over batch or heads.
+    """
+    q, k, v = _on_one_mesh(call.q, call.k, call.v)
+    if len(set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)) > 1:
+        return None
+    plan = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
+    if is_seq_sharded(plan.q) or not q.placements == k.placements == v.placements == plan.q:
+        raise NotImplementedError(
+            "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike over "
+            f"batch (Shard(0)) or whole groups of heads (Shard(1)); got q {q.placements}, k {k.placements}, "
+            f"v {v.placements}"
+        )
+    local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local())
+    return from_local(plain_sdpa(local), q.device_mesh, plan.q, (*q.shape[:3], v.size(3)))

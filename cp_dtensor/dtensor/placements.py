@@ -1,0 +1,90 @@
+"""Which placements attention computes in, for any placements of its inputs. Pure: no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from cp_dtensor.layouts import Segment, TorchChunk
+
+BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class AttentionPlacements:
+    """Placements, one per mesh axis, of the local computation. `out` and `dq` are placed as `q`."""
+
+    q: tuple[Placement, ...]
+    kv: tuple[Placement, ...]
+    grad_kv: tuple[Placement, ...]
+    """As `kv`, but Partial where ranks with different queries hold the same keys."""
+    ring_axis: int | None
+    """The mesh axis around which K/V travel; None if every rank already holds the keys that its queries see."""
+
+
+def is_seq_sharded(*placements: Sequence[Placement]) -> bool:
+    """Whether any of the tensors is sharded along the sequence on any mesh axis."""
+    return any(_on(SEQ_DIM, placement) for each in placements for placement in each)
+
+
+def plan_placements(
+    q: Sequence[Placement],
+    k: Sequence[Placement],
+    v: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    q_heads: int,
+    kv_heads: int,
+) -> AttentionPlacements:
+    """Decides the placements, axis by axis.
+
+    Sequence: q stays or becomes sharded. K/V that are sharded along the sequence stay so on the first such axis, the
+    ring, and are gathered over further ones; K/V that are replicated stay so. Batch and heads: all three sharded alike
+    (heads only if every rank gets whole groups of query heads with their key head). Anything else: replicated.
+    """
+    plan_q: list[Placement] = []
+    plan_kv: list[Placement] = []
+    grad_kv: list[Placement] = []
+    ring_axis = None
+    head_shards = 1
+    for axis, (on_q, on_k, on_v) in enumerate(zip(q, k, v, strict=True)):
+        kv_on_seq = _on(SEQ_DIM, on_k) or _on(SEQ_DIM, on_v)
+        if _on(SEQ_DIM, on_q) or kv_on_seq:
+            plan_q.append(Shard(SEQ_DIM))
+            if kv_on_seq and ring_axis is None:
+                ring_axis = axis
+                plan_kv.append(Shard(SEQ_DIM))
+                grad_kv.append(Shard(SEQ_DIM))
+            else:
+                plan_kv.append(Replicate())
+                grad_kv.append(Partial())
+            continue
+        choice: Placement = Replicate()
+        if any(_on(BATCH_DIM, placement) for placement in (on_q, on_k, on_v)):
+            choice = Shard(BATCH_DIM)
+        elif any(_on(HEAD_DIM, placement) for placement in (on_q, on_k, on_v)):
+            shards = head_shards * mesh_shape[axis]
+            if q_heads == kv_heads or (q_heads % shards == 0 and kv_heads % shards == 0):
+                head_shards = shards
+                choice = Shard(HEAD_DIM)
+        plan_q.append(choice)
+        plan_kv.append(choice)
+        grad_kv.append(choice)
+    return AttentionPlacements(tuple(plan_q), tuple(plan_kv), tuple(grad_kv), ring_axis)
+
+
+def local_segment(
+    length: int, placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Segment:
+    """The global positions of a rank's rows, where sequence shards of several axes nest from left to right."""
+    start, stop = 0, length
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if _on(SEQ_DIM, placement):
+            (chunk,) = TorchChunk().segments(stop - start, index, size)
+            start, stop = start + chunk.start, start + chunk.start + chunk.length
+    return Segment.contiguous(start, stop)
+
+
+def _on(dim: int, placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim

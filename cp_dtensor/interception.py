@@ -1,0 +1,95 @@
+"""Intercepts `F.scaled_dot_product_attention`, at torch's dispatcher.
+
+A kernel in the dispatcher sees every call, however the function was imported and in whatever thread it runs, backward
+included, and costs other operators nothing; `docs/log.md` has the measurement against a function mode. It is installed
+while somebody holds a lease, and not a moment longer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor import _torch_private
+
+
+@dataclass(frozen=True)
+class SdpaArguments:
+    """The arguments of one `F.scaled_dot_product_attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+Interceptor = Callable[[SdpaArguments], torch.Tensor | None]
+"""Computes a call, or returns None to leave it to others, in the end to torch."""
+
+
+class _Interception:
+    """The interceptors of the process, each with the number of leases on it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._leases: dict[Interceptor, int] = {}
+        self._uninstall: Callable[[], None] | None = None
+
+    def acquire(self, interceptor: Interceptor) -> None:
+        with self._lock:
+            if self._uninstall is None:
+                self._uninstall = _torch_private.override_sdpa(self._kernel)
+            # A new dict, since kernels in other threads may be reading the old one. The latest comes first.
+            count = self._leases.get(interceptor, 0) + 1
+            self._leases = {interceptor: count, **{i: n for i, n in self._leases.items() if i is not interceptor}}
+
+    def release(self, interceptor: Interceptor) -> None:
+        with self._lock:
+            leases = dict(self._leases)
+            leases[interceptor] -= 1
+            self._leases = {i: n for i, n in leases.items() if n}
+            if not self._leases and self._uninstall is not None:
+                self._uninstall()
+                self._uninstall = None
+
+    def _kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        arguments = SdpaArguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        for interceptor in self._leases:
+            result = interceptor(arguments)
+            if result is not None:
+                return result
+        return _torch_private.original_sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+_interception = _Interception()
+
+
+@contextmanager
+def intercepted(interceptor: Interceptor) -> Iterator[None]:
+    """While open, `interceptor` is asked before torch computes a call, in all threads."""
+    _interception.acquire(interceptor)
+    try:
+        yield
+    finally:
+        _interception.release(interceptor)

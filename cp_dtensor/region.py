@@ -1,0 +1,132 @@
+"""Regions: stretches of a program in which SDPA on plain tensors means "these are my shards".
+
+A region's settings live in thread-local state that autograd carries to the threads of a backward, so a recompute
+under activation checkpointing sees the region that backward was called in. While any region is open, in any thread, a
+few entries of torch are replaced (`_Installation`); when the last one closes, all are put back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import _torch_private
+from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.dtensor.attention import local_only_sdpa
+from cp_dtensor.dtensor.dispatcher import dispatcher_installed
+from cp_dtensor.functional import RingSettings, attend
+from cp_dtensor.interception import SdpaArguments, intercepted
+
+_KEY = "cp_dtensor.region"
+
+
+@dataclass(frozen=True)
+class Region:
+    """The settings of an open region."""
+
+    settings: RingSettings
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Makes this the region of the current thread while open; regions nest."""
+        with _installation.held():
+            outer = _torch_private.get_thread_local(_KEY)
+            _torch_private.set_thread_local(_KEY, self)
+            try:
+                yield
+            finally:
+                _torch_private.set_thread_local(_KEY, outer)
+
+
+def current_region() -> Region | None:
+    """The innermost open region of this thread (within a backward: of the thread that called it)."""
+    return _torch_private.get_thread_local(_KEY)
+
+
+def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
+    """SDPA of this rank's shards, or None outside of regions and for DTensors that span the region's ranks."""
+    region = current_region()
+    if region is None or call.q.is_meta:
+        return None
+    if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
+        # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
+        # shards. A DTensor over the region's own ranks knows by itself how it is sharded, and is left to the dispatcher.
+        return local_only_sdpa(call, dist.get_process_group_ranks(region.settings.group), _plain_sdpa(region))
+    return _plain_sdpa(region)(call)
+
+
+def _plain_sdpa(region: Region) -> Callable[[SdpaArguments], torch.Tensor]:
+    def sdpa(call: SdpaArguments) -> torch.Tensor:
+        refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
+        q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
+        check_qkv(q, k, v, call.enable_gqa)
+        out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)
+        return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
+
+    return sdpa
+
+
+def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., S, D) as (B, H, S, D); F.scaled_dot_product_attention takes any number of leading dims."""
+    if tensor.dim() < 4:
+        return tensor[(None,) * (4 - tensor.dim())]
+    return tensor.flatten(0, -4)
+
+
+class _Installation:
+    """What regions replace in torch, held as long as any region is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holds = 0
+        self._installed = ExitStack()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            if self._holds == 0:
+                with ExitStack() as stack:  # takes everything back if a part fails
+                    stack.enter_context(dispatcher_installed())
+                    stack.enter_context(intercepted(_region_sdpa))
+                    stack.enter_context(_torch_private.checkpointed_functions_bound(_bound_to_region))
+                    stack.enter_context(_torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights))
+                    self._installed = stack.pop_all()
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds -= 1
+                if self._holds == 0:
+                    self._installed.close()
+
+
+_installation = _Installation()
+
+
+def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpointed function that runs in the present region whenever it runs: also recomputed after exit."""
+    region = current_region()
+    if region is None:
+        return function
+
+    def in_region(*args: Any, **kwargs: Any) -> Any:
+        with region.entered():
+            return function(*args, **kwargs)
+
+    return in_region
+
+
+def _refuse_attention_weights(need_weights: bool) -> None:
+    if need_weights and current_region() is not None:
+        raise NotImplementedError(
+            "nn.MultiheadAttention got need_weights=True (its default) inside of a context-parallel region, but no "
+            "rank has the attention weights of the whole sequence; pass need_weights=False"
+        )

@@ -1,0 +1,234 @@
+"""Sharding of whole tensors along the sequence, and back; both differentiable, neither changes anything global."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import agreement
+from cp_dtensor._torch_private import all_gather_single, has_cpu_backend, reduce_scatter_single
+from cp_dtensor.arguments import group_of
+from cp_dtensor.functional import checked_layout
+from cp_dtensor.layouts import Layout, Segment
+
+Mesh = DeviceMesh | dist.ProcessGroup
+
+
+def context_parallel_shard(
+    mesh: Mesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout | None = None
+) -> list[torch.Tensor]:
+    """This rank's shards of tensors that every rank has whole.
+
+    Args:
+        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group.
+        buffers: tensors of any dtype and shape, equal on every rank; not changed.
+        seq_dims: the sequence dim of each, negative counts from the end.
+        layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch.
+
+    Returns:
+        new tensors, in local order. Differentiable: gradients of other ranks' tokens are zero here, so that the sum
+        over ranks is the gradient of the whole tensor.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    group, layout = group_of(mesh), checked_layout(layout)
+    dims = checked_buffers(buffers, seq_dims, layout)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    return [take_shard(tensor, dim, layout, rank, world_size) for tensor, dim in zip(buffers, dims, strict=True)]
+
+
+def context_parallel_unshard(
+    mesh: Mesh,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    layout: Layout | None = None,
+    *,
+    grad: Literal["replicated", "partial"] = "replicated",
+) -> list[torch.Tensor]:
+    """Whole tensors, on every rank, from the ranks' shards: the inverse of `context_parallel_shard`.
+
+    Args:
+        mesh: as for `context_parallel_shard`.
+        buffers: this rank's shards; lengths may differ between ranks as the layout says.
+        seq_dims: the sequence dim of each.
+        layout: the layout they were sharded in, `HeadTail()` if None.
+        grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
+            and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
+            the ranks.
+
+    Returns:
+        new tensors, differentiable.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; shards whose lengths are not the layout's, on all ranks alike.
+    """
+    if grad not in ("replicated", "partial"):
+        raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
+    group, layout = group_of(mesh), checked_layout(layout)
+    dims = checked_buffers(buffers, seq_dims, layout)
+    return [
+        _Unshard.apply(tensor, dim, layout, group, grad == "partial") for tensor, dim in zip(buffers, dims, strict=True)
+    ]
+
+
+def local_positions(
+    mesh: Mesh,
+    seq_len: int,
+    layout: Layout | None = None,
+    *,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Global positions of this rank's tokens, for position ids, RoPE and the like.
+
+    Args:
+        mesh: the context-parallel axis.
+        seq_len: global number of tokens.
+        layout: `HeadTail()` if None.
+        batch_size: rows of the batch; only `MirroredBatch` needs it, where positions depend on the row.
+        device: of the result, the CPU if None.
+
+    Returns:
+        (local tokens,) int64; with `batch_size`, (batch_size, local tokens).
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    group, layout = group_of(mesh), checked_layout(layout)
+    if not isinstance(seq_len, int) or seq_len < 0:
+        raise ValueError(f"expected seq_len to be an integer >= 0, got {seq_len!r}")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if batch_size is None:
+        if len(layout.batch_groups(2)) > 1:
+            raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
+        return _positions(layout.segments(seq_len, rank, world_size), device)
+    rows = [
+        _positions(layout.segments(seq_len, rank, world_size, index), device).expand(stop - start, -1)
+        for index, (start, stop) in enumerate(layout.batch_groups(batch_size))
+    ]
+    return torch.cat(rows)
+
+
+def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout) -> list[int]:
+    """Checks tensors and their sequence dims; returns the dims, none negative.
+
+    Raises:
+        TypeError, ValueError: what does not fit, with its index.
+    """
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(seq_dims)} dims")
+    dims = []
+    for index, (tensor, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"buffer {index}: expected an integer sequence dim, got {dim!r}")
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"buffer {index}: sequence dim {dim} is out of range for shape {tuple(tensor.shape)}")
+        dims.append(dim % tensor.dim())
+        if len(layout.batch_groups(2)) > 1 and dims[-1] == 0:
+            raise ValueError(
+                f"buffer {index}: {layout} divides rows of the batch (dim 0) differently, so it needs a batch dim "
+                f"before the sequence dim; got shape {tuple(tensor.shape)} with sequence dim 0"
+            )
+    if len(layout.batch_groups(2)) > 1 and len({tensor.size(0) for tensor in buffers}) > 1:
+        shapes = [tuple(tensor.shape) for tensor in buffers]
+        raise ValueError(f"{layout} expects one batch size (dim 0) in all buffers, got shapes {shapes}")
+    return dims
+
+
+def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, in local order, new and contiguous."""
+    parts = [
+        rows.index_select(dim, positions)
+        for rows, positions in _rows_and_positions(tensor, dim, tensor.size(dim), layout, rank, world_size)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
+    """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
+    first = 0
+    for rows, positions in _rows_and_positions(whole, dim, whole.size(dim), layout, rank, world_size):
+        rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
+        first += rows.size(0)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, group: dist.ProcessGroup, sum_gradients: bool
+    ) -> torch.Tensor:
+        lengths = _local_lengths(shard.size(dim), group, shard.device)
+        seq_len = agreement.global_length(lengths, layout, "shard")
+        ctx.settings = (dim, layout, group, sum_gradients, lengths)
+        whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
+        for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, group)):
+            put_shard(whole, part.movedim(0, dim), dim, layout, rank, len(lengths))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dim, layout, group, sum_gradients, lengths = ctx.settings
+        world_size, rank = len(lengths), dist.get_rank(group)
+        if not sum_gradients or world_size == 1:
+            return take_shard(grad, dim, layout, rank, world_size), None, None, None, None
+        parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
+        padded = torch.cat([_padded(part, max(lengths)) for part in parts])
+        home = padded.new_empty(max(lengths), *padded.shape[1:])
+        reduce_scatter_single(home, padded, group=group)
+        return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None
+
+
+def _gathered(rows: torch.Tensor, lengths: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The rows (dim 0) of every rank."""
+    if len(lengths) == 1:
+        return [rows]
+    padded = _padded(rows, max(lengths))
+    gathered = padded.new_empty(len(lengths) * max(lengths), *rows.shape[1:])
+    if gathered.numel():  # alike on every rank
+        all_gather_single(gathered, padded, group=group)
+    shards = gathered.unflatten(0, (len(lengths), max(lengths)))
+    return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Contiguous rows, zeros behind."""
+    return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
+
+
+def _local_lengths(length: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The local lengths of all ranks."""
+    world_size = dist.get_world_size(group)
+    mine = torch.tensor([length], device=None if has_cpu_backend(group) else device)
+    everyone = mine.new_empty(world_size)
+    all_gather_single(everyone, mine, group=group)
+    return everyone.tolist()
+
+
+def _rows_and_positions(
+    tensor: torch.Tensor, dim: int, seq_len: int, layout: Layout, rank: int, world_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each batch group: a view of its batch rows (of everything, if rows are alike), and the rank's positions."""
+    groups = layout.batch_groups(tensor.size(0))
+    positions = [
+        _positions(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
+    ]
+    if len(groups) == 1:
+        return [(tensor, positions[0])]
+    return [(tensor[start:stop], each) for (start, stop), each in zip(groups, positions, strict=True)]
+
+
+def _positions(segments: tuple[Segment, ...], device: torch.device | str | None) -> torch.Tensor:
+    parts = []
+    for segment in segments:
+        index = torch.arange(segment.length, device=device)
+        parts.append(segment.start + (index // segment.block) * segment.period + index % segment.block)
+    return torch.cat(parts)

@@ -1,0 +1,38 @@
+"""Settings of the whole test session."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+from poison import poisoned_empty
+
+GPUS = torch.cuda.device_count()
+
+if not GPUS:
+    # Triton looks at this when a kernel is defined, so it is set before any module of kernels is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Ranks are threads or processes on few cores; more threads inside of each only fight one another. The variable is for
+# processes that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Collectives and first calls of kernels take long now and then, which is no failure.
+hypothesis.settings.register_profile("cp_dtensor", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("cp_dtensor")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if marker := item.get_closest_marker("gpu"):
+            needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+            reason = f"needs {needed} CUDA GPU{'s' if needed > 1 else ''}, this machine has {GPUS}"
+            item.add_marker(pytest.mark.skipif(needed > GPUS, reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poison_uninitialised_memory() -> Iterator[None]:
+    with poisoned_empty():
+        yield
