@@ -262,3 +262,15 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 def run_locally(op: Any, info: Any) -> Any:
     """Runs an op on the local tensors of `propagated` and wraps the results, as torch does by default."""
     return dtensor_dispatcher().wrap(op(*info.local_args, **info.local_kwargs), info.output_sharding.output_spec)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tensor identity
+
+
+def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchanges what two tensor objects are: data, shape, autograd state. References from C++ stay with the content.
+
+    `torch.utils.swap_tensors` does the same but refuses tensors that autograd refers to, which is the very case here.
+    """
+    torch._C._swap_tensor_impl(first, second)

@@ -2,81 +2,98 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from cp_dtensor import _torch_private
 from cp_dtensor.layouts import Layout
 from cp_dtensor.sharding import put_shard, take_shard
 
 
-class ShardedBuffer:
-    """One buffer of `context_parallel`.
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A tensor that a context shards, and how."""
 
-    The tensor object stays the same; its data is exchanged for the shard's and back, so restoring is exact and free.
-    """
-
-    def __init__(
-        self, index: int, tensor: torch.Tensor, dim: int, layout: Layout, group: dist.ProcessGroup, restore: bool
-    ) -> None:
-        if tensor.requires_grad and not tensor.is_leaf:
-            raise ValueError(
-                f"buffer {index}: got a non-leaf tensor that requires grad (from {tensor.grad_fn}); sharding it in "
-                "place would break its graph. Use context_parallel_shard, which is differentiable, or detach it"
-            )
-        self._tensor = tensor
-        self._dim = dim
-        self._layout = layout
-        self._group = group
-        self._restore = restore
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+    tensor: torch.Tensor
+    dim: int
+    layout: Layout
+    rank: int
+    world_size: int
+    restore: bool
 
     @property
-    def full_length(self) -> int:
-        """Global number of tokens, as long as the buffer is whole."""
-        return self._tensor.size(self._dim)
+    def length(self) -> int:
+        """Global number of tokens, as long as the tensor is whole."""
+        return self.tensor.size(self.dim)
+
+
+class LocalContents:
+    """A buffer's shard, which can stand in for the whole tensor.
+
+    Two tensor objects swap identities: code that holds the buffer sees a shard while it is `standing_in`, and whatever
+    autograd has saved meanwhile stays what it was, so backward may run after the buffer has been restored. Restoring
+    copies nothing.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._depth = 0
+        self._lock = threading.RLock()
+        self._sharded_for_good = False
+        self._swapped_out: torch.Tensor | None = None  # has the identity of the whole tensor while a shard stands in
+        with torch.no_grad():
+            self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
 
     @contextmanager
-    def sharded(self) -> Iterator[None]:
-        """Holds the shard while open."""
-        tensor = self._tensor
-        full = tensor.data
-        full_shape = full.shape
-        with torch.no_grad():
-            shard = take_shard(full, self._dim, self._layout, self._rank, self._world_size)
-        full_grad, tensor.grad = tensor.grad, None
-        tensor.data = shard
-        # Held while open, so that the node that accumulates gradients made inside is this one.
-        accumulator = self._whole_gradients_after_exit(full_shape) if tensor.requires_grad and self._restore else None
-        if not self._restore:
-            del full
+    def standing_in(self) -> Iterator[None]:
+        """The buffer is its shard while open (for good, if it is not to be restored). May be entered repeatedly."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1 and not self._sharded_for_good:
+                self._swap_in()
         try:
             yield
         finally:
-            if self._restore:
-                tensor.data = full
-                local_grad, tensor.grad = tensor.grad, full_grad
-                if local_grad is not None:
-                    whole = self._whole(local_grad, full_shape)
-                    tensor.grad = whole if full_grad is None else full_grad + whole
-            del accumulator
+            with self._lock:
+                self._depth -= 1
+                if self._depth == 0 and self._swapped_out is not None:
+                    self._swap_out(self._swapped_out)
 
-    def _whole_gradients_after_exit(self, full_shape: torch.Size) -> torch.autograd.graph.Node:
-        """Has gradients of the shard that arrive after exit accumulated as gradients of the whole tensor."""
-        node = torch.autograd.graph.get_gradient_edge(self._tensor).node
+    def _swap_in(self) -> None:
+        # A new object each time: autograd may have saved the last one, and must not see it change identity.
+        stand_in = self._shard.detach().requires_grad_(self._buffer.tensor.requires_grad)
+        if stand_in.requires_grad:
+            stand_in.register_post_accumulate_grad_hook(self._deliver_gradient)
+        _torch_private.swap_identities(self._buffer.tensor, stand_in)
+        if self._buffer.restore:
+            self._swapped_out = stand_in
+        else:
+            self._sharded_for_good = True
 
-        def widen(grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            if self._tensor.shape != full_shape or grads[0] is None or grads[0].shape == full_shape:
-                return None
-            return (self._whole(grads[0], full_shape),)
+    def _swap_out(self, stand_in: torch.Tensor) -> None:
+        _torch_private.swap_identities(self._buffer.tensor, stand_in)
+        self._swapped_out = None
+        self._deliver_gradient(stand_in)
 
-        node.register_prehook(widen)
-        return node
+    def _deliver_gradient(self, stand_in: torch.Tensor) -> None:
+        """Outside, a gradient of the shard belongs to the whole tensor: in its place, zeros elsewhere."""
+        buffer, shard_grad = self._buffer, stand_in.grad
+        if self._depth > 0 or not buffer.restore or shard_grad is None:
+            return
+        stand_in.grad = None
+        grad = shard_grad.new_zeros(buffer.tensor.shape)
+        put_shard(grad, shard_grad, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
+        buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
 
-    def _whole(self, local_grad: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
-        """The shard's gradient in its place, zeros elsewhere."""
-        whole = local_grad.new_zeros(full_shape)
-        put_shard(whole, local_grad, self._dim, self._layout, self._rank, self._world_size)
-        return whole
+
+def refuse_non_leaf(index: int, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose graph in-place sharding would break."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError(
+            f"buffer {index}: got a non-leaf tensor that requires grad (from {tensor.grad_fn}), expected a leaf or one "
+            "that does not require grad. Use context_parallel_shard, which is differentiable, or detach it"
+        )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor.arguments import group_of
-from cp_dtensor.buffers import ShardedBuffer
+from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
 from cp_dtensor.functional import RingSettings, checked_layout
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region
@@ -19,7 +19,7 @@ from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.sharding import checked_buffers
 
 
-class context_parallel(ContextDecorator):  # noqa: N801 - used as a function, in a `with` statement
+class context_parallel(ContextDecorator):
     """Inside of the `with` block, the sequence is sharded over the ranks of `mesh`.
 
     On entry, `buffers` are sharded in place: each tensor holds this rank's tokens, in `layout` order. Inside,
@@ -68,9 +68,12 @@ class context_parallel(ContextDecorator):  # noqa: N801 - used as a function, in
         tensors = list(buffers or [])
         dims = checked_buffers(tensors, list(buffer_seq_dims or []), layout)
         kept_sharded = _identities(tensors, no_restore_buffers or ())
+        for index, tensor in enumerate(tensors):
+            refuse_non_leaf(index, tensor)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self._buffers = [
-            ShardedBuffer(index, tensor, dim, layout, group, restore=id(tensor) not in kept_sharded)
-            for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))
+            Buffer(tensor, dim, layout, rank, world_size, restore=id(tensor) not in kept_sharded)
+            for tensor, dim in zip(tensors, dims, strict=True)
         ]
         self._group = group
         self._layout = layout
@@ -81,12 +84,11 @@ class context_parallel(ContextDecorator):  # noqa: N801 - used as a function, in
     def __enter__(self) -> None:
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
-        lengths = tuple(sorted({buffer.full_length for buffer in self._buffers}))
+        lengths = tuple(sorted({buffer.length for buffer in self._buffers}))
         settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug)
-        with ExitStack() as stack:  # restores what was sharded if a later buffer fails
-            for buffer in self._buffers:
-                stack.enter_context(buffer.sharded())
-            stack.enter_context(Region(settings).entered())
+        region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
+        with ExitStack() as stack:
+            stack.enter_context(region.entered())
             self._open = stack.pop_all()
 
     def __exit__(

@@ -63,5 +63,5 @@ class ContextParallel(ParallelStyle):
                 return forward(*args, **kwargs)
 
         in_region._is_context_parallel = True  # type: ignore[attr-defined]
-        module.forward = in_region  # type: ignore[method-assign]
+        module.forward = in_region
         return module

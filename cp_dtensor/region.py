@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.buffers import LocalContents
 from cp_dtensor.dtensor.attention import local_only_sdpa
 from cp_dtensor.dtensor.dispatcher import dispatcher_installed
 from cp_dtensor.functional import RingSettings, attend
@@ -32,11 +33,18 @@ class Region:
     """The settings of an open region."""
 
     settings: RingSettings
+    buffers: tuple[LocalContents, ...] = ()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Makes this the region of the current thread while open; regions nest."""
-        with _installation.held():
+        """Makes this the region of the current thread, and its buffers their shards, while open.
+
+        Regions nest, and may be entered again later, for a recompute.
+        """
+        with ExitStack() as stack:  # takes everything back if a part fails
+            stack.enter_context(_installation.held())
+            for buffer in self.buffers:
+                stack.enter_context(buffer.standing_in())
             outer = _torch_private.get_thread_local(_KEY)
             _torch_private.set_thread_local(_KEY, self)
             try:
@@ -57,7 +65,7 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         return None
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
-        # shards. A DTensor over the region's own ranks knows by itself how it is sharded, and is left to the dispatcher.
+        # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
         return local_only_sdpa(call, dist.get_process_group_ranks(region.settings.group), _plain_sdpa(region))
     return _plain_sdpa(region)(call)
 

@@ -152,7 +152,7 @@ def unpack_rows(rows: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor) 
 
 
 def _nothing_to_do(q: torch.Tensor) -> bool:
-    """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; all ranks of its ring are alike."""
+    """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; so have all of its ring."""
     return 0 in q.shape[:2]
 
 

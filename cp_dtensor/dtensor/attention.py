@@ -126,8 +126,8 @@ def local_only_sdpa(
     plan = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
     if is_seq_sharded(plan.q) or not q.placements == k.placements == v.placements == plan.q:
         raise NotImplementedError(
-            "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike over "
-            f"batch (Shard(0)) or whole groups of heads (Shard(1)); got q {q.placements}, k {k.placements}, "
+            "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike "
+            f"over batch (Shard(0)) or whole groups of heads (Shard(1)); got q {q.placements}, k {k.placements}, "
             f"v {v.placements}"
         )
     local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local())

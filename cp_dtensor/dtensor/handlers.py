@@ -65,7 +65,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not is_seq_sharded(*(spec.placements for spec in specs[:4])):
         return _torch_private.run_locally(op, info)
     bound = _bound(op, args, kwargs)
-    grad_out, q, k, v, *rest = info.local_args
+    grad_out, q, k, v = info.local_args[:4]
     position = {argument.name: index for index, argument in enumerate(op._schema.arguments)}
     out, lse = info.local_args[position["out"]], info.local_args[position["logsumexp"]]
     call, plan = _plan(op, bound, specs[1], specs[2], q, k, v)
