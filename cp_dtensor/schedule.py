@@ -111,7 +111,7 @@ def _tiles_against(groups: tuple[GroupSegments, ...], source: int, mask: Mask) -
     return tuple(
         replace(tile, source=source, batch=group.batch)
         for group in groups
-        for tile in _join_rows(_tiles_between(group.q, group.kv_by_rank[source], mask))
+        for tile in _join_rows(_join_columns(_tiles_between(group.q, group.kv_by_rank[source], mask)))
     )
 
 

@@ -56,6 +56,8 @@ class EfficientAttention(LocalAttention):
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         padding = -lse.size(2) % _LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf")) if padding else lse.contiguous()
+        if out.stride()[1:] != (out.size(3), out.size(1) * out.size(3), 1):  # the kernel computes out's row pitch so
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
         seed, offset = no_dropout_state(q.device)
         grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out, q, k, v, _stairs(mask, q, k), out, lse, seed, offset, 0.0,

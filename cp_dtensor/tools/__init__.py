@@ -1,0 +1,1 @@
+"""Command-line tools. They need the extra `[tools]`; the library never imports them."""
