@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor import agreement
+from cp_dtensor import _torch_private, agreement
 from cp_dtensor.arguments import check_qkv, group_of
 from cp_dtensor.layouts import HeadTail, Layout
 from cp_dtensor.local_attention.base import LocalAttention, Problem
@@ -22,6 +22,7 @@ from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.schedule import GroupSegments, Steps, gathered_rows, group_segments
 
 
+@_torch_private.never_compiled
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

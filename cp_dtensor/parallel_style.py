@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_dtensor import _torch_private
 from cp_dtensor.arguments import group_of
 from cp_dtensor.functional import RingSettings, checked_layout, checked_seq_len
 from cp_dtensor.layouts import Layout
@@ -51,7 +52,7 @@ class ContextParallel(ParallelStyle):
         self._debug = debug
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
-        if getattr(module.forward, "_is_context_parallel", False):
+        if getattr(module.forward, "is_context_parallel", False):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         rotation = rotation_by_name(self._rotate_method)
         region = Region(RingSettings(group_of(device_mesh), self._layout, rotation, self._lengths, self._debug))
@@ -62,6 +63,6 @@ class ContextParallel(ParallelStyle):
             with region.entered():
                 return forward(*args, **kwargs)
 
-        in_region._is_context_parallel = True  # type: ignore[attr-defined]
-        module.forward = in_region
+        in_region.is_context_parallel = True  # type: ignore[attr-defined]
+        module.forward = _torch_private.never_compiled(in_region)
         return module

@@ -1,13 +1,15 @@
 """Regions: stretches of a program in which SDPA on plain tensors means "these are my shards".
 
-A region's settings live in thread-local state that autograd carries to the threads of a backward, so a recompute
-under activation checkpointing sees the region that backward was called in. While any region is open, in any thread, a
-few entries of torch are replaced (`_Installation`); when the last one closes, all are put back.
+A region belongs to the thread that opened it. Functions under `torch.utils.checkpoint` are bound to their region, so
+recomputing them is right at any time and in any thread; other recomputation sees the region in which backward was
+called, since autograd carries the state of the main thread over to its own threads. While any region is open, in any
+thread, a few entries of torch are replaced (`_Installation`); when the last one closes, all are put back.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,23 +47,27 @@ class Region:
             stack.enter_context(_installation.held())
             for buffer in self.buffers:
                 stack.enter_context(buffer.standing_in())
-            outer = _torch_private.get_thread_local(_KEY)
-            _torch_private.set_thread_local(_KEY, self)
-            try:
-                yield
-            finally:
-                _torch_private.set_thread_local(_KEY, outer)
+            stack.enter_context(_torch_private.thread_state(_KEY, self))
+            yield
 
 
 def current_region() -> Region | None:
     """The innermost open region of this thread (within a backward: of the thread that called it)."""
-    return _torch_private.get_thread_local(_KEY)
+    return _torch_private.get_thread_state(_KEY)
 
 
 def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     """SDPA of this rank's shards, or None outside of regions and for DTensors that span the region's ranks."""
     region = current_region()
-    if region is None or call.q.is_meta:
+    if call.q.is_meta:
+        return None
+    if region is None:
+        if _installation.unseen and _torch_private.in_autograd_thread():
+            raise RuntimeError(
+                "SDPA was called in a backward (a recompute that is not torch.utils.checkpoint's), while a thread "
+                "other than the main one has a context_parallel region open: it cannot be told whether the call "
+                "belongs to that region. Use the module form, parallelize_module(attention, mesh, ContextParallel())"
+            )
         return None
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
@@ -73,6 +79,8 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
 def _plain_sdpa(region: Region) -> Callable[[SdpaArguments], torch.Tensor]:
     def sdpa(call: SdpaArguments) -> torch.Tensor:
         refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
+        if _torch_private.is_traced(call.q):
+            raise NotImplementedError("context-parallel regions cannot be traced by torch.compile or torch.export yet")
         q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
         check_qkv(q, k, v, call.enable_gqa)
         out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)
@@ -95,22 +103,28 @@ class _Installation:
         self._lock = threading.RLock()
         self._holds = 0
         self._installed = ExitStack()
+        self.unseen = 0
+        """Open regions of threads whose state autograd does not carry over."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
+        unseen = not _torch_private.in_main_thread() and not _torch_private.in_autograd_thread()
         with self._lock:
             if self._holds == 0:
                 with ExitStack() as stack:  # takes everything back if a part fails
                     stack.enter_context(dispatcher_installed())
                     stack.enter_context(intercepted(_region_sdpa))
                     stack.enter_context(_torch_private.checkpointed_functions_bound(_bound_to_region))
+                    stack.enter_context(_torch_private.compiled_functions_eager(_warned_of_eager))
                     stack.enter_context(_torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights))
                     self._installed = stack.pop_all()
             self._holds += 1
+            self.unseen += unseen
         try:
             yield
         finally:
             with self._lock:
+                self.unseen -= unseen
                 self._holds -= 1
                 if self._holds == 0:
                     self._installed.close()
@@ -130,6 +144,18 @@ def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return in_region
+
+
+def _warned_of_eager() -> bool:
+    """Whether this thread is in a region, where compiled code, whose attention is local, would be wrong."""
+    inside = current_region() is not None
+    if inside:
+        warnings.warn(
+            "a torch.compile'd function was called inside of a context-parallel region: it runs uncompiled there, "
+            "since compiled code holds attention over local shards only",
+            stacklevel=4,
+        )
+    return inside
 
 
 def _refuse_attention_weights(need_weights: bool) -> None:

@@ -16,6 +16,7 @@ from cp_dtensor import _torch_private
 from cp_dtensor.arguments import refuse_unsupported_sdpa
 from cp_dtensor.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
 from cp_dtensor.dtensor.placements import SEQ_DIM, AttentionPlacements, is_seq_sharded
+from cp_dtensor.dtensor.strategies import BACKWARD_OPS
 from cp_dtensor.functional import softmax_scale
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.local_attention.policy import backend_by_name
@@ -38,7 +39,7 @@ _BACKEND_NAMES = {
 
 def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
-    call = _bound(op, args, kwargs)
+    call = _torch_private.bound_arguments(op, args, kwargs)
     call["q"], call["k"], call["v"] = call.pop("query"), call.pop("key"), call.pop("value")
     result = dtensor_sdpa(SdpaArguments(**call))
     return _torch_private.original_sdpa(*args, **kwargs) if result is None else result
@@ -49,7 +50,7 @@ def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     info, specs = _torch_private.propagated(op, args, kwargs)
     if not is_seq_sharded(*(spec.placements for spec in specs[:3])):
         return _torch_private.run_locally(op, info)
-    bound = _bound(op, args, kwargs)
+    bound = _torch_private.bound_arguments(op, args, kwargs)
     q, k, v = info.local_args[:3]
     call, plan = _plan(op, bound, specs[0], specs[1], q, k, v)
     out, lse = ring_forward(q, k, v, call)
@@ -64,10 +65,10 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     info, specs = _torch_private.propagated(op, args, kwargs)
     if not is_seq_sharded(*(spec.placements for spec in specs[:4])):
         return _torch_private.run_locally(op, info)
-    bound = _bound(op, args, kwargs)
+    bound = _torch_private.bound_arguments(op, args, kwargs)
     grad_out, q, k, v = info.local_args[:4]
-    position = {argument.name: index for index, argument in enumerate(op._schema.arguments)}
-    out, lse = info.local_args[position["out"]], info.local_args[position["logsumexp"]]
+    local = _torch_private.bound_arguments(op, info.local_args, info.local_kwargs)
+    out, lse = local["out"], local["logsumexp"]
     call, plan = _plan(op, bound, specs[1], specs[2], q, k, v)
     lse = lse.reshape(lse.shape[:3])[:, :, : q.size(2)]
     grads = ring_backward(grad_out, q, k, v, out, lse, call)
@@ -77,7 +78,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             grads, (plan.q, plan.grad_kv, plan.grad_kv), ("query", "key", "value"), strict=True
         )
     )
-    return (*wrapped, None) if len(op._schema.returns) == 4 else wrapped
+    return (*wrapped, None) if len(BACKWARD_OPS[op][0]) == 4 else wrapped
 
 
 def _plan(
@@ -102,14 +103,6 @@ def _placements(q: tuple[Placement, ...], kv: tuple[Placement, ...]) -> Attentio
         for on_q, on_kv in zip(q, kv, strict=True)
     )
     return AttentionPlacements(q, kv, grad_kv, on_seq.index(True) if any(on_seq) else None)
-
-
-def _bound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Arguments by name, defaults filled in."""
-    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
-    arguments.update(zip(arguments, args, strict=False))
-    arguments.update(kwargs)
-    return arguments
 
 
 def _flash_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
+from cp_dtensor.functional import ring_attention
+from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.sharding import take_shard
 from cp_dtensor.tools.report import environment, markdown_table
 

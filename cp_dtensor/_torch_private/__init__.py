@@ -1,0 +1,48 @@
+"""The one door to torch's private symbols. Everything that depends on torch's version is decided here."""
+
+from cp_dtensor._torch_private.collectives import all_gather_single, has_cpu_backend, reduce_scatter_single
+from cp_dtensor._torch_private.compiler import compiled_functions_eager, is_traced, never_compiled
+from cp_dtensor._torch_private.dtensor import (
+    OpHandler,
+    bound_arguments,
+    dtensor_dispatcher,
+    dtensor_tables,
+    expand_strategies,
+    mesh_of,
+    propagated,
+    run_locally,
+    tensor_inputs,
+)
+from cp_dtensor._torch_private.patches import checkpointed_functions_bound, multihead_attention_ends_in_sdpa
+from cp_dtensor._torch_private.sdpa import original_sdpa, override_sdpa, sdpa_backend_enabled, user_sdpa_priority
+from cp_dtensor._torch_private.tensors import swap_identities
+from cp_dtensor._torch_private.threads import get_thread_state, in_autograd_thread, in_main_thread, thread_state
+
+__all__ = [
+    "OpHandler",
+    "all_gather_single",
+    "bound_arguments",
+    "checkpointed_functions_bound",
+    "compiled_functions_eager",
+    "dtensor_dispatcher",
+    "dtensor_tables",
+    "expand_strategies",
+    "get_thread_state",
+    "has_cpu_backend",
+    "in_autograd_thread",
+    "in_main_thread",
+    "is_traced",
+    "mesh_of",
+    "multihead_attention_ends_in_sdpa",
+    "never_compiled",
+    "original_sdpa",
+    "override_sdpa",
+    "propagated",
+    "reduce_scatter_single",
+    "run_locally",
+    "sdpa_backend_enabled",
+    "swap_identities",
+    "tensor_inputs",
+    "thread_state",
+    "user_sdpa_priority",
+]

@@ -1,0 +1,113 @@
+"""DTensor's tables of op handlers and sharding strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def dtensor_dispatcher() -> Any:
+    """The object that holds DTensor's tables."""
+    return DTensor._op_dispatcher
+
+
+@contextmanager
+def dtensor_tables(
+    handlers: dict[Any, OpHandler], strategies: dict[Any, Callable[[Any], Callable[[Any], Any]]]
+) -> Iterator[None]:
+    """While open, DTensor has these op handlers and sharding strategies; entries of other ops are not touched.
+
+    `strategies` maps an op to a function from the strategy that torch had (None if it had none) to the new one.
+    """
+    dispatcher = dtensor_dispatcher()
+    propagator = dispatcher.sharding_propagator
+    with ExitStack() as stack:
+        for op, handler in handlers.items():
+            stack.enter_context(_entry(dispatcher._custom_op_handlers, op, handler))
+        for op, make in strategies.items():
+            original = propagator.op_strategy_funcs.get(op)
+            # A strategy of the single-dim kind would win over ours.
+            stack.enter_context(_entry(propagator.op_single_dim_strategy_funcs, op, None))
+            stack.enter_context(_entry(propagator.op_strategy_funcs, op, make(original)))
+        yield
+
+
+@contextmanager
+def _entry(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
+    """Sets (None: removes) an entry; on exit puts things back unless others changed the entry since."""
+    missing = object()
+    before = table.get(key, missing)
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+    try:
+        yield
+    finally:
+        if table.get(key) is value:
+            if before is missing:
+                table.pop(key, None)
+            else:
+                table[key] = before
+
+
+def mesh_of(op_schema: Any) -> DeviceMesh:
+    """The mesh of an op's DTensors, from the schema that a strategy gets."""
+    return op_schema.args_strategy[0].strategies[0].output_spec.mesh
+
+
+def tensor_inputs(op_schema: Any) -> list[tuple[tuple[Placement, ...], torch.Size]]:
+    """(placements, global shape) of each tensor input, from the schema that a strategy gets."""
+    specs = [arg.strategies[0].output_spec for arg in (*op_schema.args_strategy, *op_schema.kwargs_strategy)]
+    return [(spec.placements, spec.tensor_meta.shape) for spec in specs]
+
+
+def expand_strategies(
+    op_schema: Any,
+    one_axis: list[list[Placement | None]],
+    outputs: int,
+    keep: Callable[[list[tuple[Placement, ...]]], bool],
+) -> Any:
+    """Combines strategies of one mesh axis over all axes; `keep` is asked with the placements of all inputs."""
+    strategy = expand_to_full_mesh_op_strategy(mesh_of(op_schema), op_schema, one_axis, input_index=outputs)
+    strategy.strategies = [
+        spec for spec in strategy.strategies if keep([each.placements for each in spec.input_specs or ()])
+    ]
+    return strategy
+
+
+def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Asks the sharding strategies, past the caches, and redistributes the inputs as they want.
+
+    Returns:
+        the op info, whose local arguments are as wanted and whose `output_sharding` is set, and the input specs.
+    """
+    dispatcher = dtensor_dispatcher()
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
+    info.output_sharding = sharding
+    wanted = info.schema
+    if sharding.needs_redistribute:
+        wanted = sharding.redistribute_schema
+        dispatcher.redistribute_local_args(info, wanted, sharding.use_val_from_redistribute_schema)
+    return info, wanted.args_schema
+
+
+def run_locally(op: Any, info: Any) -> Any:
+    """Runs an op on the local tensors of `propagated` and wraps the results, as torch does by default."""
+    return dtensor_dispatcher().wrap(op(*info.local_args, **info.local_kwargs), info.output_sharding.output_spec)
+
+
+def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """An op's arguments by name, defaults filled in."""
+    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
+    arguments.update(zip(arguments, args, strict=False))
+    return {**arguments, **kwargs}

@@ -1,0 +1,82 @@
+"""Patches of torch's Python code, all reversible."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+
+@contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute by `make(original)`; on exit puts the original back unless others replaced ours since."""
+    original = vars(owner)[name]
+    ours = make(original)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if vars(owner)[name] is ours:
+            setattr(owner, name, original)
+
+
+@contextmanager
+def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While open, functions given to `torch.utils.checkpoint`, in either mode, are replaced by `bind(function)`.
+
+    The recompute in backward then runs the bound function, whenever and in whatever thread that is.
+    """
+    module = torch.utils.checkpoint
+
+    def reentrant(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+        def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+            return original.__func__(ctx, bind(run_function), *args)
+
+        return staticmethod(forward)
+
+    def non_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(bind(fn), *args, **kwargs)
+
+        return generator
+
+    with (
+        patched(module.CheckpointFunction, "forward", reentrant),
+        patched(module, "_checkpoint_without_reentrant_generator", non_reentrant),
+    ):
+        yield
+
+
+@contextmanager
+def multihead_attention_ends_in_sdpa(check_need_weights: Callable[[bool], None]) -> Iterator[None]:
+    """While open, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take the path that calls SDPA.
+
+    Their fused inference path computes attention in one opaque op. With `need_weights` they do not call SDPA at all:
+    `check_need_weights` gets the flag and may raise.
+    """
+
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            check_need_weights(call.arguments["need_weights"])
+            return original(*args, **kwargs)
+
+        return multi_head_attention_forward
+
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with patched(torch.nn.functional, "multi_head_attention_forward", checked):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)

@@ -1,0 +1,52 @@
+"""Which SDPA backends are allowed, and overriding SDPA in torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+_BACKEND_NAMES = {value.value: name for name, value in SDPBackend.__members__.items()}
+_DEFAULT_PRIORITY = list(torch._C._get_sdp_priority_order())
+
+
+def sdpa_backend_enabled(name: str) -> bool:
+    """Whether `sdpa_kernel` or the `torch.backends.cuda` flags allow a backend."""
+    flags = torch.backends.cuda
+    enabled = {
+        "MATH": flags.math_sdp_enabled,
+        "FLASH_ATTENTION": flags.flash_sdp_enabled,
+        "EFFICIENT_ATTENTION": flags.mem_efficient_sdp_enabled,
+        "CUDNN_ATTENTION": flags.cudnn_sdp_enabled,
+    }
+    return enabled[name]()
+
+
+def user_sdpa_priority() -> list[str] | None:
+    """Backend names in the order that the user asked for, None if the order is torch's own."""
+    order = list(torch._C._get_sdp_priority_order())
+    return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
+
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd.
+_SDPA_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
+
+
+def override_sdpa(kernel: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    """Has torch's dispatcher call `kernel` for every scaled_dot_product_attention, however it was imported.
+
+    Returns:
+        a function that takes the override back.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for key in _SDPA_KEYS:
+        library.impl("scaled_dot_product_attention", kernel, key)
+    return library._destroy
+
+
+def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """What torch does without an override, for every kind of tensor."""
+    return _SDPA.decompose(*args, **kwargs)
