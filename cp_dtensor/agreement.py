@@ -8,8 +8,10 @@ one small all-gather on the host finds it.
 from __future__ import annotations
 
 import struct
-import zlib
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -37,10 +39,22 @@ class CallFacts:
     requires_grad: bool
 
     def encoded(self) -> list[int]:
-        """One int64 a field; text by checksum, floats by their bits."""
-        return [_encode(getattr(self, field.name)) for field in fields(self)]
+        """The fields as int64 words: floats by their bits, text by its first bytes."""
+        return [word for field in fields(self) for word in _encode(getattr(self, field.name))]
+
+    @classmethod
+    def decoded(cls, words: list[int]) -> CallFacts:
+        """The inverse of `encoded`."""
+        values = []
+        for field in fields(cls):
+            kind = str(field.type)
+            size = _TEXT_WORDS if kind == "str" else 1
+            values.append(_decode(kind, words[:size]))
+            words = words[size:]
+        return cls(*values)  # type: ignore[arg-type]
 
 
+_TEXT_WORDS = 5  # 40 bytes tell all layouts, dtypes and rotations apart
 _LOCAL_FIELDS = ("q_length", "kv_length")
 
 
@@ -57,9 +71,9 @@ def exchange(facts: CallFacts, group: dist.ProcessGroup, device: torch.device) -
         mine = mine.to(device)
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     _torch_private.all_gather_single(everyone, mine, group=group)
-    table: list[list[int]] = everyone.view(-1, mine.numel()).tolist()
-    _refuse_disagreement(facts, table)
-    return [(row[0], row[1]) for row in table]
+    said = [CallFacts.decoded(words) for words in everyone.view(-1, mine.numel()).tolist()]
+    _refuse_disagreement(said)
+    return [(other.q_length, other.kv_length) for other in said]
 
 
 def global_length(lengths: list[int], layout: Layout, what: str) -> int:
@@ -79,51 +93,82 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
     return total
 
 
+@lru_cache(maxsize=1024)
 def known_length(
     local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int
 ) -> int | None:
     """The declared global length that this rank's shard belongs to, or None if the ranks have to exchange lengths.
 
-    The answer depends on the declared lengths alone and not on this rank where the declared lengths could be confused
-    on any rank: then all ranks exchange.
+    All ranks must come to the same answer, each from its own local length. So None where two declared lengths look
+    alike on any rank; and a length that is not declared is refused if it may look like a declared one elsewhere.
+
+    Raises:
+        ValueError: such a length.
     """
-    for other in range(world_size):
-        local = [layout.local_length(length, other, world_size) for length in declared]
-        if len(set(local)) < len(local):
-            return None
-    matches = [length for length in declared if layout.local_length(length, rank, world_size) == local_length]
-    return matches[0] if matches else None
+    ranks = range(world_size)
+
+    def look_alike_somewhere(length: int, other: int) -> bool:
+        return any(
+            layout.local_length(length, rank, world_size) == layout.local_length(other, rank, world_size)
+            for rank in ranks
+        )
+
+    if any(look_alike_somewhere(length, other) for length, other in combinations(declared, 2)):
+        return None
+    for length in declared:
+        if layout.local_length(length, rank, world_size) == local_length:
+            return length
+    possible = _lengths_with_share(local_length, layout, rank, world_size)
+    confusing = [length for length in declared if any(look_alike_somewhere(length, other) for other in possible)]
+    if confusing:
+        raise ValueError(
+            f"got {local_length} local tokens on rank {rank} of {world_size}, which is the share of {possible[0]} to "
+            f"{possible[-1]} tokens in {layout}, but of no buffer's length {declared}; other ranks may take theirs for "
+            f"a share of {confusing[0]}. Announce every length that attention runs over: context_parallel(..., "
+            "seq_lens=...)"
+        )
+    return None
 
 
-def _refuse_disagreement(facts: CallFacts, table: list[list[int]]) -> None:
-    names = [field.name for field in fields(CallFacts)]
-    for column, name in enumerate(names):
-        if name in _LOCAL_FIELDS:
+def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size: int) -> range:
+    """The global lengths of which `rank` owns `local_length` tokens; shares grow with the length in every layout."""
+
+    def share(length: int) -> int:
+        return layout.local_length(length, rank, world_size)
+
+    beyond = 1
+    while share(beyond) <= local_length:
+        beyond *= 2
+    lengths = range(beyond + 1)
+    return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
+
+
+def _refuse_disagreement(everyone: list[CallFacts]) -> None:
+    for field in fields(CallFacts):
+        if field.name in _LOCAL_FIELDS:
             continue
-        said = [row[column] for row in table]
-        usual = max(set(said), key=lambda value: (said.count(value), -said.index(value)))
-        odd = [rank for rank, value in enumerate(said) if value != usual]
+        said = [getattr(facts, field.name) for facts in everyone]
+        usual = max(said, key=said.count)
+        odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if value != usual]
         if odd:
             raise ValueError(
-                f"the ranks of the context-parallel axis disagree about {name}: rank "
-                + ", ".join(f"{rank} says {_decode(name, said[rank])}" for rank in odd)
-                + f", the others {_decode(name, usual)}; this rank has {getattr(facts, name)!r}"
+                f"the ranks of the context-parallel axis disagree about {field.name}: {', '.join(odd)}, "
+                f"the others {usual!r}"
             )
 
 
-def _encode(value: object) -> int:
+def _encode(value: object) -> list[int]:
     if isinstance(value, float):
-        return struct.unpack("q", struct.pack("d", value))[0]
+        return list(struct.unpack("q", struct.pack("d", value)))
     if isinstance(value, str):
-        return zlib.crc32(value.encode())
+        return list(struct.unpack(f"{_TEXT_WORDS}q", value.encode()[: 8 * _TEXT_WORDS].ljust(8 * _TEXT_WORDS, b"\0")))
     assert isinstance(value, int)
-    return int(value)
+    return [int(value)]
 
 
-def _decode(name: str, value: int) -> str:
-    kind = CallFacts.__annotations__[name]
+def _decode(kind: str, words: list[int]) -> object:
     if kind == "float":
-        return repr(struct.unpack("d", struct.pack("q", value))[0])
-    if kind == "bool":
-        return repr(bool(value))
-    return "otherwise" if kind == "str" else repr(value)
+        return struct.unpack("d", struct.pack("q", words[0]))[0]
+    if kind == "str":
+        return struct.pack(f"{_TEXT_WORDS}q", *words).rstrip(b"\0").decode(errors="replace")
+    return bool(words[0]) if kind == "bool" else words[0]

@@ -63,16 +63,20 @@ class LocalContents:
                 if self._depth == 0 and self._swapped_out is not None:
                     self._swap_out(self._swapped_out)
 
+    def release_whole(self) -> None:
+        """Frees the whole contents of a buffer that is not to be restored."""
+        with self._lock:
+            if not self._buffer.restore:
+                self._swapped_out = None
+                self._sharded_for_good = True
+
     def _swap_in(self) -> None:
         # A new object each time: autograd may have saved the last one, and must not see it change identity.
         stand_in = self._shard.detach().requires_grad_(self._buffer.tensor.requires_grad)
         if stand_in.requires_grad:
             stand_in.register_post_accumulate_grad_hook(self._deliver_gradient)
         _torch_private.swap_identities(self._buffer.tensor, stand_in)
-        if self._buffer.restore:
-            self._swapped_out = stand_in
-        else:
-            self._sharded_for_good = True
+        self._swapped_out = stand_in
 
     def _swap_out(self, stand_in: torch.Tensor) -> None:
         _torch_private.swap_identities(self._buffer.tensor, stand_in)
@@ -82,7 +86,7 @@ class LocalContents:
     def _deliver_gradient(self, stand_in: torch.Tensor) -> None:
         """Outside, a gradient of the shard belongs to the whole tensor: in its place, zeros elsewhere."""
         buffer, shard_grad = self._buffer, stand_in.grad
-        if self._depth > 0 or not buffer.restore or shard_grad is None:
+        if self._depth > 0 or self._sharded_for_good or shard_grad is None:
             return
         stand_in.grad = None
         grad = shard_grad.new_zeros(buffer.tensor.shape)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor.arguments import group_of
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
-from cp_dtensor.functional import RingSettings, checked_layout
+from cp_dtensor.functional import RingSettings, checked_layout, checked_seq_len
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -42,14 +42,16 @@ class context_parallel(ContextDecorator):
             are freed on entry.
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: "allgather" or "alltoall", the process default if None.
+        seq_lens: global lengths that attention runs over besides those of the buffers.
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective.
         RuntimeError: on entry, if it is already entered.
 
-    Attention over other lengths than those of the buffers is allowed; the ranks then exchange their local lengths in
-    one small collective per call.
+    Attention over other lengths than those of the buffers and `seq_lens` is allowed; the ranks then exchange their
+    local lengths in one small collective per call. Only lengths within about the number of ranks of those must be among
+    `seq_lens`, since some ranks could not tell them apart; they are refused otherwise.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: Collection[torch.Tensor] | None = None,
         layout: Layout | None = None,
         rotate_method: str | None = None,
+        seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
         group = group_of(mesh)
@@ -78,13 +81,14 @@ class context_parallel(ContextDecorator):
         self._group = group
         self._layout = layout
         self._rotation = rotation_by_name(rotate_method)
+        self._seq_lens = frozenset(checked_seq_len(length)[0] for length in seq_lens)
         self._debug = debug
         self._open: ExitStack | None = None
 
     def __enter__(self) -> None:
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
-        lengths = tuple(sorted({buffer.length for buffer in self._buffers}))
+        lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
         settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug)
         region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
         with ExitStack() as stack:

@@ -63,14 +63,15 @@ def ring_attention(
         in float32 (float64 for float64 inputs), -inf for a query that sees no key; not differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective; lengths that are not those of the
-            layout, on every rank alike.
+        TypeError, ValueError: arguments that do not fit, before any collective; lengths that are no division of any
+            global length in the layout, on every rank alike. (A `seq_len` that is wrong on some ranks only is found
+            there only; `debug=True` finds it on all.)
         NotImplementedError: no allowed SDPA backend can compute it.
 
     Source: Ring Attention (arXiv 2310.01889).
     """
+    q, k, v = (_as_autocast_says(tensor) for tensor in (q, k, v))
     check_qkv(q, k, v, enable_gqa)
-    q, k, v = _as_autocast_says(q, k, v)
     settings = RingSettings(
         group=group_of(mesh),
         layout=checked_layout(layout),
@@ -107,7 +108,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of checked local shards; `lengths` are the global (q, kv) lengths if the caller knows them."""
     rank, world_size = dist.get_rank(settings.group), dist.get_world_size(settings.group)
-    scale = softmax_scale(q, scale)
+    q, scale = positive_scale(q, softmax_scale(q, scale))
     q_len, kv_len = _global_lengths(q, k, v, settings, is_causal, scale, lengths, rank, world_size)
     groups = group_segments(settings.layout, q_len, kv_len, q.size(0), rank, world_size)
     mask = Mask.CAUSAL if is_causal else Mask.FULL
@@ -161,6 +162,13 @@ def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
 
 
+def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """`(q, scale)` of equal logits with a positive scale: kernels mask before they scale, and -inf times 0 is NaN."""
+    if scale > 0:
+        return q, scale
+    return (q * -1, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def checked_layout(layout: Layout | None) -> Layout:
     """`layout`, or the default of the public API.
 
@@ -186,23 +194,16 @@ def _global_lengths(
     world_size: int,
 ) -> tuple[int, int]:
     layout = settings.layout
-    if lengths is not None:
-        for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
-            expected = layout.local_length(total, rank, world_size)
-            if tensor.size(2) != expected:
-                raise ValueError(
-                    f"{what} length does not fit: got {tensor.size(2)} local tokens on rank {rank} of {world_size}, "
-                    f"expected {expected} of {total} tokens in {layout}"
-                )
-        if not settings.debug:
+    if not settings.debug:
+        if lengths is not None:
+            _check_local_lengths(q, k, lengths, layout, rank, world_size)
             return lengths
-    elif settings.declared_lengths is not None and not settings.debug:
-        known = [
-            agreement.known_length(tensor.size(2), settings.declared_lengths, layout, rank, world_size)
-            for tensor in (q, k)
-        ]
-        if known[0] is not None and known[1] is not None:
-            return known[0], known[1]
+        declared = settings.declared_lengths or ()
+        known_q, known_kv = (
+            agreement.known_length(tensor.size(2), declared, layout, rank, world_size) for tensor in (q, k)
+        )
+        if known_q is not None and known_kv is not None:
+            return known_q, known_kv
     facts = agreement.CallFacts(
         q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
         head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), is_causal=is_causal, scale=scale,
@@ -210,9 +211,25 @@ def _global_lengths(
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )  # fmt: skip
     everyone = agreement.exchange(facts, settings.group, q.device)
-    q_len = agreement.global_length([q_local for q_local, _ in everyone], layout, "query")
-    kv_len = agreement.global_length([kv_local for _, kv_local in everyone], layout, "key")
-    return q_len, kv_len
+    found = (
+        agreement.global_length([q_local for q_local, _ in everyone], layout, "query"),
+        agreement.global_length([kv_local for _, kv_local in everyone], layout, "key"),
+    )
+    if lengths is not None and lengths != found:
+        raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
+    return found
+
+
+def _check_local_lengths(
+    q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
+) -> None:
+    for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
+        expected = layout.local_length(total, rank, world_size)
+        if tensor.size(2) != expected:
+            raise ValueError(
+                f"{what} length does not fit: got {tensor.size(2)} local tokens on rank {rank} of {world_size}, "
+                f"expected {expected} of {total} tokens in {layout}"
+            )
 
 
 def has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
@@ -226,15 +243,16 @@ def has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
 
 
 def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (seq_len, seq_len) if isinstance(seq_len, int) else tuple(seq_len)
-    if len(pair) != 2 or any(not isinstance(length, int) or length < 0 for length in pair):
+    pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair):
         raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
     return pair[0], pair[1]
 
 
-def _as_autocast_says(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 is left alone."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+    if not isinstance(tensor, torch.Tensor) or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

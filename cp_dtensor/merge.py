@@ -28,12 +28,13 @@ def merge_reference_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tenso
         tile_out: (B, H, S, D), any floating dtype.
         tile_lse: (B, H, S).
     """
-    merged = torch.logaddexp(lse, tile_lse.to(lse.dtype))
-    seen = merged > float("-inf")  # elsewhere both are -inf, and -inf - -inf would be NaN
-    weight = torch.where(seen, torch.exp(lse - merged), 0)
-    tile_weight = torch.where(seen, torch.exp(tile_lse - merged), 0)
+    tile_lse = tile_lse.to(lse.dtype)
+    seen = torch.maximum(lse, tile_lse) > float("-inf")  # elsewhere both are -inf, and -inf - -inf would be NaN
+    # Weights from the difference, not from the merged LSE: its rounding error would not cancel where LSE is large.
+    weight = torch.where(seen, torch.sigmoid(lse - tile_lse), 0)
+    tile_weight = torch.where(seen, torch.sigmoid(tile_lse - lse), 0)
     out.mul_(weight.unsqueeze(-1)).addcmul_(tile_out.to(out.dtype), tile_weight.unsqueeze(-1))
-    lse.copy_(merged)
+    lse.copy_(torch.logaddexp(lse, tile_lse))
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:

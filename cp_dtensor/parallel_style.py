@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -52,17 +54,35 @@ class ContextParallel(ParallelStyle):
         self._debug = debug
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
-        if getattr(module.forward, "is_context_parallel", False):
+        if isinstance(module.forward, _RegionForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         rotation = rotation_by_name(self._rotate_method)
         region = Region(RingSettings(group_of(device_mesh), self._layout, rotation, self._lengths, self._debug))
-        forward = module.forward
-
-        @functools.wraps(forward)
-        def in_region(*args: Any, **kwargs: Any) -> Any:
-            with region.entered():
-                return forward(*args, **kwargs)
-
-        in_region.is_context_parallel = True  # type: ignore[attr-defined]
-        module.forward = _torch_private.never_compiled(in_region)
+        module.forward = _RegionForward(module, vars(module).get("forward"), region)
         return module
+
+
+class _RegionForward:
+    """A module's forward, run in a region. An object and not a closure, so that a copy of the module has its own."""
+
+    def __init__(self, module: nn.Module, replaced: Callable[..., Any] | None, region: Region) -> None:
+        self._module = module
+        self._replaced = replaced  # a forward that the module had as an instance attribute before
+        self._region = region
+        functools.update_wrapper(self, replaced or type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run_in_region(self._region, self._replaced or self._module_forward, *args, **kwargs)
+
+    def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RegionForward:
+        # The region is shared: it holds a process group and no tensors.
+        return _RegionForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._region)
+
+
+@_torch_private.never_compiled
+def _run_in_region(region: Region, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with region.entered():
+        return function(*args, **kwargs)

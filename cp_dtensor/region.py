@@ -1,9 +1,9 @@
 """Regions: stretches of a program in which SDPA on plain tensors means "these are my shards".
 
 A region belongs to the thread that opened it. Functions under `torch.utils.checkpoint` are bound to their region, so
-recomputing them is right at any time and in any thread; other recomputation sees the region in which backward was
-called, since autograd carries the state of the main thread over to its own threads. While any region is open, in any
-thread, a few entries of torch are replaced (`_Installation`); when the last one closes, all are put back.
+recomputing them is right at any time and in any thread; other attention in a backward, around which a region is open,
+is refused, since it may or may not belong to it. While any region is open, in any thread, a few entries of torch are
+replaced (`_Installation`); when the last one closes, all are put back.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from cp_dtensor.functional import RingSettings, attend
 from cp_dtensor.interception import SdpaArguments, intercepted
 
 _KEY = "cp_dtensor.region"
+_AMBIGUOUS = (
+    "attention was called in a backward while a context_parallel region is open around it, and it cannot be told "
+    "whether the call belongs to the region: checkpoint with torch.utils.checkpoint inside of the region, or use the "
+    "module form, parallelize_module(attention, mesh, ContextParallel()), which is right at any time"
+)
 
 
 @dataclass(frozen=True)
@@ -47,27 +52,37 @@ class Region:
             stack.enter_context(_installation.held())
             for buffer in self.buffers:
                 stack.enter_context(buffer.standing_in())
-            stack.enter_context(_torch_private.thread_state(_KEY, self))
+            entered_in = _torch_private.current_backward()
+            stack.enter_context(_torch_private.thread_state(_KEY, (self, entered_in)))
+            for buffer in self.buffers:
+                buffer.release_whole()  # last, since it cannot be undone
             yield
 
 
 def current_region() -> Region | None:
-    """The innermost open region of this thread (within a backward: of the thread that called it)."""
-    return _torch_private.get_thread_state(_KEY)
+    """The innermost open region of this thread.
+
+    Raises:
+        RuntimeError: this is a backward, and the region was opened outside of it. What runs here is a recompute that is
+            not torch.utils.checkpoint's, or of a checkpoint made outside of the region: it cannot be told which.
+    """
+    state = _torch_private.get_thread_state(_KEY)
+    if state is None:
+        if _installation.off_main_thread and _torch_private.in_autograd_thread():
+            raise RuntimeError(_AMBIGUOUS)
+        return None
+    region, entered_in = state
+    if entered_in != _torch_private.current_backward():
+        raise RuntimeError(_AMBIGUOUS)
+    return region
 
 
 def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     """SDPA of this rank's shards, or None outside of regions and for DTensors that span the region's ranks."""
-    region = current_region()
     if call.q.is_meta:
         return None
+    region = current_region()
     if region is None:
-        if _installation.unseen and _torch_private.in_autograd_thread():
-            raise RuntimeError(
-                "SDPA was called in a backward (a recompute that is not torch.utils.checkpoint's), while a thread "
-                "other than the main one has a context_parallel region open: it cannot be told whether the call "
-                "belongs to that region. Use the module form, parallelize_module(attention, mesh, ContextParallel())"
-            )
         return None
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
@@ -103,12 +118,12 @@ class _Installation:
         self._lock = threading.RLock()
         self._holds = 0
         self._installed = ExitStack()
-        self.unseen = 0
+        self.off_main_thread = 0
         """Open regions of threads whose state autograd does not carry over."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        unseen = not _torch_private.in_main_thread() and not _torch_private.in_autograd_thread()
+        off_main_thread = not _torch_private.in_main_thread() and not _torch_private.in_autograd_thread()
         with self._lock:
             if self._holds == 0:
                 with ExitStack() as stack:  # takes everything back if a part fails
@@ -119,12 +134,12 @@ class _Installation:
                     stack.enter_context(_torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights))
                     self._installed = stack.pop_all()
             self._holds += 1
-            self.unseen += unseen
+            self.off_main_thread += off_main_thread
         try:
             yield
         finally:
             with self._lock:
-                self.unseen -= unseen
+                self.off_main_thread -= off_main_thread
                 self._holds -= 1
                 if self._holds == 0:
                     self._installed.close()

@@ -88,7 +88,8 @@ def gathered_steps(groups: Iterable[GroupSegments], rank: int, mask: Mask) -> St
     """Step 0 has the tiles against this rank's own shard; step 1 + p those that wait for part p of the gathered buffer.
 
     Tiles over neighbouring rows of the buffer are joined, so head-tail causal takes the local tile and three large
-    ones whatever the number of ranks. Of the latter `source` is None.
+    ones whatever the number of ranks, where chunks are equal; padding between unequal chunks keeps some apart. Of the
+    joined tiles `source` is None.
     """
     groups = tuple(groups)
     rows = gathered_rows(groups)
@@ -116,7 +117,7 @@ def _tiles_against(groups: tuple[GroupSegments, ...], source: int, mask: Mask) -
 
 
 def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
-    """The buffer that `gathered_tiles` speaks of. All batch groups have the same lengths."""
+    """The buffer that `gathered_steps` speaks of. All batch groups have the same lengths."""
     return GatheredRows(tuple(tuple(segment.length for segment in segments) for segments in groups[0].kv_by_rank))
 
 

@@ -14,6 +14,10 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60
+_PATIENCE_SECONDS = 3  # how long the others may take to end by themselves after an error, before they are woken
+
+if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks for it on destruction
+    threaded.ThreadLocalWorld.comms = []
 
 
 class RanksFailed(Exception):
@@ -34,13 +38,19 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
     errors: list[BaseException | None] = [None] * world_size
     store = dist.HashStore()
 
+    ended = threading.Barrier(world_size)
+
     def rank_main(rank: int) -> None:
         dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
         try:
             results[rank] = body(rank, *args)
         except BaseException as error:  # handed to the caller below
             errors[rank] = error
-            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for this one
+        try:
+            ended.wait(_PATIENCE_SECONDS if errors[rank] else None)
+        except threading.BrokenBarrierError:  # other ranks wait for this one, or failed for want of another
+            if errors[rank]:
+                threaded.ProcessLocalGroup.exception_handle(errors[rank])  # wakes those that wait
         finally:
             dist.destroy_process_group()
 

@@ -16,7 +16,13 @@ from cp_dtensor._torch_private.dtensor import (
 from cp_dtensor._torch_private.patches import checkpointed_functions_bound, multihead_attention_ends_in_sdpa
 from cp_dtensor._torch_private.sdpa import original_sdpa, override_sdpa, sdpa_backend_enabled, user_sdpa_priority
 from cp_dtensor._torch_private.tensors import swap_identities
-from cp_dtensor._torch_private.threads import get_thread_state, in_autograd_thread, in_main_thread, thread_state
+from cp_dtensor._torch_private.threads import (
+    current_backward,
+    get_thread_state,
+    in_autograd_thread,
+    in_main_thread,
+    thread_state,
+)
 
 __all__ = [
     "OpHandler",
@@ -24,6 +30,7 @@ __all__ = [
     "bound_arguments",
     "checkpointed_functions_bound",
     "compiled_functions_eager",
+    "current_backward",
     "dtensor_dispatcher",
     "dtensor_tables",
     "expand_strategies",

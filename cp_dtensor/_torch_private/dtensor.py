@@ -52,7 +52,7 @@ def _entry(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if table.get(key) is value:
+        if table.get(key) is value:  # None where we removed the entry and nobody has set one since
             if before is missing:
                 table.pop(key, None)
             else:

@@ -79,4 +79,5 @@ def multihead_attention_ends_in_sdpa(check_need_weights: Callable[[bool], None])
         with patched(torch.nn.functional, "multi_head_attention_forward", checked):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+        if not torch.backends.mha.get_fastpath_enabled():
+            torch.backends.mha.set_fastpath_enabled(fused)

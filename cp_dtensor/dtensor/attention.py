@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
-from cp_dtensor.functional import describe_problem, plan_call, softmax_scale
+from cp_dtensor.functional import describe_problem, plan_call, positive_scale, softmax_scale
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import TorchChunk
 from cp_dtensor.local_attention.base import LocalAttention
@@ -38,11 +38,9 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     check_qkv(q, k, v, call.enable_gqa)
     mesh = q.device_mesh
     plan = plan_placements(q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1))
-    local_q = _to_local(q, plan.q, plan.q)
+    local_q, scale = positive_scale(_to_local(q, plan.q, plan.q), softmax_scale(q, call.scale))
     local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
-    ring_call = plan_dtensor_call(
-        local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, softmax_scale(q, call.scale)
-    )
+    ring_call = plan_dtensor_call(local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale)
     out, _ = RingAttention.apply(local_q, local_k, local_v, ring_call)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
 

@@ -29,7 +29,9 @@ class EfficientAttention(LocalAttention):
             return "it does not compute in float64"
         alignment = 4 if problem.dtype == torch.float32 else 8
         if problem.head_dim % alignment or problem.v_head_dim % alignment:
-            return f"it needs head dims that are multiples of {alignment}, got {problem.head_dim}"
+            return (
+                f"it needs head dims that are multiples of {alignment}, got {problem.head_dim} and {problem.v_head_dim}"
+            )
         return None
 
     def forward(
