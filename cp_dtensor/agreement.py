@@ -11,7 +11,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import combinations
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -99,27 +99,25 @@ def known_length(
 ) -> int | None:
     """The declared global length that this rank's shard belongs to, or None if the ranks have to exchange lengths.
 
-    All ranks must come to the same answer, each from its own local length. So None where two declared lengths look
-    alike on any rank; and a length that is not declared is refused if it may look like a declared one elsewhere.
+    All ranks must come to the same answer, each from its own local length. So None where some length could look like
+    one declared length on one rank and like another elsewhere; and a length that is not declared is refused where it may
+    look like a declared one on other ranks.
 
     Raises:
         ValueError: such a length.
     """
     ranks = range(world_size)
 
-    def look_alike_somewhere(length: int, other: int) -> bool:
-        return any(
-            layout.local_length(length, rank, world_size) == layout.local_length(other, rank, world_size)
-            for rank in ranks
-        )
-
-    if any(look_alike_somewhere(length, other) for length, other in combinations(declared, 2)):
+    look_alikes = {length: _look_alikes(length, layout, world_size) for length in sorted(declared)}
+    if any(one[1] >= next_one[0] for one, next_one in pairwise(look_alikes.values())):
         return None
     for length in declared:
         if layout.local_length(length, rank, world_size) == local_length:
             return length
     possible = _lengths_with_share(local_length, layout, rank, world_size)
-    confusing = [length for length in declared if any(look_alike_somewhere(length, other) for other in possible)]
+    confusing = [
+        length for length, (first, last) in look_alikes.items() if possible[0] <= last and possible[-1] >= first
+    ]
     if confusing:
         raise ValueError(
             f"got {local_length} local tokens on rank {rank} of {world_size}, which is the share of {possible[0]} to "
@@ -128,6 +126,15 @@ def known_length(
             "seq_lens=...)"
         )
     return None
+
+
+def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
+    """The smallest and the largest global length of which some rank owns as many tokens as of `length`."""
+    spans = [
+        _lengths_with_share(layout.local_length(length, rank, world_size), layout, rank, world_size)
+        for rank in range(world_size)
+    ]
+    return min(span[0] for span in spans), max(span[-1] for span in spans)
 
 
 def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size: int) -> range:

@@ -50,8 +50,8 @@ class context_parallel(ContextDecorator):
         RuntimeError: on entry, if it is already entered.
 
     Attention over other lengths than those of the buffers and `seq_lens` is allowed; the ranks then exchange their
-    local lengths in one small collective per call. Only lengths within about the number of ranks of those must be among
-    `seq_lens`, since some ranks could not tell them apart; they are refused otherwise.
+    local lengths in one small collective per call. Only, on GPUs, lengths within about the number of ranks of those
+    must be among `seq_lens`, since some ranks could not tell them apart; they are refused otherwise.
     """
 
     def __init__(

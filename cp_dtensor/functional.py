@@ -198,7 +198,8 @@ def _global_lengths(
         if lengths is not None:
             _check_local_lengths(q, k, lengths, layout, rank, world_size)
             return lengths
-        declared = settings.declared_lengths or ()
+        # On a GPU the exchange may have to wait for the device; on a CPU it costs little beside the attention.
+        declared = settings.declared_lengths if q.is_cuda and settings.declared_lengths else ()
         known_q, known_kv = (
             agreement.known_length(tensor.size(2), declared, layout, rank, world_size) for tensor in (q, k)
         )
@@ -251,7 +252,9 @@ def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 is left alone."""
-    if not isinstance(tensor, torch.Tensor) or not torch.is_autocast_enabled(tensor.device.type):
+    if not isinstance(tensor, torch.Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+        return tensor
+    if not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

@@ -14,7 +14,13 @@ from cp_dtensor._torch_private.dtensor import (
     tensor_inputs,
 )
 from cp_dtensor._torch_private.patches import checkpointed_functions_bound, multihead_attention_ends_in_sdpa
-from cp_dtensor._torch_private.sdpa import original_sdpa, override_sdpa, sdpa_backend_enabled, user_sdpa_priority
+from cp_dtensor._torch_private.sdpa import (
+    math_sdpa,
+    original_sdpa,
+    override_sdpa,
+    sdpa_backend_enabled,
+    user_sdpa_priority,
+)
 from cp_dtensor._torch_private.tensors import swap_identities
 from cp_dtensor._torch_private.threads import (
     current_backward,
@@ -39,6 +45,7 @@ __all__ = [
     "in_autograd_thread",
     "in_main_thread",
     "is_traced",
+    "math_sdpa",
     "mesh_of",
     "multihead_attention_ends_in_sdpa",
     "never_compiled",

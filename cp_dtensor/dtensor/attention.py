@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
 from cp_dtensor.functional import describe_problem, plan_call, positive_scale, softmax_scale
@@ -23,16 +24,19 @@ from cp_dtensor.schedule import GroupSegments
 
 
 def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
-    """Ring attention if any of q, k and v is a DTensor that is sharded along the sequence, else None.
+    """Ring attention if any of q, k and v is a DTensor (B, H, S, D) that is sharded along the sequence, else None.
 
-    The output has q's placements (sharded along the sequence wherever q, k or v are). Gradients have the placements
-    of their inputs.
+    The output is placed as `plan_placements` says: as q, and sharded along the sequence wherever q, k or v are.
+    Gradients have the placements of their inputs. What is sharded by a placement that is no plain `Shard` counts as
+    not sharded, and is redistributed.
     """
-    if not any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
-        return None
     sharded = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
-    if not is_seq_sharded(*(tensor.placements for tensor in sharded)):
+    if not sharded or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):
         return None
+    if not is_seq_sharded(*(tensor.placements for tensor in sharded)):
+        # DTensor has no rule for the fused CPU op, and ours has none for masks: plain operations have.
+        masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu"
+        return _torch_private.math_sdpa(call) if masked_on_cpu else None
     refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
     check_qkv(q, k, v, call.enable_gqa)
@@ -113,20 +117,23 @@ def local_only_sdpa(
 ) -> torch.Tensor | None:
     """SDPA of DTensors whose mesh crosses the ring in one rank only (over heads or batch): of their local tensors.
 
-    Returns None if the mesh shares more ranks with the ring.
+    Returns None if the mesh shares more ranks with the ring, or the ring has but one.
 
     Raises:
-        NotImplementedError: such DTensors that are not sharded alike over batch or heads.
+        NotImplementedError: such DTensors that are not sharded (or replicated) alike over batch or heads.
     """
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
-    if len(set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)) > 1:
+    shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
+    if len(shared_ranks) > 1 or len(ring_ranks) == 1:
         return None
+    if q.dim() != 4:
+        raise NotImplementedError(f"inside of context_parallel, DTensors must have four dims, got {tuple(q.shape)}")
     plan = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
     if is_seq_sharded(plan.q) or not q.placements == k.placements == v.placements == plan.q:
         raise NotImplementedError(
             "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike "
-            f"over batch (Shard(0)) or whole groups of heads (Shard(1)); got q {q.placements}, k {k.placements}, "
-            f"v {v.placements}"
+            f"over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
+            f"q {q.placements}, k {k.placements}, v {v.placements}"
         )
     local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local())
     return from_local(plain_sdpa(local), q.device_mesh, plan.q, (*q.shape[:3], v.size(3)))

@@ -47,10 +47,11 @@ def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fused forward op: its tuple of outputs, with DTensor output and LSE (B, H, S) placed as the query."""
+    bound = _torch_private.bound_arguments(op, args, kwargs)
+    _refuse_masks(op, bound)
     info, specs = _torch_private.propagated(op, args, kwargs)
     if not is_seq_sharded(*(spec.placements for spec in specs[:3])):
         return _torch_private.run_locally(op, info)
-    bound = _torch_private.bound_arguments(op, args, kwargs)
     q, k, v = info.local_args[:3]
     call, plan = _plan(op, bound, specs[0], specs[1], q, k, v)
     out, lse = ring_forward(q, k, v, call)
@@ -62,10 +63,11 @@ def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fused backward op: gradients placed as their inputs, Partial for keys that meet queries of several ranks."""
+    bound = _torch_private.bound_arguments(op, args, kwargs)
+    _refuse_masks(op, bound)
     info, specs = _torch_private.propagated(op, args, kwargs)
     if not is_seq_sharded(*(spec.placements for spec in specs[:4])):
         return _torch_private.run_locally(op, info)
-    bound = _torch_private.bound_arguments(op, args, kwargs)
     grad_out, q, k, v = info.local_args[:4]
     local = _torch_private.bound_arguments(op, info.local_args, info.local_kwargs)
     out, lse = local["out"], local["logsumexp"]
@@ -84,8 +86,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _plan(
     op: Any, bound: Arguments, q_spec: Any, k_spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[RingCall, AttentionPlacements]:
-    bias = bound.get("attn_mask") if "attn_mask" in bound else bound.get("attn_bias")
-    refuse_unsupported_sdpa(bias, bound["dropout_p"])
+    refuse_unsupported_sdpa(None, bound["dropout_p"])
     if bound.get("return_debug_mask"):
         raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
     plan = _placements(q_spec.placements, k_spec.placements)
@@ -93,6 +94,15 @@ def _plan(
     scale = softmax_scale(q, bound["scale"])
     lengths = (bound["query"].size(2), bound["key"].size(2))
     return plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend), plan
+
+
+def _refuse_masks(op: Any, bound: Arguments) -> None:
+    """Refuses masks where ours would be the rule for them: along the sequence, and of the CPU op altogether."""
+    inputs = [bound[name] for name in ("query", "key", "value")]
+    if is_seq_sharded(*(tensor.placements for tensor in inputs if isinstance(tensor, DTensor))):
+        refuse_unsupported_sdpa(bound.get("attn_mask", bound.get("attn_bias")), 0.0)
+    if bound.get("attn_mask") is not None:
+        raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
 
 
 def _placements(q: tuple[Placement, ...], kv: tuple[Placement, ...]) -> AttentionPlacements:

@@ -35,7 +35,8 @@ class LocalAttention(ABC):
     """Attention of one tile on one device.
 
     Shapes: q (B, H, S, D), k (B, Hkv, T, D), v (B, Hkv, T, Dv), Hkv divides H; query head h reads key head
-    h // (H / Hkv). S, T >= 1. Strides are free but for the last dim, which is contiguous.
+    h // (H / Hkv). S, T >= 1; scale > 0, since kernels mask before they scale. Strides are free but for the last dim,
+    which is contiguous.
     Implementations are stateless and never override one another.
     """
 
