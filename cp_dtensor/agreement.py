@@ -100,14 +100,12 @@ def known_length(
     """The declared global length that this rank's shard belongs to, or None if the ranks have to exchange lengths.
 
     All ranks must come to the same answer, each from its own local length. So None where some length could look like
-    one declared length on one rank and like another elsewhere; and a length that is not declared is refused where it may
-    look like a declared one on other ranks.
+    one declared length on one rank and like another elsewhere; and a length that is not declared is refused where it
+    may look like a declared one on other ranks.
 
     Raises:
         ValueError: such a length.
     """
-    ranks = range(world_size)
-
     look_alikes = {length: _look_alikes(length, layout, world_size) for length in sorted(declared)}
     if any(one[1] >= next_one[0] for one, next_one in pairwise(look_alikes.values())):
         return None

@@ -122,7 +122,6 @@ class _OwnRecompute(torch.autograd.Function):
 RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
     "reentrant": lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True),
     "non-reentrant": lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=False),
-    "somebody's own": lambda function, *tensors: _OwnRecompute.apply(function, *tensors),
 }
 
 
@@ -133,7 +132,6 @@ RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
         ("reentrant", False),
         ("non-reentrant", True),
         ("non-reentrant", False),
-        ("somebody's own", True),
     ],
 )
 def test_recompute_in_autograds_own_threads_is_ring_attention(gpus: Processes, how: str, backward_inside: bool) -> None:
@@ -162,6 +160,22 @@ def _dtensor_body(
     assert [tensor.grad.placements for tensor in inputs] == [(placement,) for placement in placements]
     ours = [each.full_tensor() for each in (out, *(tensor.grad for tensor in inputs))]
     return [_relative_errors(ours, truth), _relative_errors((single, *(tensor.grad for tensor in whole)), truth)]
+
+
+def _own_recompute_body(rank: int) -> str:
+    q = torch.randn(1, 2, 8, 16, device="cuda", requires_grad=True)
+    with context_parallel(_group()):
+        out = _OwnRecompute.apply(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_recompute_that_is_not_torchs_is_refused(gpus: Processes) -> None:
+    for message in gpus.run(_own_recompute_body):
+        assert "cannot be told" in message
 
 
 SEQUENCE, MIXED = (Shard(2), Shard(2), Shard(2)), (Shard(2), Replicate(), Replicate())
