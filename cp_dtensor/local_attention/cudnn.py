@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor.local_attention.base import LocalAttention, Problem
-from cp_dtensor.local_attention.flash import half_precision_refusal
+from cp_dtensor.local_attention.flash import FlashAttention, half_precision_refusal
 from cp_dtensor.masks import TileMask
 
 aten = torch.ops.aten
@@ -14,8 +14,11 @@ aten = torch.ops.aten
 class CudnnAttention(LocalAttention):
     """bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
 
-    Causal is aligned top-left; tiles are square, so it does not matter.
+    Causal is aligned top-left; tiles are square, so it does not matter. Tiles of one query or one key, which uneven
+    shards may have and which cuDNN crashes on, go to the flash kernel; it takes whatever else cuDNN takes.
     """
+
+    _for_single_rows = FlashAttention()
 
     @property
     def name(self) -> str:
@@ -31,6 +34,8 @@ class CudnnAttention(LocalAttention):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _has_single_row(q, k):
+            return self._for_single_rows.forward(q, k, v, mask, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
         )
@@ -47,10 +52,16 @@ class CudnnAttention(LocalAttention):
         mask: TileMask,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if _has_single_row(q, k):
+            return self._for_single_rows.backward(grad_out, q, k, v, out, lse, mask, scale)
         if grad_out.stride() != out.stride():  # cuDNN asserts equal strides
-            grad_out = torch.empty_like(out).copy_(grad_out)
+            grad_out, out = grad_out.contiguous(), out.contiguous()
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,
             q.size(2), k.size(2), 0.0, mask.is_causal, scale=scale,
         )  # fmt: skip
+
+
+def _has_single_row(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.size(2) == 1 or k.size(2) == 1
