@@ -7,7 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dtensor_checks import CAUSAL, CP, CROSS, DP, GROUPED, TP, Placements, R, check_refused, distributed
+from dtensor_checks import (
+    CAUSAL,
+    CP,
+    CROSS,
+    DP,
+    GROUPED,
+    TP,
+    Placements,
+    R,
+    check_refused,
+    distributed,
+    torch_before_2_12,
+)  # fmt: skip
 from problems import Problem, reference
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -143,6 +155,7 @@ def _masked(rank: int, placement: Placement, mask_shape: tuple[int, ...], mask_o
     close(out, F.scaled_dot_product_attention(*qkv, attn_mask=mask))
 
 
+@torch_before_2_12
 @pytest.mark.usefixtures("_dispatcher")
 @pytest.mark.parametrize("mask_on", [R, DP, TP], ids=str)
 @pytest.mark.parametrize("placement", [DP, TP], ids=str)

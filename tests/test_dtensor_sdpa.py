@@ -23,6 +23,7 @@ from dtensor_checks import (
     check_refused,
     distributed,
     sdpa,
+    torch_before_2_12,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -205,6 +206,7 @@ def _other_dims(rank: int, shape: tuple[int, ...], dim: int) -> object:
     return out.placements, out.to_local().tolist()
 
 
+@torch_before_2_12
 @pytest.mark.parametrize(
     ("shape", "dim"), [((4, 16, 8), 0), ((4, 16, 8), 1), ((4, 16, 8), 2), ((2, 2, 4, 16, 8), 2), ((2, 2, 4, 16, 8), 3)]
 )

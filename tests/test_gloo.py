@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dtensor_checks import CP, DP, TP, R, check_equals_full_tensors
+from dtensor_checks import CP, DP, TP, R, check_equals_full_tensors, torch_before_2_12
 from problems import Problem, reference, shard
 from processes import Processes
 from ranks import RanksFailed
@@ -105,6 +105,7 @@ def _dtensor_cases(rank: int, seed: int) -> None:
             check_equals_full_tensors(rank, mesh_shape, problem, tuple(map(tuple, placements)))
 
 
+@torch_before_2_12
 @pytest.mark.parametrize("seed", range(4))
 def test_dtensors_with_uneven_shards(processes: Processes, seed: int) -> None:
     processes.run(_dtensor_cases, seed)
@@ -118,6 +119,7 @@ def _dtensors_shorter_than_the_mesh(rank: int) -> None:
             check_equals_full_tensors(rank, (2, 2), problem, ((TP, CP), (TP, R), (TP, R)), (TP, CP))
 
 
+@torch_before_2_12
 def test_dtensors_shorter_than_the_mesh(processes: Processes) -> None:
     processes.run(_dtensors_shorter_than_the_mesh)
 

@@ -14,6 +14,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from dtensor_checks import torch_before_2_12
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,6 +164,7 @@ def sdpa_results(mesh: Any) -> list[Any]:
     return results
 
 
+@torch_before_2_12
 def test_results_are_the_same_before_and_after() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
@@ -90,21 +89,9 @@ def from_local(
 def _to_local(
     tensor: DTensor, placements: tuple[Placement, ...], grad_placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    tensor = _GradientPlacedAsInput.apply(tensor)
+    # Redistributing is a no-op where the placements are already right, but its backward brings Partial gradients home
+    # to the placements of the input.
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
-
-
-class _GradientPlacedAsInput(torch.autograd.Function):
-    """Identity whose gradient has the placements of the input: redistributing alone may leave it Partial."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
-        ctx.placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> torch.Tensor:
-        return grad.redistribute(placements=ctx.placements)
 
 
 def _on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
