@@ -32,8 +32,8 @@ def distributed(tensors: tuple[torch.Tensor, ...], mesh: DeviceMesh, placements:
 
 torch_before_2_12 = pytest.mark.skipif(
     torch.__version__ < "2.12",
-    reason="DTensor of torch 2.11 gathers gradients of uneven shards, gathers no empty shards over gloo, and cannot view "
-    "head shards in math attention",
+    reason="DTensor of torch 2.11 gathers gradients of uneven shards, gathers no empty shards over gloo and cannot "
+    "view head shards in math attention",
 )
 
 

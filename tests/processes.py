@@ -144,6 +144,8 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
+                    # torch's word for the first matrix product in an autograd thread
+                    warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
                     result = body(rank, *args)
             except BaseException as error:  # handed to the caller of `run`
                 pipe.send((None, _picklable(error), traceback.format_exc()))

@@ -157,7 +157,8 @@ def _dtensor_body(
         whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         single = F.scaled_dot_product_attention(*whole, is_causal=True)
         single.backward(grad_out)
-    assert [tensor.grad.placements for tensor in inputs] == [(placement,) for placement in placements]
+    if length % WORLD_SIZE == 0:  # torch 2.11 gathers gradients of uneven shards, whatever the operation
+        assert [tensor.grad.placements for tensor in inputs] == [(placement,) for placement in placements]
     ours = [each.full_tensor() for each in (out, *(tensor.grad for tensor in inputs))]
     return [_relative_errors(ours, truth), _relative_errors((single, *(tensor.grad for tensor in whole)), truth)]
 
