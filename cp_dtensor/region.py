@@ -131,6 +131,7 @@ class _Installation:
                     stack.enter_context(intercepted(_region_sdpa))
                     stack.enter_context(_torch_private.checkpointed_functions_bound(_bound_to_region))
                     stack.enter_context(_torch_private.compiled_functions_eager(_warned_of_eager))
+                    stack.enter_context(_torch_private.flex_attention_checked(_refuse_flex_attention))
                     stack.enter_context(_torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights))
                     self._installed = stack.pop_all()
             self._holds += 1
@@ -171,6 +172,14 @@ def _warned_of_eager() -> bool:
             stacklevel=4,
         )
     return inside
+
+
+def _refuse_flex_attention() -> None:
+    if current_region() is not None:
+        raise NotImplementedError(
+            "FlexAttention is not supported inside of a context-parallel region yet: it would attend to the local "
+            "shard only; use F.scaled_dot_product_attention"
+        )
 
 
 def _refuse_attention_weights(need_weights: bool) -> None:

@@ -13,7 +13,11 @@ from cp_dtensor._torch_private.dtensor import (
     run_locally,
     tensor_inputs,
 )
-from cp_dtensor._torch_private.patches import checkpointed_functions_bound, multihead_attention_ends_in_sdpa
+from cp_dtensor._torch_private.patches import (
+    checkpointed_functions_bound,
+    flex_attention_checked,
+    multihead_attention_ends_in_sdpa,
+)
 from cp_dtensor._torch_private.sdpa import (
     math_sdpa,
     original_sdpa,
@@ -40,6 +44,7 @@ __all__ = [
     "dtensor_dispatcher",
     "dtensor_tables",
     "expand_strategies",
+    "flex_attention_checked",
     "get_thread_state",
     "has_cpu_backend",
     "in_autograd_thread",

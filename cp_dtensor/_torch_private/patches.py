@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 
 
 @contextmanager
@@ -50,6 +51,22 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         patched(module.CheckpointFunction, "forward", reentrant),
         patched(module, "_checkpoint_without_reentrant_generator", non_reentrant),
     ):
+        yield
+
+
+@contextmanager
+def flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
+    """While open, `check`, which may raise, is called before every FlexAttention, however it was imported."""
+
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            check()
+            return original(*args, **kwargs)
+
+        return call
+
+    with patched(FlexAttentionHOP, "__call__", checked):
         yield
 
 
