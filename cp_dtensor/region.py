@@ -3,7 +3,7 @@
 A region belongs to the thread that opened it. Functions under `torch.utils.checkpoint` are bound to their region, so
 recomputing them is right at any time and in any thread; other attention in a backward, around which a region is open,
 is refused, since it may or may not belong to it. While any region is open, in any thread, a few entries of torch are
-replaced (`_Installation`); when the last one closes, all are put back.
+replaced (`_parts`); when the last one closes, all are put back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.buffers import LocalContents
 from cp_dtensor.dtensor.attention import local_only_sdpa
-from cp_dtensor.dtensor.dispatcher import dispatcher_installed
+from cp_dtensor.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.functional import RingSettings, attend
+from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
 
 _KEY = "cp_dtensor.region"
@@ -50,6 +51,7 @@ class Region:
         """
         with ExitStack() as stack:  # takes everything back if a part fails
             stack.enter_context(_installation.held())
+            stack.enter_context(_unseen_regions.counted())
             for buffer in self.buffers:
                 stack.enter_context(buffer.standing_in())
             entered_in = _torch_private.current_backward()
@@ -68,7 +70,7 @@ def current_region() -> Region | None:
     """
     state = _torch_private.get_thread_state(_KEY)
     if state is None:
-        if _installation.off_main_thread and _torch_private.in_autograd_thread():
+        if _unseen_regions and _torch_private.in_autograd_thread():
             raise RuntimeError(_AMBIGUOUS)
         return None
     region, entered_in = state
@@ -111,42 +113,42 @@ def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, -4)
 
 
-class _Installation:
-    """What regions replace in torch, held as long as any region is open."""
+def _parts() -> Iterator[AbstractContextManager[None]]:
+    yield dispatcher_installation.held()
+    yield intercepted(_region_sdpa)
+    yield _torch_private.checkpointed_functions_bound(_bound_to_region)
+    yield _torch_private.compiled_functions_eager(_warned_of_eager)
+    yield _torch_private.flex_attention_checked(_refuse_flex_attention)
+    yield _torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights)
+
+
+_installation = SharedInstallation(_parts)
+
+
+class _UnseenRegions:
+    """Counts open regions of threads whose state autograd does not carry over to its own."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._holds = 0
-        self._installed = ExitStack()
-        self.off_main_thread = 0
-        """Open regions of threads whose state autograd does not carry over."""
+        self._lock = threading.Lock()
+        self._open = 0
+
+    def __bool__(self) -> bool:
+        return self._open > 0
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        off_main_thread = not _torch_private.in_main_thread() and not _torch_private.in_autograd_thread()
+    def counted(self) -> Iterator[None]:
+        """Counts one while open, if this is such a thread."""
+        unseen = not _torch_private.in_main_thread() and not _torch_private.in_autograd_thread()
         with self._lock:
-            if self._holds == 0:
-                with ExitStack() as stack:  # takes everything back if a part fails
-                    stack.enter_context(dispatcher_installed())
-                    stack.enter_context(intercepted(_region_sdpa))
-                    stack.enter_context(_torch_private.checkpointed_functions_bound(_bound_to_region))
-                    stack.enter_context(_torch_private.compiled_functions_eager(_warned_of_eager))
-                    stack.enter_context(_torch_private.flex_attention_checked(_refuse_flex_attention))
-                    stack.enter_context(_torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights))
-                    self._installed = stack.pop_all()
-            self._holds += 1
-            self.off_main_thread += off_main_thread
+            self._open += unseen
         try:
             yield
         finally:
             with self._lock:
-                self.off_main_thread -= off_main_thread
-                self._holds -= 1
-                if self._holds == 0:
-                    self._installed.close()
+                self._open -= unseen
 
 
-_installation = _Installation()
+_unseen_regions = _UnseenRegions()
 
 
 def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +166,7 @@ def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _warned_of_eager() -> bool:
     """Whether this thread is in a region, where compiled code, whose attention is local, would be wrong."""
-    inside = current_region() is not None
+    inside = _torch_private.get_thread_state(_KEY) is not None
     if inside:
         warnings.warn(
             "a torch.compile'd function was called inside of a context-parallel region: it runs uncompiled there, "

@@ -29,6 +29,7 @@ LAYERS = {
     "functional": 3,
     "ring": 3,
     "agreement": 3,
+    "installation": 4,
     "interception": 4,
     "dtensor": 4,
     "region": 5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
@@ -13,6 +13,7 @@ from cp_dtensor import _torch_private
 from cp_dtensor.dtensor.attention import dtensor_sdpa
 from cp_dtensor.dtensor.handlers import fused_backward_handler, fused_forward_handler, sdpa_handler
 from cp_dtensor.dtensor.strategies import BACKWARD_OPS, FORWARD_OPS, with_sequence_sharding
+from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import intercepted
 
 _HANDLERS: dict[object, _torch_private.OpHandler] = {
@@ -22,51 +23,32 @@ _HANDLERS: dict[object, _torch_private.OpHandler] = {
 }
 
 
-class _Dispatcher:
-    """Installed while it is held; how often `enable` holds it is counted apart from contexts."""
+def _parts() -> Iterator[AbstractContextManager[None]]:
+    strategies = {op: with_sequence_sharding(op) for op in (*FORWARD_OPS, *BACKWARD_OPS)}
+    yield intercepted(dtensor_sdpa)
+    yield _torch_private.dtensor_tables(_HANDLERS, strategies)
+
+
+dispatcher_installation = SharedInstallation(_parts)
+
+
+class _EnabledByUser:
+    """How often `enable` is ahead of `disable`."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._holds = 0
-        self._installed = ExitStack()
-        self.enabled_by_user = 0
+        self._lock = threading.Lock()
+        self._times = 0
 
-    def acquire(self) -> None:
+    def count(self, change: int) -> bool:
+        """Counts a call of enable (+1) or disable (-1); False, and nothing counted, if there is nothing to disable."""
         with self._lock:
-            if self._holds == 0:
-                with ExitStack() as stack:  # takes everything back if a part fails
-                    stack.enter_context(intercepted(dtensor_sdpa))
-                    strategies = {op: with_sequence_sharding(op) for op in (*FORWARD_OPS, *BACKWARD_OPS)}
-                    stack.enter_context(_torch_private.dtensor_tables(_HANDLERS, strategies))
-                    self._installed = stack.pop_all()
-            self._holds += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._holds -= 1
-            if self._holds == 0:
-                self._installed.close()
-
-    def count_enabled(self, change: int) -> bool:
-        """Counts calls of enable (+1) and disable (-1); False if there is nothing to disable."""
-        with self._lock:
-            if self.enabled_by_user + change < 0:
+            if self._times + change < 0:
                 return False
-            self.enabled_by_user += change
+            self._times += change
             return True
 
 
-_dispatcher = _Dispatcher()
-
-
-@contextmanager
-def dispatcher_installed() -> Iterator[None]:
-    """Holds the dispatcher while open."""
-    _dispatcher.acquire()
-    try:
-        yield
-    finally:
-        _dispatcher.release()
+_enabled_by_user = _EnabledByUser()
 
 
 class DispatcherLease:
@@ -96,8 +78,8 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
     DTensor's sequence shards are contiguous (`torch.chunk`), so a causal mask loads the ranks unevenly; for training
     prefer `context_parallel` or `ContextParallel`, which balance the load.
     """
-    _dispatcher.acquire()
-    _dispatcher.count_enabled(+1)
+    dispatcher_installation.acquire()
+    _enabled_by_user.count(+1)
     return DispatcherLease()
 
 
@@ -106,5 +88,5 @@ def disable_context_parallel_dispatcher() -> None:
 
     After the last one, DTensor's tables and torch's dispatcher are as before.
     """
-    if _dispatcher.count_enabled(-1):
-        _dispatcher.release()
+    if _enabled_by_user.count(-1):
+        dispatcher_installation.release()
