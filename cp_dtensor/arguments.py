@@ -16,11 +16,14 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     Raises:
         TypeError: neither.
         ValueError: a mesh of several dims, or one that this rank is not part of.
+        NotImplementedError: a mesh of other devices than CPUs and CUDA devices.
     """
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a DeviceMesh of one dim or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         hint = f"mesh[{names[-1]!r}]" if names else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"

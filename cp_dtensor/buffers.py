@@ -31,6 +31,40 @@ class Buffer:
         return self.tensor.size(self.dim)
 
 
+class _Standing:
+    """For each tensor, the shards that stand in for it, the innermost last, and gradients that wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._stacks: dict[int, list[LocalContents]] = {}
+        self._waiting: dict[int, list[tuple[LocalContents, torch.Tensor]]] = {}
+
+    def stack(self, tensor: torch.Tensor) -> tuple[LocalContents, ...]:
+        """Who stands in for the tensor now."""
+        return tuple(self._stacks.get(id(tensor), ()))
+
+    def push(self, tensor: torch.Tensor, contents: LocalContents) -> None:
+        """`contents` stands in for the tensor."""
+        self._stacks.setdefault(id(tensor), []).append(contents)
+
+    def pop(self, tensor: torch.Tensor) -> None:
+        """The innermost one no longer does."""
+        self._stacks[id(tensor)].pop()
+        if not self._stacks[id(tensor)]:
+            del self._stacks[id(tensor)]
+
+    def wait(self, tensor: torch.Tensor, contents: LocalContents, stand_in: torch.Tensor) -> None:
+        """Keeps a gradient until the tensor is as it was when `contents` was made."""
+        self._waiting.setdefault(id(tensor), []).append((contents, stand_in))
+
+    def no_longer_wait(self, tensor: torch.Tensor) -> list[tuple[LocalContents, torch.Tensor]]:
+        """What has been waiting."""
+        return self._waiting.pop(id(tensor), [])
+
+
+_standing = _Standing()
+
+
 class LocalContents:
     """A buffer's shard, which can stand in for the whole tensor.
 
@@ -41,57 +75,70 @@ class LocalContents:
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._depth = 0
-        self._lock = threading.RLock()
+        self._around = _standing.stack(buffer.tensor)
+        self._whole_shape = buffer.tensor.shape
         self._sharded_for_good = False
-        self._swapped_out: torch.Tensor | None = None  # has the identity of the whole tensor while a shard stands in
+        self._swapped_out: list[torch.Tensor | None] = []  # per entry, what has the identity of the tensor around it
         with torch.no_grad():
             self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """The buffer is its shard while open (for good, if it is not to be restored). May be entered repeatedly."""
-        with self._lock:
-            self._depth += 1
-            if self._depth == 1 and not self._sharded_for_good:
-                self._swap_in()
+        """The buffer is this shard while open (for good, if it is not to be restored). May be entered repeatedly.
+
+        Raises:
+            RuntimeError: on exit, if a shard that came in later is still in.
+        """
+        tensor = self._buffer.tensor
+        with _standing.lock:
+            stack = _standing.stack(tensor)
+            already_in = (stack and stack[-1] is self) or self._sharded_for_good
+            self._swapped_out.append(None if already_in else self._swap_in())
+            _standing.push(tensor, self)
         try:
             yield
         finally:
-            with self._lock:
-                self._depth -= 1
-                if self._depth == 0 and self._swapped_out is not None:
-                    self._swap_out(self._swapped_out)
+            with _standing.lock:
+                if _standing.stack(tensor)[-1] is not self:
+                    raise RuntimeError(
+                        "contexts that shard the same buffer must be left in the reverse order of entering them, got a "
+                        f"buffer of shape {tuple(self._whole_shape)} whose later context is still open"
+                    )
+                _standing.pop(tensor)
+                stand_in = self._swapped_out.pop()
+                if stand_in is not None:
+                    _torch_private.swap_identities(tensor, stand_in)
+                    _standing.wait(tensor, self, stand_in)
+                for contents, waiting in _standing.no_longer_wait(tensor):
+                    contents.deliver_gradient(waiting)
 
     def release_whole(self) -> None:
         """Frees the whole contents of a buffer that is not to be restored."""
-        with self._lock:
-            if not self._buffer.restore:
-                self._swapped_out = None
-                self._sharded_for_good = True
+        if not self._buffer.restore and not self._sharded_for_good:
+            self._sharded_for_good = True
+            self._swapped_out[-1] = None
 
-    def _swap_in(self) -> None:
+    def _swap_in(self) -> torch.Tensor:
         # A new object each time: autograd may have saved the last one, and must not see it change identity.
         stand_in = self._shard.detach().requires_grad_(self._buffer.tensor.requires_grad)
         if stand_in.requires_grad:
-            stand_in.register_post_accumulate_grad_hook(self._deliver_gradient)
+            stand_in.register_post_accumulate_grad_hook(self.deliver_gradient)
         _torch_private.swap_identities(self._buffer.tensor, stand_in)
-        self._swapped_out = stand_in
+        return stand_in
 
-    def _swap_out(self, stand_in: torch.Tensor) -> None:
-        _torch_private.swap_identities(self._buffer.tensor, stand_in)
-        self._swapped_out = None
-        self._deliver_gradient(stand_in)
-
-    def _deliver_gradient(self, stand_in: torch.Tensor) -> None:
+    def deliver_gradient(self, stand_in: torch.Tensor) -> None:
         """Outside, a gradient of the shard belongs to the whole tensor: in its place, zeros elsewhere."""
-        buffer, shard_grad = self._buffer, stand_in.grad
-        if self._depth > 0 or self._sharded_for_good or shard_grad is None:
-            return
-        stand_in.grad = None
-        grad = shard_grad.new_zeros(buffer.tensor.shape)
-        put_shard(grad, shard_grad, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
-        buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
+        buffer = self._buffer
+        with _standing.lock:
+            if self._sharded_for_good or stand_in is buffer.tensor or stand_in.grad is None:
+                return
+            if _standing.stack(buffer.tensor) != self._around:  # the whole tensor is out, in another context
+                _standing.wait(buffer.tensor, self, stand_in)
+                return
+            grad = stand_in.grad.new_zeros(self._whole_shape)
+            put_shard(grad, stand_in.grad, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
+            stand_in.grad = None
+            buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
 
 
 def refuse_non_leaf(index: int, tensor: torch.Tensor) -> None:

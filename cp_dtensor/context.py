@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor.arguments import group_of
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
-from cp_dtensor.functional import RingSettings, checked_layout, checked_seq_len
+from cp_dtensor.functional import RingSettings, checked_layout, checked_length
 from cp_dtensor.layouts import Layout
-from cp_dtensor.region import Region
+from cp_dtensor.region import Region, innermost_region
 from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.sharding import checked_buffers
+from cp_dtensor.sharding import checked_buffers, checked_sequence
 
 
 class context_parallel(ContextDecorator):
@@ -36,7 +36,8 @@ class context_parallel(ContextDecorator):
         buffers: tensors that every rank has whole, of any dtype. Leaf tensors may require grad: inside they are leaves
             of the local shape, and on exit `.grad` has the full shape, zero outside of this rank's tokens, so that its
             sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with
-            `context_parallel_shard`, which is differentiable.
+            `context_parallel_shard`, which is differentiable. Changes that are made inside to a buffer, by an optimizer
+            say, end with the context, and hooks of the leaf do not see gradients of its shard.
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
             are freed on entry.
@@ -47,7 +48,7 @@ class context_parallel(ContextDecorator):
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective.
-        RuntimeError: on entry, if it is already entered.
+        RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`; on exit, out of order.
 
     Attention over other lengths than those of the buffers and `seq_lens` is allowed; the ranks then exchange their
     local lengths in one small collective per call. Only, on GPUs, lengths within about the number of ranks of those
@@ -68,9 +69,9 @@ class context_parallel(ContextDecorator):
     ) -> None:
         group = group_of(mesh)
         layout = checked_layout(layout)
-        tensors = list(buffers or [])
-        dims = checked_buffers(tensors, list(buffer_seq_dims or []), layout)
-        kept_sharded = _identities(tensors, no_restore_buffers or ())
+        tensors = checked_sequence("buffers", () if buffers is None else buffers)
+        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)
+        kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         for index, tensor in enumerate(tensors):
             refuse_non_leaf(index, tensor)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -81,26 +82,38 @@ class context_parallel(ContextDecorator):
         self._group = group
         self._layout = layout
         self._rotation = rotation_by_name(rotate_method)
-        self._seq_lens = frozenset(checked_seq_len(length)[0] for length in seq_lens)
+        self._seq_lens = frozenset(checked_length(length) for length in seq_lens)
         self._debug = debug
         self._open: ExitStack | None = None
+        self._region: Region | None = None
+        self._entered_before = False
 
     def __enter__(self) -> None:
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
+        if self._entered_before and any(not buffer.restore for buffer in self._buffers):
+            raise RuntimeError(
+                "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
+            )
         lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
         settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug)
         region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
         with ExitStack() as stack:
             stack.enter_context(region.entered())
-            self._open = stack.pop_all()
+            self._open, self._region = stack.pop_all(), region
+        self._entered_before = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stack, self._open = self._open, None
-        if stack is not None:
-            stack.__exit__(kind, error, trace)
+        if self._open is None:
+            raise RuntimeError("this context_parallel is not entered")
+        if innermost_region() is not self._region:
+            raise RuntimeError(
+                "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
+            )
+        stack, self._open, self._region = self._open, None, None
+        stack.__exit__(kind, error, trace)
 
 
 def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
@@ -109,6 +122,8 @@ def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor
     Raises:
         ValueError: a buffer listed twice, or one to leave sharded that is no buffer.
     """
+    if isinstance(no_restore, torch.Tensor):
+        raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
     known = [id(tensor) for tensor in buffers]
     for index, identity in enumerate(known):
         if identity in known[:index]:

@@ -92,7 +92,7 @@ class RingSettings:
     layout: Layout
     rotation: Rotation
     declared_lengths: tuple[int, ...] | None
-    """Global lengths known beforehand, of the buffers of a context; others are found by exchange."""
+    """Global lengths known beforehand, of a context's buffers or a module; others are found by exchange."""
     debug: bool
 
 
@@ -164,9 +164,9 @@ def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     """`(q, scale)` of equal logits with a positive scale: kernels mask before they scale, and -inf times 0 is NaN."""
-    if scale > 0:
-        return q, scale
-    return (q * -1, -scale) if scale < 0 else (q * 0, 1.0)
+    if scale < 0:
+        return q * -1, -scale
+    return (q * 0, 1.0) if scale == 0 else (q, scale)
 
 
 def checked_layout(layout: Layout | None) -> Layout:
@@ -207,7 +207,7 @@ def _global_lengths(
             return known_q, known_kv
     facts = agreement.CallFacts(
         q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
-        head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), is_causal=is_causal, scale=scale,
+        head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), is_causal=bool(is_causal), scale=scale,
         layout=repr(layout), rotate_method=settings.rotation.name,
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )  # fmt: skip
@@ -244,10 +244,30 @@ def has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
 
 
 def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+    """The global lengths of queries and keys.
+
+    Raises:
+        ValueError: neither a length nor a pair of lengths.
+    """
     pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
-    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair):
+    if len(pair) != 2 or not all(map(_is_length, pair)):
         raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
     return pair[0], pair[1]
+
+
+def checked_length(length: int, what: str = "seq_len") -> int:
+    """A global length.
+
+    Raises:
+        ValueError: not an integer >= 0.
+    """
+    if not _is_length(length):
+        raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
+    return length
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

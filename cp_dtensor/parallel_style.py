@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import group_of
-from cp_dtensor.functional import RingSettings, checked_layout, checked_seq_len
+from cp_dtensor.functional import RingSettings, checked_layout, checked_length
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -30,8 +30,8 @@ class ContextParallel(ParallelStyle):
     Args:
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: "allgather" or "alltoall", the process default (at the time of parallelize_module) if None.
-        seq_len: global number of tokens, if it is always the same. Otherwise the ranks exchange their local lengths
-            in one small collective per call.
+        seq_len: global number of tokens, if it is always the same. On GPUs, without it, the ranks exchange their local
+            lengths in one small collective per call; on CPUs they always do.
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
 
     Raises:
@@ -50,7 +50,7 @@ class ContextParallel(ParallelStyle):
         self._layout = checked_layout(layout)
         self._rotate_method = rotate_method
         rotation_by_name(rotate_method)  # refuses unknown names here already
-        self._lengths = None if seq_len is None else (checked_seq_len(seq_len)[0],)
+        self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._debug = debug
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
@@ -69,7 +69,7 @@ class _RegionForward:
         self._module = module
         self._replaced = replaced  # a forward that the module had as an instance attribute before
         self._region = region
-        functools.update_wrapper(self, replaced or type(module).forward)
+        functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run_in_region(self._region, self._replaced or self._module_forward, *args, **kwargs)

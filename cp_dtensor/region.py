@@ -28,7 +28,7 @@ from cp_dtensor.functional import RingSettings, attend
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
 
-_KEY = "cp_dtensor.region"
+_KEY = "cp_dtensor_region"
 _AMBIGUOUS = (
     "attention was called in a backward while a context_parallel region is open around it, and it cannot be told "
     "whether the call belongs to the region: checkpoint with torch.utils.checkpoint inside of the region, or use the "
@@ -61,6 +61,12 @@ class Region:
             yield
 
 
+def innermost_region() -> Region | None:
+    """The region that was opened last in this thread and is still open, whether or not calls here belong to it."""
+    state = _torch_private.get_thread_state(_KEY)
+    return None if state is None else state[0]
+
+
 def current_region() -> Region | None:
     """The innermost open region of this thread.
 
@@ -86,6 +92,8 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     region = current_region()
     if region is None:
         return None
+    if call.q.is_nested:
+        raise NotImplementedError("context-parallel regions take no nested tensors yet, got nested q, k or v")
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
@@ -96,6 +104,11 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
 def _plain_sdpa(region: Region) -> Callable[[SdpaArguments], torch.Tensor]:
     def sdpa(call: SdpaArguments) -> torch.Tensor:
         refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
+        if call.q.dim() != 4 and len(region.settings.layout.batch_groups(2)) > 1:
+            raise NotImplementedError(
+                f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+                f"sequence, head_dim); got {tuple(call.q.shape)}"
+            )
         if _torch_private.is_traced(call.q):
             raise NotImplementedError("context-parallel regions cannot be traced by torch.compile or torch.export yet")
         q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
@@ -119,7 +132,7 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
     yield _torch_private.checkpointed_functions_bound(_bound_to_region)
     yield _torch_private.compiled_functions_eager(_warned_of_eager)
     yield _torch_private.flex_attention_checked(_refuse_flex_attention)
-    yield _torch_private.multihead_attention_ends_in_sdpa(_refuse_attention_weights)
+    yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)
 
 
 _installation = SharedInstallation(_parts)
@@ -166,7 +179,7 @@ def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _warned_of_eager() -> bool:
     """Whether this thread is in a region, where compiled code, whose attention is local, would be wrong."""
-    inside = _torch_private.get_thread_state(_KEY) is not None
+    inside = innermost_region() is not None
     if inside:
         warnings.warn(
             "a torch.compile'd function was called inside of a context-parallel region: it runs uncompiled there, "
@@ -184,9 +197,15 @@ def _refuse_flex_attention() -> None:
         )
 
 
-def _refuse_attention_weights(need_weights: bool) -> None:
-    if need_weights and current_region() is not None:
+def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
+    if not (need_weights or extra_keys) or current_region() is None:
+        return
+    if extra_keys:
         raise NotImplementedError(
-            "nn.MultiheadAttention got need_weights=True (its default) inside of a context-parallel region, but no "
-            "rank has the attention weights of the whole sequence; pass need_weights=False"
+            "nn.MultiheadAttention got add_bias_kv=True or add_zero_attn=True inside of a context-parallel region, "
+            "where every rank would append the extra key to its own shard; build it without"
         )
+    raise NotImplementedError(
+        "nn.MultiheadAttention got need_weights=True (its default) inside of a context-parallel region, but no "
+        "rank has the attention weights of the whole sequence; pass need_weights=False"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import agreement
 from cp_dtensor._torch_private import all_gather_single, has_cpu_backend, reduce_scatter_single
 from cp_dtensor.arguments import group_of
-from cp_dtensor.functional import checked_layout
+from cp_dtensor.functional import checked_layout, checked_length
 from cp_dtensor.layouts import Layout, Segment
 
 Mesh = DeviceMesh | dist.ProcessGroup
@@ -101,8 +101,9 @@ def local_positions(
         TypeError, ValueError: arguments that do not fit.
     """
     group, layout = group_of(mesh), checked_layout(layout)
-    if not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"expected seq_len to be an integer >= 0, got {seq_len!r}")
+    seq_len = checked_length(seq_len)
+    if batch_size is not None and checked_length(batch_size, "batch_size") == 0:
+        raise ValueError("expected batch_size to be at least 1, got 0")
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if batch_size is None:
         if len(layout.batch_groups(2)) > 1:
@@ -115,12 +116,24 @@ def local_positions(
     return torch.cat(rows)
 
 
+def checked_sequence(what: str, values: Sequence[Any]) -> list[Any]:
+    """`values` as a list.
+
+    Raises:
+        TypeError: a tensor (whose rows would be taken for values) or nothing that can be iterated over.
+    """
+    if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
+        raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
+    return list(values)
+
+
 def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout) -> list[int]:
     """Checks tensors and their sequence dims; returns the dims, none negative.
 
     Raises:
         TypeError, ValueError: what does not fit, with its index.
     """
+    buffers, seq_dims = checked_sequence("buffers", buffers), checked_sequence("sequence dims", seq_dims)
     if len(buffers) != len(seq_dims):
         raise ValueError(f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(seq_dims)} dims")
     dims = []
@@ -148,17 +161,27 @@ def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_
     """A rank's part of a whole tensor, in local order, new and contiguous."""
     parts = [
         rows.index_select(dim, positions)
-        for rows, positions in _rows_and_positions(tensor, dim, tensor.size(dim), layout, rank, world_size)
+        for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
 
 
 def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
     """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
+    whole, shard = _indexable(whole), _indexable(shard)
     first = 0
-    for rows, positions in _rows_and_positions(whole, dim, whole.size(dim), layout, rank, world_size):
+    for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
         rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
         first += rows.size(0)
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bits as integers where torch cannot index its dtype."""
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor
 
 
 class _Unshard(torch.autograd.Function):
@@ -193,8 +216,8 @@ def _gathered(rows: torch.Tensor, lengths: list[int], group: dist.ProcessGroup) 
         return [rows]
     padded = _padded(rows, max(lengths))
     gathered = padded.new_empty(len(lengths) * max(lengths), *rows.shape[1:])
-    if gathered.numel():  # alike on every rank
-        all_gather_single(gathered, padded, group=group)
+    if gathered.numel():  # alike on every rank; as bytes, since groups do not know every dtype
+        all_gather_single(gathered.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
     shards = gathered.unflatten(0, (len(lengths), max(lengths)))
     return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
 
@@ -214,7 +237,7 @@ def _local_lengths(length: int, group: dist.ProcessGroup, device: torch.device) 
 
 
 def _rows_and_positions(
-    tensor: torch.Tensor, dim: int, seq_len: int, layout: Layout, rank: int, world_size: int
+    tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each batch group: a view of its batch rows (of everything, if rows are alike), and the rank's positions."""
     groups = layout.batch_groups(tensor.size(0))

@@ -202,10 +202,10 @@ def test_context_without_buffers() -> None:
 def test_error_while_entering_the_context_restores_earlier_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     swap_in = LocalContents._swap_in
 
-    def second_fails(contents: LocalContents) -> None:
+    def second_fails(contents: LocalContents) -> torch.Tensor:
         if contents._buffer.length == 8:
             raise MemoryError
-        swap_in(contents)
+        return swap_in(contents)
 
     monkeypatch.setattr(LocalContents, "_swap_in", second_fails)
 

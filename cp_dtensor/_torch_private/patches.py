@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,10 +48,12 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
 
         return generator
 
-    with (
-        patched(module.CheckpointFunction, "forward", reentrant),
-        patched(module, "_checkpoint_without_reentrant_generator", non_reentrant),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(patched(module.CheckpointFunction, "forward", reentrant))
+        # torch's composable checkpoint has imported the generator by name
+        for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+            if user is not None:
+                stack.enter_context(patched(user, "_checkpoint_without_reentrant_generator", non_reentrant))
         yield
 
 
@@ -71,11 +74,11 @@ def flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def multihead_attention_ends_in_sdpa(check_need_weights: Callable[[bool], None]) -> Iterator[None]:
+def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Iterator[None]:
     """While open, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take the path that calls SDPA.
 
     Their fused inference path computes attention in one opaque op. With `need_weights` they do not call SDPA at all:
-    `check_need_weights` gets the flag and may raise.
+    `check` gets that flag, and whether keys are appended (`add_bias_kv`, `add_zero_attn`), and may raise.
     """
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +88,8 @@ def multihead_attention_ends_in_sdpa(check_need_weights: Callable[[bool], None])
         def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            check_need_weights(call.arguments["need_weights"])
+            extra_keys = call.arguments["bias_k"] is not None or call.arguments["add_zero_attn"]
+            check(call.arguments["need_weights"], extra_keys)
             return original(*args, **kwargs)
 
         return multi_head_attention_forward

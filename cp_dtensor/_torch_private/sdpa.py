@@ -31,8 +31,12 @@ def user_sdpa_priority() -> list[str] | None:
 
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
-# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd.
-_SDPA_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
+# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd. torch.vmap
+# has a kernel of its own above these, which torch does not let go quietly: it is not served.
+_SDPA_KEYS = (
+    "AutogradCPU", "AutogradCUDA", "CPU", "CUDA",
+    "AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA",
+)  # fmt: skip
 
 
 def override_sdpa(kernel: Callable[..., torch.Tensor]) -> Callable[[], None]:

@@ -1,0 +1,145 @@
+"""What a context cannot do is refused, and what happens to buffers in unusual orders of contexts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    MirroredBatch,
+    Striped,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
+
+
+def group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_extra_keys_of_multihead_attention_are_refused(option: str) -> None:
+    def body(rank: int) -> None:
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, **{option: True})
+        x = torch.randn(1, 4, 8)
+        with context_parallel(group()), pytest.raises(NotImplementedError, match="extra key"):
+            attention(x, x, x, need_weights=False)
+        attention(x, x, x, need_weights=False)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    def body(rank: int) -> None:
+        parts = [torch.randn(2, length, 8) for length in (3, 4)]
+        nested = torch.nested.nested_tensor(parts, layout=torch.strided)
+        with context_parallel(group()), pytest.raises(NotImplementedError, match="nested"):
+            F.scaled_dot_product_attention(nested, nested, nested)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 8), (2, 2, 2, 4, 8)])
+def test_layouts_that_differ_between_rows_need_four_dims(shape: tuple[int, ...]) -> None:
+    def body(rank: int) -> None:
+        q = torch.randn(shape)
+        with (
+            context_parallel(group(), layout=MirroredBatch()),
+            pytest.raises(NotImplementedError, match="four dims"),
+        ):
+            F.scaled_dot_product_attention(q, q, q)
+
+    run_ranks(2, body)
+
+
+def test_a_backward_through_two_contexts_over_one_leaf_sums_both_gradients() -> None:
+    whole = torch.randn(12, dtype=torch.float64)
+
+    def body(rank: int) -> None:
+        leaf = whole.clone().requires_grad_()
+        weights = torch.arange(12, dtype=torch.float64)
+        with context_parallel(group(), buffers=[leaf, weights], buffer_seq_dims=[0, 0], layout=HeadTail()):
+            first = (leaf.square() * weights).sum()
+        with context_parallel(group(), buffers=[leaf, weights], buffer_seq_dims=[0, 0], layout=Striped(2)):
+            (first + (leaf.square() * weights).sum()).backward()
+        assert leaf.grad is not None
+        dist.all_reduce(leaf.grad)
+        torch.testing.assert_close(leaf.grad, 4 * whole * weights)
+
+    run_ranks(2, body)
+
+
+def test_contexts_over_one_buffer_left_in_the_wrong_order_are_refused() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(16)
+        options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
+        outer = context_parallel(group(), **options)
+        outer.__enter__()
+        inner = context_parallel(group(), **options)
+        inner.__enter__()
+        assert tokens.numel() == 4
+        with pytest.raises(RuntimeError, match="reverse order"):
+            outer.__exit__(None, None, None)
+        assert tokens.numel() == 4  # nothing has changed
+        inner.__exit__(None, None, None)
+        outer.__exit__(None, None, None)
+        assert torch.equal(tokens, torch.arange(16))
+
+    run_ranks(2, body)
+
+
+def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(16)
+        context = context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=[tokens])
+        with context:
+            assert tokens.numel() == 8
+        with pytest.raises(RuntimeError, match="was entered before"), context:
+            pytest.fail("entered")
+        assert tokens.numel() == 8
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buffers": torch.arange(4), "buffer_seq_dims": [0]}, "buffers to be a sequence"),
+        ({"buffers": [torch.arange(4)], "buffer_seq_dims": 0}, "sequence dims to be a sequence"),
+        (
+            {"buffers": [torch.arange(4)], "buffer_seq_dims": [0], "no_restore_buffers": torch.arange(4)},
+            "no_restore_buffers to be a collection",
+        ),
+    ],
+)
+def test_a_single_value_where_several_are_expected_is_refused(options: dict[str, Any], message: str) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(TypeError, match=message):
+            context_parallel(group(), **options)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_any_dtype_is_sharded_and_unsharded(dtype: torch.dtype) -> None:
+    whole = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.float32).to(dtype)
+
+    def body(rank: int) -> None:
+        shards = context_parallel_shard(group(), [whole], [0])
+        (unsharded,) = context_parallel_unshard(group(), shards, [0])
+        assert unsharded.dtype == dtype
+        assert unsharded.tolist() == whole.tolist()
+
+    run_ranks(2, body)
