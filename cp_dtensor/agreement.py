@@ -8,6 +8,7 @@ one small all-gather on the host finds it.
 from __future__ import annotations
 
 import struct
+import zlib
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -166,6 +167,8 @@ def _encode(value: object) -> list[int]:
     if isinstance(value, float):
         return list(struct.unpack("q", struct.pack("d", value)))
     if isinstance(value, str):
+        if len(value) > 8 * _TEXT_WORDS:  # keep long texts apart that begin alike
+            value = f"{value[: 8 * _TEXT_WORDS - 9]}~{zlib.crc32(value.encode()):08x}"
         return list(struct.unpack(f"{_TEXT_WORDS}q", value.encode()[: 8 * _TEXT_WORDS].ljust(8 * _TEXT_WORDS, b"\0")))
     assert isinstance(value, int)
     return [int(value)]

@@ -96,7 +96,9 @@ class context_parallel(ContextDecorator):
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
         lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
-        settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug)
+        differs_by_row = self._buffers and len(self._layout.batch_groups(2)) > 1
+        batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
+        settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug, batch_size)
         region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
         with ExitStack() as stack:
             stack.enter_context(region.entered())

@@ -94,6 +94,8 @@ class RingSettings:
     declared_lengths: tuple[int, ...] | None
     """Global lengths known beforehand, of a context's buffers or a module; others are found by exchange."""
     debug: bool
+    batch_size: int | None = None
+    """Of the buffers of a context, where the layout divides batch rows differently."""
 
 
 def attend(

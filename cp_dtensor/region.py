@@ -111,6 +111,11 @@ def _plain_sdpa(region: Region) -> Callable[[SdpaArguments], torch.Tensor]:
             )
         if _torch_private.is_traced(call.q):
             raise NotImplementedError("context-parallel regions cannot be traced by torch.compile or torch.export yet")
+        if region.settings.batch_size not in (None, call.q.size(0)):
+            raise ValueError(
+                f"{region.settings.layout} divides batch rows differently, so attention needs the batch size of the "
+                f"buffers, {region.settings.batch_size}; got q of shape {tuple(call.q.shape)}"
+            )
         q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
         check_qkv(q, k, v, call.enable_gqa)
         out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)

@@ -64,6 +64,16 @@ def test_layouts_that_differ_between_rows_need_four_dims(shape: tuple[int, ...])
     run_ranks(2, body)
 
 
+def test_layouts_that_differ_between_rows_need_the_batch_of_the_buffers() -> None:
+    def body(rank: int) -> None:
+        q = torch.randn(3, 2, 4, 8)
+        context = context_parallel(group(), buffers=[torch.zeros(2, 8)], buffer_seq_dims=[1], layout=MirroredBatch())
+        with context, pytest.raises(ValueError, match="batch size of the buffers, 2"):
+            F.scaled_dot_product_attention(q, q, q)
+
+    run_ranks(2, body)
+
+
 def test_a_backward_through_two_contexts_over_one_leaf_sums_both_gradients() -> None:
     whole = torch.randn(12, dtype=torch.float64)
 

@@ -75,6 +75,8 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
     May be called several times; each call wants its own `disable_context_parallel_dispatcher`. Or use it as
     `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway.
 
+    K/V travel by the process default of `set_rotate_method`, inside of `context_parallel` as well.
+
     DTensor's sequence shards are contiguous (`torch.chunk`), so a causal mask loads the ranks unevenly; for training
     prefer `context_parallel` or `ContextParallel`, which balance the load.
     """

@@ -92,6 +92,8 @@ def _plan(
     plan = _placements(q_spec.placements, k_spec.placements)
     backend = backend_by_name(_BACKEND_NAMES[op], q.device.type)
     scale = softmax_scale(q, bound["scale"])
+    if scale <= 0:
+        raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
     lengths = (bound["query"].size(2), bound["key"].size(2))
     return plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend), plan
 

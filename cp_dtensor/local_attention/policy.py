@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cp_dtensor import _torch_private
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.cpu_flash import CpuFlashAttention
@@ -51,7 +53,7 @@ def backend_by_name(name: str, device_type: str) -> LocalAttention:
     )
 
 
-def _rank_by_preference(problem: Problem):  # type: ignore[no-untyped-def]
+def _rank_by_preference(problem: Problem) -> Callable[[LocalAttention], int]:
     user_order = _torch_private.user_sdpa_priority()
     if user_order is not None:
         return lambda backend: user_order.index(backend.name)
