@@ -13,6 +13,11 @@ import torch
 import torch.utils.checkpoint
 from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 
+# What `torch.utils.checkpoint` calls without reentrant autograd; from 2.14 on this name is only a shim.
+_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_NON_REENTRANT}_impl"):
+    _NON_REENTRANT += "_impl"
+
 
 @contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
@@ -53,7 +58,7 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         # torch's composable checkpoint has imported the generator by name
         for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
             if user is not None:
-                stack.enter_context(patched(user, "_checkpoint_without_reentrant_generator", non_reentrant))
+                stack.enter_context(patched(user, _NON_REENTRANT, non_reentrant))
         yield
 
 
