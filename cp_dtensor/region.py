@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,31 +98,29 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
-        return local_only_sdpa(call, dist.get_process_group_ranks(region.settings.group), _plain_sdpa(region))
-    return _plain_sdpa(region)(call)
+        return local_only_sdpa(call, dist.get_process_group_ranks(region.settings.group), partial(_plain_sdpa, region))
+    return _plain_sdpa(region, call)
 
 
-def _plain_sdpa(region: Region) -> Callable[[SdpaArguments], torch.Tensor]:
-    def sdpa(call: SdpaArguments) -> torch.Tensor:
-        refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
-        if call.q.dim() != 4 and len(region.settings.layout.batch_groups(2)) > 1:
-            raise NotImplementedError(
-                f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
-                f"sequence, head_dim); got {tuple(call.q.shape)}"
-            )
-        if _torch_private.is_traced(call.q):
-            raise NotImplementedError("context-parallel regions cannot be traced by torch.compile or torch.export yet")
-        if region.settings.batch_size not in (None, call.q.size(0)):
-            raise ValueError(
-                f"{region.settings.layout} divides batch rows differently, so attention needs the batch size of the "
-                f"buffers, {region.settings.batch_size}; got q of shape {tuple(call.q.shape)}"
-            )
-        q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
-        check_qkv(q, k, v, call.enable_gqa)
-        out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)
-        return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
-
-    return sdpa
+def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
+    """SDPA of plain tensors, which are shards of the region."""
+    refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
+    if call.q.dim() != 4 and len(region.settings.layout.batch_groups(2)) > 1:
+        raise NotImplementedError(
+            f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+            f"sequence, head_dim); got {tuple(call.q.shape)}"
+        )
+    if _torch_private.is_traced(call.q):
+        raise NotImplementedError("context-parallel regions cannot be traced by torch.compile or torch.export yet")
+    if region.settings.batch_size not in (None, call.q.size(0)):
+        raise ValueError(
+            f"{region.settings.layout} divides batch rows differently, so attention needs the batch size of the "
+            f"buffers, {region.settings.batch_size}; got q of shape {tuple(call.q.shape)}"
+        )
+    q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
+    check_qkv(q, k, v, call.enable_gqa)
+    out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)
+    return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import refuse_unsupported_sdpa
 from cp_dtensor.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
-from cp_dtensor.dtensor.placements import SEQ_DIM, AttentionPlacements, is_seq_sharded
+from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, on_seq
 from cp_dtensor.dtensor.strategies import BACKWARD_OPS
 from cp_dtensor.functional import softmax_scale
 from cp_dtensor.interception import SdpaArguments
@@ -109,12 +109,12 @@ def _refuse_masks(op: Any, bound: Arguments) -> None:
 
 def _placements(q: tuple[Placement, ...], kv: tuple[Placement, ...]) -> AttentionPlacements:
     """The plan that a strategy has chosen, read off the placements of q and k."""
-    on_seq = [isinstance(placement, Shard) and placement.dim == SEQ_DIM for placement in kv]
+    kv_on_seq = list(map(on_seq, kv))
     grad_kv = tuple(
         Partial() if isinstance(on_kv, Replicate) and isinstance(on_q, Shard) else on_kv
         for on_q, on_kv in zip(q, kv, strict=True)
     )
-    return AttentionPlacements(q, kv, grad_kv, on_seq.index(True) if any(on_seq) else None)
+    return AttentionPlacements(q, kv, grad_kv, kv_on_seq.index(True) if any(kv_on_seq) else None)
 
 
 def _flash_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:

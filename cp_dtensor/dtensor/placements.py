@@ -24,9 +24,14 @@ class AttentionPlacements:
     """The mesh axis around which K/V travel; None if every rank already holds the keys that its queries see."""
 
 
+def on_seq(placement: Placement) -> bool:
+    """Whether a placement shards the sequence."""
+    return _on(SEQ_DIM, placement)
+
+
 def is_seq_sharded(*placements: Sequence[Placement]) -> bool:
     """Whether any of the tensors is sharded along the sequence on any mesh axis."""
-    return any(_on(SEQ_DIM, placement) for each in placements for placement in each)
+    return any(on_seq(placement) for each in placements for placement in each)
 
 
 def plan_placements(
@@ -49,8 +54,8 @@ def plan_placements(
     ring_axis = None
     head_shards = 1
     for axis, (on_q, on_k, on_v) in enumerate(zip(q, k, v, strict=True)):
-        kv_on_seq = _on(SEQ_DIM, on_k) or _on(SEQ_DIM, on_v)
-        if _on(SEQ_DIM, on_q) or kv_on_seq:
+        kv_on_seq = on_seq(on_k) or on_seq(on_v)
+        if on_seq(on_q) or kv_on_seq:
             plan_q.append(Shard(SEQ_DIM))
             if kv_on_seq and ring_axis is None:
                 ring_axis = axis
@@ -80,7 +85,7 @@ def local_segment(
     """The global positions of a rank's rows, where sequence shards of several axes nest from left to right."""
     start, stop = 0, length
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if _on(SEQ_DIM, placement):
+        if on_seq(placement):
             (chunk,) = TorchChunk().segments(stop - start, index, size)
             start, stop = start + chunk.start, start + chunk.start + chunk.length
     return Segment.contiguous(start, stop)

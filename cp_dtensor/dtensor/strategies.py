@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch_private
-from cp_dtensor.dtensor.placements import BATCH_DIM, HEAD_DIM, SEQ_DIM, is_seq_sharded
+from cp_dtensor.dtensor.placements import BATCH_DIM, HEAD_DIM, SEQ_DIM, is_seq_sharded, on_seq
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def with_sequence_sharding(op: Any) -> Callable[[Strategy | None], Strategy]:
                 op_schema,
                 _one_axis_strategies(roles, q_heads, kv_heads, _torch_private.mesh_of(op_schema).size()),
                 len(outputs),
-                lambda placements: _seq_shards(placements[first_kv]) <= 1,  # K/V travel around one axis
+                lambda placements: sum(map(on_seq, placements[first_kv])) <= 1,  # K/V travel around one axis
             )
 
         return strategy
@@ -92,7 +92,3 @@ def _one_axis_strategies(
         [{Q: q, KV: kv, GRAD_KV: grad_kv, SAME: Replicate(), NONE: None}[role] for role in roles]
         for q, kv, grad_kv in shardings
     ]
-
-
-def _seq_shards(placements: Sequence[Placement]) -> int:
-    return sum(isinstance(placement, Shard) and placement.dim == SEQ_DIM for placement in placements)
