@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,27 +62,40 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
-    received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
+    _check_facts(
+        (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa)
+    )
+
+
+@lru_cache(maxsize=1024)  # what has passed once is not looked at again
+def _check_facts(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    enable_gqa: bool,
+) -> None:
+    q, k, v = shapes
+    received = f"got q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    if not len(q) == len(k) == len(v) == 4:
         raise ValueError(f"expected q, k and v of four dims (batch, heads, sequence, head_dim); {received}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"expected one dtype for q, k and v; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.dtype.is_floating_point:
-        raise ValueError(f"expected a floating dtype, got {q.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"expected one device for q, k and v; got {q.device}, {k.device}, {v.device}")
-    if not q.size(0) == k.size(0) == v.size(0):
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"expected one dtype for q, k and v; got {', '.join(map(str, dtypes))}")
+    if not dtypes[0].is_floating_point:
+        raise ValueError(f"expected a floating dtype, got {dtypes[0]}")
+    if len(set(devices)) > 1:
+        raise ValueError(f"expected one device for q, k and v; got {', '.join(map(str, devices))}")
+    if not q[0] == k[0] == v[0]:
         raise ValueError(f"expected one batch size (dim 0) for q, k and v; {received}")
-    if q.size(3) != k.size(3):
+    if q[3] != k[3]:
         raise ValueError(f"expected one head dim (dim 3) for q and k; {received}")
-    if k.size(2) != v.size(2):
+    if k[2] != v[2]:
         raise ValueError(f"expected one sequence length (dim 2) for k and v; {received}")
-    if k.size(1) != v.size(1):
+    if k[1] != v[1]:
         raise ValueError(f"expected as many value heads as key heads (dim 1); {received}")
-    if 0 in (q.size(0), q.size(1), k.size(1), q.size(3), v.size(3)):
+    if 0 in (q[0], q[1], k[1], q[3], v[3]):
         raise ValueError(f"expected at least one batch row, head and head dim; {received}")
-    if q.size(1) != k.size(1):
+    if q[1] != k[1]:
         if not enable_gqa:
             raise ValueError(f"expected as many key heads as query heads, or enable_gqa=True; {received}")
-        if q.size(1) % k.size(1):
+        if q[1] % k[1]:
             raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")

@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import _torch_private, agreement
 from cp_dtensor.arguments import check_qkv, group_of
+from cp_dtensor.division import LayoutDivision
 from cp_dtensor.layouts import HeadTail, Layout
-from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.policy import choose_backend
 from cp_dtensor.masks import Mask
-from cp_dtensor.ring import RingAttention, RingCall
-from cp_dtensor.rotation.base import Rotation, Route
+from cp_dtensor.planning import describe_problem, has_stairs, plan_call
+from cp_dtensor.ring import RingAttention
+from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.schedule import GroupSegments, Steps, gathered_rows, group_segments
 
 
 @_torch_private.never_compiled
@@ -90,7 +90,7 @@ class RingSettings:
 
     group: dist.ProcessGroup
     layout: Layout
-    rotation: Rotation
+    rotation: RotationMethod
     declared_lengths: tuple[int, ...] | None
     """Global lengths known beforehand, of a context's buffers or a module; others are found by exchange."""
     debug: bool
@@ -109,54 +109,15 @@ def attend(
     lengths: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of checked local shards; `lengths` are the global (q, kv) lengths if the caller knows them."""
-    rank, world_size = dist.get_rank(settings.group), dist.get_world_size(settings.group)
+    rank, world_size = settings.group.rank(), settings.group.size()
     q, scale = positive_scale(q, softmax_scale(q, scale))
     q_len, kv_len = _global_lengths(q, k, v, settings, is_causal, scale, lengths, rank, world_size)
-    groups = group_segments(settings.layout, q_len, kv_len, q.size(0), rank, world_size)
+    division = LayoutDivision(settings.layout, q_len, kv_len, q.size(0), world_size)
     mask = Mask.CAUSAL if is_causal else Mask.FULL
-    problem = describe_problem(q, k, v, staircase=is_causal and has_stairs(groups))
-    call = plan_call(groups, mask, settings.group, rank, settings.rotation, choose_backend(problem), scale, problem)
+    problem = describe_problem(q, k, v, staircase=is_causal and has_stairs(settings.layout, kv_len, world_size))
+    group = settings.group if world_size > 1 else None
+    call = plan_call(division, mask, group, rank, settings.rotation, choose_backend(problem), scale, problem, q)
     return RingAttention.apply(q, k, v, call)
-
-
-def plan_call(
-    groups: tuple[GroupSegments, ...],
-    mask: Mask,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    rotation: Rotation,
-    backend: LocalAttention,
-    scale: float,
-    problem: Problem,
-) -> RingCall:
-    """Decides one call. `groups` says where the local rows stand; `group` is None where K/V need not travel."""
-    return RingCall(
-        steps=_steps(rotation, groups, rank, mask),
-        route=Route(group, rank, gathered_rows(groups)),
-        rotation=rotation,
-        backend=backend,
-        scale=scale,
-        state_dtype=problem.state_dtype,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _steps(rotation: Rotation, groups: tuple[GroupSegments, ...], rank: int, mask: Mask) -> Steps:
-    return rotation.steps(groups, rank, mask)
-
-
-def describe_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircase: bool) -> Problem:
-    """The facts about a call that decide its backend."""
-    return Problem(
-        device_type=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        dtype=q.dtype,
-        head_dim=q.size(3),
-        v_head_dim=v.size(3),
-        q_heads=q.size(1),
-        kv_heads=k.size(1),
-        staircase=staircase,
-    )
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
@@ -227,7 +188,7 @@ def _check_local_lengths(
     q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
 ) -> None:
     for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
-        expected = layout.local_length(total, rank, world_size)
+        expected = _local_length(layout, total, rank, world_size)
         if tensor.size(2) != expected:
             raise ValueError(
                 f"{what} length does not fit: got {tensor.size(2)} local tokens on rank {rank} of {world_size}, "
@@ -235,14 +196,9 @@ def _check_local_lengths(
             )
 
 
-def has_stairs(groups: tuple[GroupSegments, ...]) -> bool:
-    """Whether any rank's causal tiles may need more than a triangle; asked of all ranks' rows, so alike on each."""
-    return any(
-        not segment.is_contiguous and segment.block > 1
-        for group in groups
-        for segments in group.kv_by_rank
-        for segment in segments
-    )
+@lru_cache(maxsize=1024)
+def _local_length(layout: Layout, total: int, rank: int, world_size: int) -> int:
+    return layout.local_length(total, rank, world_size)
 
 
 def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:

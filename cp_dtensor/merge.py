@@ -10,6 +10,8 @@ Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; Ring Attention (arXiv 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cp_dtensor.kernels import TRITON_AVAILABLE
@@ -18,77 +20,59 @@ from cp_dtensor.layouts import Span
 if TRITON_AVAILABLE:
     from cp_dtensor.kernels.lse_merge import launch_merge
 
+MergePart = tuple[Span, torch.Tensor, torch.Tensor]
+"""`(rows, out, lse)`: the rows of the result that it concerns, (B, H, rows, D) and (B, H, rows)."""
 
-def merge_reference_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
-    """Merges a tile into `(out, lse)`, in place, in plain torch operations: the oracle of the kernel.
+
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    base_out: torch.Tensor,
+    base_lse: torch.Tensor,
+    parts: Sequence[MergePart],
+) -> None:
+    """Writes the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
 
     Args:
-        out: (B, H, S, D), float32 or float64, any strides.
-        lse: (B, H, S), same dtype as `out`.
-        tile_out: (B, H, S, D), any floating dtype.
-        tile_lse: (B, H, S).
-    """
-    tile_lse = tile_lse.to(lse.dtype)
-    seen = torch.maximum(lse, tile_lse) > float("-inf")  # elsewhere both are -inf, and -inf - -inf would be NaN
-    # Weights from the difference, not from the merged LSE: its rounding error would not cancel where LSE is large.
-    weight = torch.where(seen, torch.sigmoid(lse - tile_lse), 0)
-    tile_weight = torch.where(seen, torch.sigmoid(tile_lse - lse), 0)
-    out.mul_(weight.unsqueeze(-1)).addcmul_(tile_out.to(out.dtype), tile_weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, tile_lse))
-
-
-def merge_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
-    """As `merge_reference_`; one launch of the Triton kernel for float32 state on a GPU.
+        out: (B, H, S, D), any floating dtype: sums are in lse's dtype and rounded once. May be `base_out`.
+        lse: (B, H, S), float32 or float64. May be `base_lse`.
+        base_out: (B, H, S, D).
+        base_lse: (B, H, S).
+        parts: at most MAX_PARTS; each concerns the rows that it names.
 
     >>> out, lse = torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]])
-    >>> merge_(out, lse, torch.tensor([[[[5.0]]]]), torch.tensor([[[3.0]]]).log())
+    >>> merge(out, lse, out, lse, [((0, 1), torch.tensor([[[[5.0]]]]), torch.tensor([[[3.0]]]).log())])
     >>> round(out.item(), 4), round(lse.exp().item(), 4)  # (1 * 1 + 3 * 5) / 4, 1 + 3
     (4.0, 4.0)
     """
-    if TRITON_AVAILABLE and out.is_cuda and out.dtype == torch.float32:
-        launch_merge(out, lse, tile_out, tile_lse)
+    if TRITON_AVAILABLE and out.is_cuda and lse.dtype == torch.float32:
+        launch_merge(out, lse, base_out, base_lse, parts)
     else:
-        merge_reference_(out, lse, tile_out, tile_lse)
+        merge_reference(out, lse, base_out, base_lse, parts)
 
 
-class Accumulator:
-    """The partial result of one call, merged tile by tile; state in float32 (float64 for float64 inputs).
+def merge_reference(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    base_out: torch.Tensor,
+    base_lse: torch.Tensor,
+    parts: Sequence[MergePart],
+) -> None:
+    """As `merge`, in plain torch operations: the oracle of the kernel."""
+    in_place = out is base_out and out.dtype == lse.dtype
+    total, total_lse = (out, lse) if in_place else (base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True))
+    for (start, stop), part_out, part_lse in parts:
+        _merge_pair_(total[:, :, start:stop], total_lse[:, :, start:stop], part_out, part_lse)
+    if not in_place:
+        out.copy_(total)
+        lse.copy_(total_lse)
 
-    A call of a single tile that covers all rows passes through untouched.
-    """
 
-    def __init__(self, q: torch.Tensor, v_head_dim: int, state_dtype: torch.dtype) -> None:
-        self._shape = (*q.shape[:3], v_head_dim)
-        self._like = q
-        self._state_dtype = state_dtype
-        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._state: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def add(self, batch: Span, rows: Span, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
-        """Merges a tile's result into its rows."""
-        if self._state is None and self._whole is None and tile_out.shape == self._shape:
-            self._whole = (tile_out, tile_lse)
-            return
-        out, lse = self._materialised()
-        merge_(
-            out[batch[0] : batch[1], :, rows[0] : rows[1]],
-            lse[batch[0] : batch[1], :, rows[0] : rows[1]],
-            tile_out,
-            tile_lse,
-        )
-
-    def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(out, lse)` of all rows, out cast once to `dtype`; rows that saw nothing are (0, -inf)."""
-        out, lse = self._whole if self._state is None and self._whole is not None else self._materialised()
-        return out.to(dtype), lse.to(self._state_dtype)
-
-    def _materialised(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._state is None:
-            if self._whole is not None:
-                out, lse = self._whole
-                self._state = (out.to(self._state_dtype, copy=True), lse.to(self._state_dtype, copy=True))
-            else:
-                out = self._like.new_zeros(self._shape, dtype=self._state_dtype)
-                self._state = (out, self._like.new_full(self._shape[:3], float("-inf"), dtype=self._state_dtype))
-            self._whole = None
-        return self._state
+def _merge_pair_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    part_lse = part_lse.to(lse.dtype)
+    seen = torch.maximum(lse, part_lse) > float("-inf")  # elsewhere both are -inf, and -inf - -inf would be NaN
+    # Weights from the difference, not from the merged LSE: its rounding error would not cancel where LSE is large.
+    weight = torch.where(seen, torch.sigmoid(lse - part_lse), 0)
+    part_weight = torch.where(seen, torch.sigmoid(part_lse - lse), 0)
+    out.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(out.dtype), part_weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))

@@ -11,20 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from cp_dtensor._torch_private import label
+from cp_dtensor.accumulate import Accumulator, Addition, LseMerge, Part, place_sums
 from cp_dtensor.layouts import Span
 from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.merge import Accumulator
-from cp_dtensor.rotation.base import Rotation, Route
-from cp_dtensor.schedule import Steps
+from cp_dtensor.plan import Plan, Step
+from cp_dtensor.rotation.base import KvTransfers, Rotation
+from cp_dtensor.rotation.rows import unpack_rows
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """One attention call, fully decided: integers, the group, and which implementations do the work."""
+    """One attention call, fully decided: the plan, the group, and which implementations do the work."""
 
-    steps: Steps
-    route: Route
+    plan: Plan
+    group: dist.ProcessGroup | None
+    """None where nothing travels."""
     rotation: Rotation
     backend: LocalAttention
     scale: float
@@ -71,21 +75,24 @@ def ring_forward(
     if _nothing_to_do(q):
         return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    result = Accumulator(q, v.size(3), call.state_dtype)
-    transfer = call.rotation.start_kv(pack_rows(k, v), call.route)
-    for step, tiles in enumerate(call.steps):
-        rows = transfer.receive(step)
-        step_k, step_v = (k, v) if rows is None else unpack_rows(rows, k, v)
-        for tile in tiles:
-            tile_out, tile_lse = call.backend.forward(
-                _cut(q, tile.batch, tile.q),
-                _cut(step_k, tile.batch, tile.kv),
-                _cut(step_v, tile.batch, tile.kv),
-                tile.mask,
-                call.scale,
-            )
-            result.add(tile.batch, tile.q, tile_out, tile_lse)
-    return result.result(q.dtype)
+    result = Accumulator(
+        LseMerge(call.state_dtype), (*q.shape[:3], v.size(3)), q, call.state_dtype, may_overwrite=False
+    )
+    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, False, call.group)
+    for step in call.plan.forward:
+        step_k, step_v = _keys_and_values(step, transfers, k, v)
+        heads = _query_heads(step.heads, q, k)
+        parts = []
+        for tile in step.tiles:
+            tile_q = _cut(q, tile.batch, heads, tile.q)
+            tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
+            with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
+                partial = call.backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
+            parts.append(Part(tile.batch, tile.q, partial))
+        with label("merge"):
+            result.add(heads, parts, step.is_last)
+    out, lse = result.result()
+    return out, lse
 
 
 def ring_backward(
@@ -99,56 +106,110 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's q, k and v, from `ring_forward`'s results and the gradient of out.
 
-    Sums over tiles and ranks are in `call.state_dtype` and are cast once, at the end.
+    Sums over tiles and ranks are in `call.state_dtype` and are rounded once. What a rank contributes to another's dK/dV
+    travels in the dtype of K/V, in which the kernels produce it.
     """
     if _nothing_to_do(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    grad_out, q, k, v = _unit_stride(grad_out), _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    grad_q = torch.zeros_like(q, dtype=call.state_dtype)
-    kv_rows = pack_rows(k, v)
-    transfer = call.rotation.start_kv(kv_rows, call.route)
-    home = call.rotation.start_grads(kv_rows.size(1), call.state_dtype, q.device, call.route)
-    for step, tiles in enumerate(call.steps):
-        rows = transfer.receive(step)
-        step_k, step_v = (k, v) if rows is None else unpack_rows(rows, k, v)
-        step_grad_k, step_grad_v = unpack_rows(home.buffer(step), k, v)
-        for tile in tiles:
-            tile_grads = call.backend.backward(
-                _cut(grad_out, tile.batch, tile.q),
-                _cut(q, tile.batch, tile.q),
-                _cut(step_k, tile.batch, tile.kv),
-                _cut(step_v, tile.batch, tile.kv),
-                _cut(out, tile.batch, tile.q),
-                _cut(lse, tile.batch, tile.q),
-                tile.mask,
-                call.scale,
-            )
-            _cut(grad_q, tile.batch, tile.q).add_(tile_grads[0])
-            _cut(step_grad_k, tile.batch, tile.kv).add_(tile_grads[1])
-            _cut(step_grad_v, tile.batch, tile.kv).add_(tile_grads[2])
-        home.send(step)
-    grad_k, grad_v = unpack_rows(home.finish(), k, v)
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    grad_out = _in_order_of(out, grad_out)
+    grad_q = _gradient(q, call)
+    grad_kv = _KeyValueGradients(k, v, call)
+    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
+    for step in call.plan.backward:
+        step_k, step_v = _keys_and_values(step, transfers, k, v)
+        heads = _query_heads(step.heads, q, k)
+        parts_q, parts_k, parts_v = [], [], []
+        for tile in step.tiles:
+            of_queries = [_cut(x, tile.batch, heads, tile.q) for x in (grad_out, q, out, lse)]
+            tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
+            with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
+                grads = call.backend.backward(
+                    of_queries[0], of_queries[1], tile_k, tile_v, of_queries[2], of_queries[3], tile.mask, call.scale
+                )
+            parts_q.append(Part(tile.batch, tile.q, grads[:1]))
+            parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
+            parts_v.append(Part(tile.batch, tile.kv, grads[2:]))
+        grad_kv.add(step, parts_k, parts_v)
+        with label("sum dQ"):
+            grad_q.add(heads, parts_q, step.is_last)
+    return grad_q.result()[0], *grad_kv.result()
 
 
-def pack_rows(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """K and V, (B, Hkv, T, D) and (B, Hkv, T, Dv), as one row per token: (T, B Hkv (D + Dv)), contiguous."""
-    batch, heads, length, _ = k.shape
-    k_width, v_width = batch * heads * k.size(3), batch * heads * v.size(3)
-    rows = k.new_empty(length, k_width + v_width)
-    packed_k, packed_v = unpack_rows(rows, k, v)
-    packed_k.copy_(k)
-    packed_v.copy_(v)
-    return rows
+def _gradient(of: torch.Tensor, call: RingCall) -> Accumulator:
+    return Accumulator(Addition(call.state_dtype), tuple(of.shape), of, call.state_dtype, may_overwrite=True)
 
 
-def unpack_rows(rows: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of packed rows as K (B, Hkv, rows, D) and V (B, Hkv, rows, Dv); sizes other than rows as in `like_*`."""
-    batch, heads = like_k.shape[:2]
-    k_width = batch * heads * like_k.size(3)
-    k = rows[:, :k_width].view(rows.size(0), batch, heads, like_k.size(3))
-    v = rows[:, k_width:].view(rows.size(0), batch, heads, like_v.size(3))
-    return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+class _KeyValueGradients:
+    """dK and dV of this rank: from its own tiles, and, one step later, what the other ranks contribute."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, call: RingCall) -> None:
+        self._k, self._v = k, v
+        self._state_dtype = call.state_dtype
+        self._sums = [_gradient(x, call) for x in (k, v)]
+        self._transfers = None if call.group is None else call.rotation.start_grads(k, v, call.plan, call.group)
+        self._in_flight: Step | None = None
+
+    def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
+        """Adds what the tiles of a step give, or sends it home."""
+        if step.transfer is None:
+            self._add_own(step, parts_k, parts_v)
+            return
+        assert self._transfers is not None
+        with label("pack dK/dV"):
+            buffer = self._transfers.buffer()
+            if step.has_gaps:
+                buffer.zero_()
+            for rows, parts in zip(unpack_rows(buffer, self._k, self._v, step.heads), (parts_k, parts_v), strict=True):
+                place_sums(rows, parts, self._state_dtype)
+        parts_k.clear()  # the memory is needed for what comes home
+        parts_v.clear()
+        self._transfers.send()
+        self._take_home()
+        self._in_flight = step
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """dK and dV, complete."""
+        self._take_home()
+        return self._sums[0].result()[0], self._sums[1].result()[0]
+
+    def _take_home(self) -> None:
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        assert self._transfers is not None
+        batch = (0, self._k.size(0))
+        parts_k, parts_v = [], []
+        with label("wait for dK/dV"):
+            contributions = self._transfers.receive()
+        for rows, stack in contributions:
+            stack_k, stack_v = unpack_rows(stack, self._k, self._v, step.heads)
+            parts_k.append(Part(batch, rows, (stack_k,)))
+            parts_v.append(Part(batch, rows, (stack_v,)))
+        self._add_own(step, parts_k, parts_v)
+
+    def _add_own(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
+        with label("sum dK/dV"):
+            self._sums[0].add(step.heads, parts_k, step.is_last)
+            self._sums[1].add(step.heads, parts_v, step.is_last)
+
+
+def _keys_and_values(
+    step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's heads of K and V, of which its tiles count rows."""
+    if step.transfer is None:
+        return _cut(k, None, step.heads, None), _cut(v, None, step.heads, None)
+    assert transfers is not None
+    with label("wait for K/V"):
+        rows = transfers.receive()
+    return unpack_rows(rows, k, v, step.heads)
+
+
+def _query_heads(kv_heads: Span, q: torch.Tensor, k: torch.Tensor) -> Span:
+    """The query heads that read some key/value heads."""
+    group = q.size(1) // k.size(1)
+    return kv_heads[0] * group, kv_heads[1] * group
 
 
 def _nothing_to_do(q: torch.Tensor) -> bool:
@@ -156,9 +217,17 @@ def _nothing_to_do(q: torch.Tensor) -> bool:
     return 0 in q.shape[:2]
 
 
-def _cut(tensor: torch.Tensor, batch: Span, rows: Span) -> torch.Tensor:
-    """(B, H, S, ...) to the given batch rows and sequence rows, a view."""
-    return tensor[batch[0] : batch[1], :, rows[0] : rows[1]]
+def _cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
+    """(B, H, S, ...) to some batch rows, heads and sequence rows, a view; None means all."""
+    for dim, span in enumerate((batch, heads, rows)):
+        if span is not None and span != (0, tensor.size(dim)):
+            tensor = tensor.narrow(dim, span[0], span[1] - span[0])
+    return tensor
+
+
+def _in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+    """`grad_out` in the memory order of `out`, which cuDNN insists on, so that it is not copied for every tile."""
+    return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:

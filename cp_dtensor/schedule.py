@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 
 from cp_dtensor.layouts import Layout, Segment, Span
 from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
@@ -30,29 +30,32 @@ class Tile:
     mask: TileMask
 
 
-Steps = tuple[tuple[Tile, ...], ...]
-"""Tiles by the arrival of the keys and values that they need."""
-
-
 @dataclass(frozen=True)
 class GroupSegments:
-    """For one batch group: this rank's query segments, and the key/value segments of every rank of the axis."""
+    """For one batch group: the query segments and the key/value segments of every rank of the axis."""
 
     batch: Span
-    q: tuple[Segment, ...]
+    q_by_rank: tuple[tuple[Segment, ...], ...]
     kv_by_rank: tuple[tuple[Segment, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.kv_by_rank)
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Where each rank's rows lie in the buffer that an all-gather fills, part by part.
+    """Where each rank's rows lie in a buffer that holds the rows of all ranks, without gaps.
 
-    Part p holds the p-th segments of all ranks, rank after rank, each padded to the longest of them (`pitch[p]` rows):
-    with head-tail all heads come first, in global order, so a causal prefix is one contiguous range.
+    Segments stand in the order of their positions, so whatever a layout does, a causal prefix is one range of rows.
+    (Stripes interleave and cannot: they stand rank after rank.)
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """`lengths[rank][part]`: rows of that part that hold tokens."""
+    """`lengths[rank][part]`: rows of the part-th segment of that rank."""
+    starts: tuple[tuple[int, ...], ...]
+    """`starts[rank][part]`: its first row in the buffer."""
 
     @property
     def world_size(self) -> int:
@@ -60,65 +63,79 @@ class GatheredRows:
         return len(self.lengths)
 
     @property
-    def pitch(self) -> tuple[int, ...]:
-        """Rows from one rank to the next within each part."""
-        return tuple(max(column) for column in zip(*self.lengths, strict=True))
+    def total(self) -> int:
+        """Rows of the buffer."""
+        return sum(map(sum, self.lengths))
 
-    @property
-    def part_starts(self) -> tuple[int, ...]:
-        """First row of each part; one more entry than parts, the last is the total number of rows."""
-        return tuple(accumulate((pitch * self.world_size for pitch in self.pitch), initial=0))
+    def span(self, rank: int, part: int) -> Span:
+        """Rows of the buffer that hold `rank`'s part."""
+        start = self.starts[rank][part]
+        return start, start + self.lengths[rank][part]
 
-    def row(self, rank: int, part: int) -> int:
-        """First row of `rank`'s part."""
-        return self.part_starts[part] + rank * self.pitch[part]
-
-
-def ring_steps(groups: Iterable[GroupSegments], rank: int, mask: Mask) -> Steps:
-    """One step per hop of a ring; the tiles of step i are against the shard of rank - i (modulo the world size).
-
-    The ring passes shards from rank to rank + 1. A step may have no tiles.
-    """
-    groups = tuple(groups)
-    world_size = len(groups[0].kv_by_rank)
-    return tuple(_tiles_against(groups, (rank - hop) % world_size, mask) for hop in range(world_size))
+    def local_span(self, rank: int, part: int) -> Span:
+        """The same rows, counted in `rank`'s own shard."""
+        start = sum(self.lengths[rank][:part])
+        return start, start + self.lengths[rank][part]
 
 
-def gathered_steps(groups: Iterable[GroupSegments], rank: int, mask: Mask) -> Steps:
-    """Step 0 has the tiles against this rank's own shard; step 1 + p those that wait for part p of the gathered buffer.
-
-    Tiles over neighbouring rows of the buffer are joined, so head-tail causal takes the local tile and three large
-    ones whatever the number of ranks, where chunks are equal; padding between unequal chunks keeps some apart. Of the
-    joined tiles `source` is None.
-    """
-    groups = tuple(groups)
-    rows = gathered_rows(groups)
-    remote: list[Tile] = []
-    for group in groups:
-        moved = [
-            replace(tile, source=None, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
-            for source in range(rows.world_size)
-            if source != rank
-            for tile in _tiles_between(group.q, group.kv_by_rank[source], mask)
-        ]
-        remote += _join_rows(_join_columns(moved))
-    by_part = tuple(
-        tuple(tile for tile in remote if start < tile.kv[1] <= stop) for start, stop in pairwise(rows.part_starts)
-    )
-    return (_tiles_against(groups, rank, mask), *by_part)
-
-
-def _tiles_against(groups: tuple[GroupSegments, ...], source: int, mask: Mask) -> tuple[Tile, ...]:
+def tiles_against(groups: Iterable[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[Tile, ...]:
+    """Tiles of `rank`'s queries against the shard of `source`, whose rows they count."""
     return tuple(
         replace(tile, source=source, batch=group.batch)
         for group in groups
-        for tile in _join_rows(_join_columns(_tiles_between(group.q, group.kv_by_rank[source], mask)))
+        for tile in _joined(_tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], mask))
+    )
+
+
+def gathered_tiles(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tuple[Tile, ...]:
+    """Tiles of `rank`'s queries against all other ranks' keys, counting rows of the gathered buffer.
+
+    Neighbours are joined, so head-tail causal takes two large tiles (and the triangle of the own shard) whatever the
+    number of ranks. `source` is None.
+    """
+    rows = gathered_rows(groups)
+    tiles: list[Tile] = []
+    for group in groups:
+        tiles += _joined(
+            [
+                replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
+                for source in range(rows.world_size)
+                if source != rank
+                for tile in _tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], mask)
+            ]
+        )
+    return tuple(tiles)
+
+
+def wanted_parts(groups: Iterable[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[int, ...]:
+    """The parts of `source`'s shard of which `rank`'s queries see anything: only these need to travel.
+
+    Under head-tail causal a rank wants the tails of later ranks only.
+    """
+    return tuple(
+        sorted(
+            {
+                part
+                for group in groups
+                for part, kv in enumerate(group.kv_by_rank[source])
+                if _tiles_between(group.q_by_rank[rank], (kv,), mask)
+            }
+        )
     )
 
 
 def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
-    """The buffer that `gathered_steps` speaks of. All batch groups have the same lengths."""
-    return GatheredRows(tuple(tuple(segment.length for segment in segments) for segments in groups[0].kv_by_rank))
+    """The buffer that `gathered_tiles` speaks of. All batch groups have the same lengths."""
+    by_rank = groups[0].kv_by_rank
+    lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
+    places = [(rank, part) for rank, segments in enumerate(by_rank) for part in range(len(segments))]
+    places.sort(key=lambda place: by_rank[place[0]][place[1]].start)
+    starts = [list(row) for row in lengths]
+    row = 0
+    for rank, part in places:
+        starts[rank][part] = row
+        row += lengths[rank][part]
+    return GatheredRows(lengths, tuple(map(tuple, starts)))
 
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
@@ -189,12 +206,15 @@ def _shift(span: Span, offset: int) -> Span:
 
 def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
     """Rows of `source`'s shard as rows of the gathered buffer. A tile never crosses parts."""
-    part_start = 0
-    for part, length in enumerate(rows.lengths[source]):
-        if kv[0] < part_start + length:
-            return _shift(kv, rows.row(source, part) - part_start)
-        part_start += length
+    for part in range(len(rows.lengths[source])):
+        start, stop = rows.local_span(source, part)
+        if start <= kv[0] < stop:
+            return _shift(kv, rows.starts[source][part] - start)
     raise AssertionError(f"rows {kv} lie outside of the shard of rank {source}")
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    return _join_rows(_join_columns(tiles))
 
 
 def _join_columns(tiles: list[Tile]) -> list[Tile]:
@@ -223,23 +243,22 @@ def _join_rows(tiles: list[Tile]) -> list[Tile]:
 
 
 def group_segments(
-    layout: Layout, q_len: int, kv_len: int, batch_size: int, rank: int, world_size: int
+    layout: Layout, q_len: int, kv_len: int, batch_size: int, world_size: int
 ) -> tuple[GroupSegments, ...]:
-    """What a layout says of one call, seen from one rank.
+    """What a layout says of one call.
 
     Args:
         layout: the layout of queries and of keys and values.
         q_len: global number of queries.
         kv_len: global number of keys.
         batch_size: rows of the batch.
-        rank: rank within the context-parallel axis.
         world_size: number of ranks of the axis.
     """
+
+    def by_rank(length: int, group: int) -> tuple[tuple[Segment, ...], ...]:
+        return tuple(layout.segments(length, rank, world_size, group) for rank in range(world_size))
+
     return tuple(
-        GroupSegments(
-            batch,
-            layout.segments(q_len, rank, world_size, index),
-            tuple(layout.segments(kv_len, source, world_size, index) for source in range(world_size)),
-        )
-        for index, batch in enumerate(layout.batch_groups(batch_size))
+        GroupSegments(batch, by_rank(q_len, group), by_rank(kv_len, group))
+        for group, batch in enumerate(layout.batch_groups(batch_size))
     )

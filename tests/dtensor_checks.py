@@ -44,9 +44,14 @@ def check_equals_full_tensors(
     placements: tuple[Placements, Placements, Placements],
     out_placements: Placements | None = None,
     region: AbstractContextManager[None] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Placements:
-    """The property of this file, on one rank; `out_placements` None: not checked. Returns those of out."""
-    mesh = init_device_mesh("cpu", mesh_shape)
+    """The property of this file, on one rank; `out_placements` None: not checked. Returns those of out.
+
+    DTensor caches by equality of meshes, so a rank that checks several problems has to use one `mesh` for all: an equal
+    one has other groups, and ranks that are threads would not agree on which to use.
+    """
+    mesh = mesh or init_device_mesh("cpu", mesh_shape)
     *qkv, grad_out = problem.draw(seed=0)
     expected = reference(problem, *qkv, grad_out)
     inputs = distributed(tuple(qkv), mesh, placements)
@@ -75,8 +80,9 @@ PROBLEMS = {"full": SELF, "causal": CAUSAL, "gqa": GROUPED, "cross": CROSS, "cro
 def check_problems(
     rank: int, mesh_shape: tuple[int, ...], problems: list[Problem], inputs: tuple[Placements, ...], out: Placements
 ) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
     for problem in problems:
-        assert check_equals_full_tensors(rank, mesh_shape, problem, inputs) == out
+        assert check_equals_full_tensors(rank, mesh_shape, problem, inputs, mesh=mesh) == out
 
 
 def check_refused(rank: int, error: type[Exception], message: str, body: Callable[..., object], *args: object) -> None:

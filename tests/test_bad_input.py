@@ -178,7 +178,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "mask": ({"is_causal": True}, "is_causal: rank 1 says True, the others False"),
     "scale": ({"scale": 0.5}, "scale: rank 1 says 0.5, the others 0.25"),
     "layout": ({"layout": Striped(2)}, "layout: rank 1 says 'Striped(block=2)', the others 'HeadTail()'"),
-    "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'allgather'"),
+    "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'auto'"),
     "gradients": ({"q": tensor(requires_grad=True)}, "requires_grad: rank 1 says True, the others False"),
 }
 MODES = {"exchange": {}, "debug": {"seq_len": 24, "debug": True}}

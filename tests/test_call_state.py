@@ -41,7 +41,7 @@ each_rotation = pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.fixture(autouse=True)
 def _rotate_method() -> Iterator[None]:
     yield
-    set_rotate_method("allgather")
+    set_rotate_method("auto")
 
 
 def assert_close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from cp_dtensor import (
     set_rotate_method,
 )
 from cp_dtensor.buffers import LocalContents
-from cp_dtensor.merge import merge_
+from cp_dtensor.merge import merge
 
 WORLD = 4
 CAUSAL = Problem(16, 16, is_causal=True)
@@ -92,7 +92,7 @@ def test_settings_change_between_forward_and_backward() -> None:
     try:
         on_every_rank(body)
     finally:
-        set_rotate_method("allgather")
+        set_rotate_method("auto")
 
 
 def test_dtensor_inputs_to_sdpa_inside_the_context() -> None:
@@ -284,9 +284,9 @@ def test_buffer_that_requires_grad() -> None:
 def test_query_masked_out_of_two_merged_blocks() -> None:
     unseen, seen = torch.full((1, 1, 1), float("-inf")), torch.zeros(1, 1, 1)
     out, lse = torch.zeros(1, 1, 1, 2), unseen.clone()
-    merge_(out, lse, torch.zeros(1, 1, 1, 2), unseen)
+    merge(out, lse, out, lse, [((0, 1), torch.zeros(1, 1, 1, 2), unseen)])
     assert (out.flatten().tolist(), lse.item()) == ([0.0, 0.0], float("-inf"))
-    merge_(out, lse, torch.ones(1, 1, 1, 2), seen)
+    merge(out, lse, out, lse, [((0, 1), torch.ones(1, 1, 1, 2), seen)])
     assert (out.flatten().tolist(), lse.item()) == ([1.0, 1.0], 0.0)
 
 

@@ -45,7 +45,7 @@ from cp_dtensor.ring import RingAttention
 def _rotate_method(request: pytest.FixtureRequest) -> Iterator[None]:
     set_rotate_method(request.param)
     yield
-    set_rotate_method("allgather")
+    set_rotate_method("auto")
 
 
 @pytest.fixture

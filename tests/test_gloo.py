@@ -3,18 +3,19 @@
 import random
 import time
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dtensor_checks import CP, DP, TP, R, check_equals_full_tensors, torch_before_2_12
+from dtensor_checks import CP, DP, TP, Placements, R, check_equals_full_tensors, torch_before_2_12
 from problems import Problem, reference, shard
 from processes import Processes
 from ranks import RanksFailed
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -97,12 +98,18 @@ def test_ring_attention_of_any_lengths(processes: Processes, layout: Layout, rot
 
 def _dtensor_cases(rank: int, seed: int) -> None:
     draw = random.Random(seed)
+    meshes = _meshes()
     with enable_context_parallel_dispatcher():
         for _ in range(12):
-            problem, mesh_shape = random_problem(draw), draw.choice([(4,), (2, 2)])
-            placements = [[draw.choice([R, DP, TP, CP, CP]) for _ in mesh_shape] for _ in "qkv"]
+            problem, shape = random_problem(draw), draw.choice([*meshes])
+            placements = [[draw.choice([R, DP, TP, CP, CP]) for _ in shape] for _ in "qkv"]
             placements[draw.randrange(3)][0] = CP
-            check_equals_full_tensors(rank, mesh_shape, problem, tuple(map(tuple, placements)))
+            check_equals_full_tensors(rank, shape, problem, tuple(map(tuple, placements)), mesh=meshes[shape])
+
+
+@cache  # see check_equals_full_tensors; the processes serve many tests
+def _meshes() -> dict[tuple[int, ...], DeviceMesh]:
+    return {shape: init_device_mesh("cpu", shape) for shape in [(4,), (2, 2)]}
 
 
 @torch_before_2_12
@@ -112,11 +119,14 @@ def test_dtensors_with_uneven_shards(processes: Processes, seed: int) -> None:
 
 
 def _dtensors_shorter_than_the_mesh(rank: int) -> None:
+    cases: list[tuple[tuple[Placements, ...], Placements]] = [
+        (((CP,),) * 3, (CP,)), (((CP, CP),) * 3, (CP, CP)), (((TP, CP), (TP, R), (TP, R)), (TP, CP)),
+    ]  # fmt: skip
+    meshes = _meshes()
     with enable_context_parallel_dispatcher():
-        for problem in SMALL:
-            check_equals_full_tensors(rank, (4,), problem, ((CP,),) * 3, (CP,))
-            check_equals_full_tensors(rank, (2, 2), problem, ((CP, CP),) * 3, (CP, CP))
-            check_equals_full_tensors(rank, (2, 2), problem, ((TP, CP), (TP, R), (TP, R)), (TP, CP))
+        for problem, (inputs, out) in product(SMALL, cases):
+            shape = (4,) if len(out) == 1 else (2, 2)
+            check_equals_full_tensors(rank, shape, problem, inputs, out, mesh=meshes[shape])
 
 
 @torch_before_2_12

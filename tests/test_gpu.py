@@ -69,7 +69,7 @@ def _ring_errors(rank: int, problem: Problem, backend: str, rotation: str, seed:
     return [ours, _relative_errors((single, *(tensor.grad for tensor in whole)), truth)]
 
 
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall", "symm_mem"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("is_causal", "length"), [(True, 1024), (False, 1024), (True, 1001), (False, 997)])
 def test_bf16_errors_are_near_those_of_one_gpu(

@@ -202,7 +202,7 @@ def test_the_default_rotation_is_read_when_the_module_is_parallelized(monkeypatc
         set_rotate_method("alltoall")
         module = parallelize_module(Attention(), init_device_mesh("cpu", (WORLD,)), ContextParallel())
         dist.barrier()
-        set_rotate_method("allgather")
+        set_rotate_method("auto")
         check_forward(module, HeadTail(), rank)
 
     run_ranks(WORLD, body)

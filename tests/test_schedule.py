@@ -1,194 +1,175 @@
 """Schedules: over all ranks, tiles cover every allowed (query, key) pair exactly once, and nothing else."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import Call, calls, count_covered, gathered_positions
 
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
 from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
 from cp_dtensor.schedule import (
     GatheredRows,
     GroupSegments,
-    Steps,
     Tile,
     gathered_rows,
-    gathered_steps,
+    gathered_tiles,
     group_segments,
-    ring_steps,
+    tiles_against,
+    wanted_parts,
 )
 
-PADDING = -1
+Tiles = tuple[Tile, ...]
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[Layout, int, int, int, int, Mask]:
-    """(layout, q_len, kv_len, batch, ranks, mask)."""
-    layouts = st.one_of(
-        st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]),
-        st.builds(Striped, st.integers(1, 5)),
-    )
-    q_len = draw(st.integers(0, 60))
-    kv_len = draw(st.one_of(st.just(q_len), st.integers(0, 60)))
-    return (
-        draw(layouts), q_len, kv_len, draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.sampled_from(Mask))
-    )  # fmt: skip
+def ring(call: Call, rank: int) -> Tiles:
+    return tuple(tile for source in range(call.ranks) for tile in tiles_against(call.groups, rank, source, call.mask))
 
 
-def positions(segments: tuple[Segment, ...]) -> np.ndarray:
-    return np.array([p for segment in segments for p in segment.positions()], dtype=np.int64)
+def gathered(call: Call, rank: int) -> Tiles:
+    return tiles_against(call.groups, rank, rank, call.mask) + gathered_tiles(call.groups, rank, call.mask)
 
 
-def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
-    """Global positions in the gathered buffer, row by row as `GatheredRows` describes it."""
-    buffer = np.full(rows.part_starts[-1], PADDING)
-    for rank, segments in enumerate(group.kv_by_rank):
-        for part, segment in enumerate(segments):
-            start = rows.row(rank, part)
-            assert (buffer[start : start + segment.length] == PADDING).all(), "shards overlap in the buffer"
-            buffer[start : start + segment.length] = positions((segment,))
-    return buffer
-
-
-def visible(mask: TileMask, rows: int, columns: int) -> np.ndarray:
-    row, column = np.arange(rows)[:, None], np.arange(columns)[None, :]
-    return np.ones((rows, columns), bool) if mask.block == 0 else column // mask.block <= row // mask.block
-
-
-def times_covered(
-    layout: Layout, q_len: int, kv_len: int, batch: int, ranks: int, mask: Mask, gathered: bool
-) -> np.ndarray:
-    """How often the tiles of all ranks cover each (batch row, query, key). Checks the tiles on the way."""
-    count = np.zeros((batch, q_len, kv_len), dtype=np.int64)
-    for rank in range(ranks):
-        groups = group_segments(layout, q_len, kv_len, batch, rank, ranks)
-        by_batch = {group.batch: group for group in groups}
-        rows = gathered_rows(groups)
-        for tile in (tile for step in steps_of(groups, rank, mask, gathered) for tile in step):
-            group = by_batch[tile.batch]
-            q = positions(group.q)[slice(*tile.q)]
-            shard = gathered_positions(group, rows) if tile.source is None else positions(group.kv_by_rank[tile.source])
-            kv = shard[slice(*tile.kv)]
-            assert len(q) == tile.q[1] - tile.q[0], "the tile has queries that this rank does not own"
-            assert len(kv) == tile.kv[1] - tile.kv[0], "the tile has keys that its source does not own"
-            assert (kv != PADDING).all(), "the tile reads padding"
-            seen = visible(tile.mask, len(q), len(kv))
-            assert seen.any(axis=1).all(), "a row of the tile sees nothing"
-            assert seen.size > 0, "the tile is empty"
-            assert not tile.mask.is_causal or len(q) == len(kv), "a causal tile is not square"
-            count[slice(*tile.batch), q[:, None], kv[None, :]] += seen
-    return count
-
-
-def steps_of(groups: tuple[GroupSegments, ...], rank: int, mask: Mask, gathered: bool) -> Steps:
-    return (gathered_steps if gathered else ring_steps)(groups, rank, mask)
-
-
-@pytest.mark.parametrize("gathered", [False, True], ids=["ring", "gathered"])
+@pytest.mark.parametrize("tiles_of", [ring, gathered])
 @settings(max_examples=200)
 @given(call=calls())
-def test_tiles_cover_every_allowed_pair_exactly_once(
-    gathered: bool, call: tuple[Layout, int, int, int, int, Mask]
-) -> None:
-    _, q_len, kv_len, batch, _, mask = call
-    allowed = np.ones((q_len, kv_len), dtype=np.int64)
-    if mask is Mask.CAUSAL:
-        allowed = np.tril(allowed)
-    np.testing.assert_array_equal(
-        times_covered(*call, gathered=gathered), np.broadcast_to(allowed, (batch, *allowed.shape))
-    )
+def test_tiles_cover_every_allowed_pair_exactly_once(tiles_of: Callable[[Call, int], Tiles], call: Call) -> None:
+    count = np.zeros((call.batch, 1, call.q_len, call.kv_len), dtype=np.int64)
+    for rank in range(call.ranks):
+        count_covered(count, call.groups, rank, (0, 1), tiles_of(call, rank))
+    np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
 @given(calls())
-def test_a_hop_of_the_ring_brings_the_shard_of_the_rank_that_many_before(
-    call: tuple[Layout, int, int, int, int, Mask],
-) -> None:
-    layout, q_len, kv_len, batch, ranks, mask = call
-    for rank in range(ranks):
-        steps = ring_steps(group_segments(layout, q_len, kv_len, batch, rank, ranks), rank, mask)
-        assert len(steps) == ranks
-        for hop, tiles in enumerate(steps):
-            assert {tile.source for tile in tiles} <= {(rank - hop) % ranks}
+def test_tiles_against_a_shard_name_its_rank_and_gathered_tiles_name_none(call: Call) -> None:
+    for rank in range(call.ranks):
+        for source in range(call.ranks):
+            assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
+        assert {tile.source for tile in gathered_tiles(call.groups, rank, call.mask)} <= {None}
 
 
 @given(calls())
-def test_gathered_tiles_wait_for_the_parts_that_they_read(call: tuple[Layout, int, int, int, int, Mask]) -> None:
-    layout, q_len, kv_len, batch, ranks, mask = call
-    for rank in range(ranks):
-        groups = group_segments(layout, q_len, kv_len, batch, rank, ranks)
-        local, *parts = gathered_steps(groups, rank, mask)
-        part_starts = gathered_rows(groups).part_starts
-        assert {tile.source for tile in local} <= {rank}
-        assert len(parts) == len(groups[0].q)
-        for part, tiles in enumerate(parts):
-            assert {tile.source for tile in tiles} <= {None}
-            assert all(tile.kv[1] <= part_starts[part + 1] for tile in tiles)
-
-
-@given(calls())
-def test_the_own_shard_is_read_locally_and_not_from_the_buffer(call: tuple[Layout, int, int, int, int, Mask]) -> None:
-    layout, q_len, kv_len, batch, ranks, mask = call
-    for rank in range(ranks):
-        groups = group_segments(layout, q_len, kv_len, batch, rank, ranks)
-        rows = gathered_rows(groups)
-        own = {
-            row
-            for part, length in enumerate(rows.lengths[rank])
-            for row in range(rows.row(rank, part), rows.row(rank, part) + length)
-        }
-        for tile in (tile for step in gathered_steps(groups, rank, mask)[1:] for tile in step):
+def test_the_own_shard_is_read_locally_and_not_from_the_buffer(call: Call) -> None:
+    rows = gathered_rows(call.groups)
+    for rank in range(call.ranks):
+        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
+        for tile in gathered_tiles(call.groups, rank, call.mask):
             assert not own & set(range(*tile.kv))
 
 
+@given(calls())
+def test_the_buffer_has_every_row_of_every_rank_without_gaps(call: Call) -> None:
+    rows = gathered_rows(call.groups)
+    assert rows.total == call.kv_len
+    for group in call.groups:
+        assert sorted(gathered_positions(group, rows)) == list(range(call.kv_len))
+
+
+@given(calls())
+def test_the_buffer_is_in_natural_order_where_segments_are_unbroken(call: Call) -> None:
+    """Of the first batch group: `MirroredBatch` has the ranks in reversed order in the second."""
+    first = call.groups[0]
+    found = gathered_positions(first, gathered_rows(call.groups))
+    if all(segment.is_contiguous for segments in first.kv_by_rank for segment in segments):
+        np.testing.assert_array_equal(found, np.arange(call.kv_len))
+    else:  # stripes cannot be
+        segments = sorted((segment for segments in first.kv_by_rank for segment in segments), key=lambda it: it.start)
+        assert found.tolist() == [position for segment in segments for position in segment.positions()]
+
+
+@given(calls())
+def test_rows_of_a_shard_are_counted_part_after_part(call: Call) -> None:
+    rows = gathered_rows(call.groups)
+    for rank, lengths in enumerate(rows.lengths):
+        spans = [rows.local_span(rank, part) for part in range(len(lengths))]
+        assert [row for span in spans for row in range(*span)] == list(range(sum(lengths)))
+        assert [span[1] - span[0] for span in spans] == list(lengths)
+
+
+@given(calls())
+def test_wanted_are_exactly_the_parts_of_which_some_tile_reads_a_row(call: Call) -> None:
+    groups, rows = call.groups, gathered_rows(call.groups)
+    for rank in range(call.ranks):
+        from_buffer = {row for tile in gathered_tiles(groups, rank, call.mask) for row in range(*tile.kv)}
+        for source in range(call.ranks):
+            tiles = tiles_against(groups, rank, source, call.mask)
+            from_shard = {row for tile in tiles for row in range(*tile.kv)}
+            parts = range(len(rows.lengths[source]))
+            read = tuple(part for part in parts if from_shard & set(range(*rows.local_span(source, part))))
+            assert wanted_parts(groups, rank, source, call.mask) == read
+            if source != rank:
+                assert read == tuple(part for part in parts if from_buffer & set(range(*rows.span(source, part))))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 32])
-def test_head_tail_causal_gathers_into_at_most_four_tiles(ranks: int) -> None:
-    most = 0
+def test_head_tail_causal_takes_three_tiles_whatever_the_number_of_ranks(ranks: int) -> None:
+    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Mask.CAUSAL)
+    assert max(len(gathered(call, rank)) for rank in range(ranks)) == min(ranks, 3)
+
+
+@given(st.integers(0, 200), st.integers(1, 32))
+def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int) -> None:
+    """Also where the length does not divide evenly, or there are more chunks than tokens."""
+    call = Call(HeadTail(), length, length, 1, ranks, Mask.CAUSAL)
     for rank in range(ranks):
-        groups = group_segments(HeadTail(), 8 * ranks, 8 * ranks, 1, rank, ranks)
-        most = max(most, sum(map(len, gathered_steps(groups, rank, Mask.CAUSAL))))
-    assert most == min(4, 2 * ranks - 1)
+        assert len(tiles_against(call.groups, rank, rank, Mask.CAUSAL)) <= 1
+        assert len(gathered_tiles(call.groups, rank, Mask.CAUSAL)) <= 2
+
+
+@given(st.integers(0, 200), st.integers(1, 32), st.sampled_from([Contiguous(), TorchChunk(), MirroredBatch()]))
+def test_contiguous_causal_gathers_into_one_tile_a_batch_group(length: int, ranks: int, layout: Layout) -> None:
+    groups = group_segments(layout, length, length, 2, ranks)
+    for rank in range(ranks):
+        assert len(gathered_tiles(groups, rank, Mask.CAUSAL)) <= len(groups)
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), MirroredBatch()], ids=repr)
-def test_without_a_mask_a_shard_is_one_tile_per_batch_group_and_part(layout: Layout) -> None:
-    groups = group_segments(layout, 32, 32, 2, 1, 4)
-    for tiles in gathered_steps(groups, 1, Mask.FULL)[1:]:
-        assert len(tiles) <= 2 * len(groups)  # before and behind the rank's own rows
-        assert {tile.q for tile in tiles} == {(0, 8)}
+def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(layout: Layout) -> None:
+    groups = group_segments(layout, 32, 32, 2, 4)
+    tiles = gathered_tiles(groups, 1, Mask.FULL)
+    own_parts = len(groups[0].kv_by_rank[1])
+    assert len(tiles) == (own_parts + 1) * len(groups)
+    assert {(tile.q, tile.mask) for tile in tiles} == {((0, 8), FULL_TILE)}
 
 
 def test_head_tail_causal_by_hand() -> None:
-    """Rank 1 of 2 owns positions 2 3 4 5, rank 0 owns 0 1 6 7; the buffer is 0 1 2 3 | 6 7 4 5."""
-    groups = group_segments(HeadTail(), 8, 8, 1, 1, 2)
-    local = Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE)
-    assert ring_steps(groups, 1, Mask.CAUSAL) == ((local,), (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),))
-    assert gathered_steps(groups, 1, Mask.CAUSAL) == ((local,), (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),), ())
+    """Rank 0 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
+    groups = group_segments(HeadTail(), 8, 8, 1, 2)
+    for rank in (0, 1):
+        assert tiles_against(groups, rank, rank, Mask.CAUSAL) == (Tile(rank, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
+    assert tiles_against(groups, 1, 0, Mask.CAUSAL) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert gathered_tiles(groups, 1, Mask.CAUSAL) == (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert tiles_against(groups, 0, 1, Mask.CAUSAL) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
+    assert gathered_tiles(groups, 0, Mask.CAUSAL) == (Tile(None, (0, 1), (2, 4), (2, 6), FULL_TILE),)
+    assert wanted_parts(groups, 1, 0, Mask.CAUSAL) == (0,)
+    assert wanted_parts(groups, 0, 1, Mask.CAUSAL) == (0, 1)
 
 
 def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:
     """Rank 0 owns 0 2 4, rank 1 owns 1 3 5: rank 0's first query sees nothing of rank 1."""
-    groups = group_segments(Striped(1), 6, 6, 1, 0, 2)
-    _, (tile,) = ring_steps(groups, 0, Mask.CAUSAL)
+    (tile,) = tiles_against(group_segments(Striped(1), 6, 6, 1, 2), 0, 1, Mask.CAUSAL)
     assert tile == Tile(1, (0, 1), (1, 3), (0, 2), CAUSAL_TILE)
 
 
 def test_stripes_of_blocks_make_stairs() -> None:
     """Rank 1 owns 2 3, 6 7, rank 0 owns 0 1, 4 5."""
-    groups = group_segments(Striped(2), 8, 8, 1, 1, 2)
-    _, (tile,) = ring_steps(groups, 1, Mask.CAUSAL)
+    (tile,) = tiles_against(group_segments(Striped(2), 8, 8, 1, 2), 1, 0, Mask.CAUSAL)
     assert tile == Tile(0, (0, 1), (0, 4), (0, 4), TileMask(2))
 
 
-def test_the_gathered_buffer_pads_each_part_to_its_longest_segment() -> None:
-    rows = gathered_rows(group_segments(HeadTail(), 5, 5, 1, 0, 2))  # chunks of 2, 1, 1, 1 tokens
-    assert rows.lengths == ((2, 1), (1, 1))
-    assert rows.pitch == (2, 1)
-    assert rows.part_starts == (0, 4, 6)
-    assert [rows.row(1, part) for part in (0, 1)] == [2, 5]
+def test_the_gathered_buffer_by_hand() -> None:
+    """Chunks of 2, 1, 1, 1 tokens: rank 0 owns 0 1 and 4, rank 1 owns 2 and 3."""
+    rows = gathered_rows(group_segments(HeadTail(), 5, 5, 1, 2))
+    assert rows == GatheredRows(lengths=((2, 1), (1, 1)), starts=((0, 4), (2, 3)))
+    assert (rows.world_size, rows.total) == (2, 5)
+    assert [rows.span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (4, 5), (2, 3), (3, 4)]
+    assert [rows.local_span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (2, 3), (0, 1), (1, 2)]
 
 
 def test_causal_tiles_between_stripes_of_different_shape_are_refused() -> None:
     q, kv = Segment(0, 8, 2, 4), Segment(0, 8, 1, 2)
-    group = GroupSegments((0, 1), (q,), ((kv,),))
+    groups = [GroupSegments((0, 1), ((q,),), ((kv,),))]
     with pytest.raises(NotImplementedError, match=r"stripes of different shape.*block=2.*block=1"):
-        ring_steps([group], 0, Mask.CAUSAL)
+        tiles_against(groups, 0, 0, Mask.CAUSAL)

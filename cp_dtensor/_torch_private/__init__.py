@@ -1,6 +1,12 @@
 """The one door to torch's private symbols. Everything that depends on torch's version is decided here."""
 
-from cp_dtensor._torch_private.collectives import all_gather_single, has_cpu_backend, reduce_scatter_single
+from cp_dtensor._torch_private.collectives import (
+    all_gather_single,
+    has_cpu_backend,
+    reduce_scatter_single,
+    start_all_to_all,
+    uses_nccl,
+)
 from cp_dtensor._torch_private.compiler import compiled_functions_eager, is_traced, never_compiled
 from cp_dtensor._torch_private.dtensor import (
     OpHandler,
@@ -13,11 +19,13 @@ from cp_dtensor._torch_private.dtensor import (
     run_locally,
     tensor_inputs,
 )
+from cp_dtensor._torch_private.experimental_context_parallel import experimental_context_parallel_settings
 from cp_dtensor._torch_private.patches import (
     checkpointed_functions_bound,
     flex_attention_checked,
     multihead_attention_ends_in_sdpa,
 )
+from cp_dtensor._torch_private.profiling import label
 from cp_dtensor._torch_private.sdpa import (
     math_sdpa,
     original_sdpa,
@@ -25,6 +33,7 @@ from cp_dtensor._torch_private.sdpa import (
     sdpa_backend_enabled,
     user_sdpa_priority,
 )
+from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
 from cp_dtensor._torch_private.tensors import swap_identities
 from cp_dtensor._torch_private.threads import (
     current_backward,
@@ -36,6 +45,7 @@ from cp_dtensor._torch_private.threads import (
 
 __all__ = [
     "OpHandler",
+    "SymmetricBuffer",
     "all_gather_single",
     "bound_arguments",
     "checkpointed_functions_bound",
@@ -44,12 +54,14 @@ __all__ = [
     "dtensor_dispatcher",
     "dtensor_tables",
     "expand_strategies",
+    "experimental_context_parallel_settings",
     "flex_attention_checked",
     "get_thread_state",
     "has_cpu_backend",
     "in_autograd_thread",
     "in_main_thread",
     "is_traced",
+    "label",
     "math_sdpa",
     "mesh_of",
     "multihead_attention_ends_in_sdpa",
@@ -60,8 +72,11 @@ __all__ = [
     "reduce_scatter_single",
     "run_locally",
     "sdpa_backend_enabled",
+    "start_all_to_all",
     "swap_identities",
+    "symmetric_buffer",
     "tensor_inputs",
     "thread_state",
     "user_sdpa_priority",
+    "uses_nccl",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,13 +11,15 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.division import Division
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
-from cp_dtensor.functional import describe_problem, plan_call, positive_scale, softmax_scale
+from cp_dtensor.functional import positive_scale, softmax_scale
 from cp_dtensor.interception import SdpaArguments
-from cp_dtensor.layouts import TorchChunk
+from cp_dtensor.layouts import Segment, TorchChunk
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.policy import choose_backend
 from cp_dtensor.masks import Mask
+from cp_dtensor.planning import describe_problem, plan_call
 from cp_dtensor.ring import RingAttention, RingCall
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.schedule import GroupSegments
@@ -64,18 +66,38 @@ def plan_dtensor_call(
     """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    q_segment = local_segment(q_len, plan.q, mesh.shape, coordinate)
+
     if plan.ring_axis is None:
-        group, rank, world_size = None, 0, 1
+        group, rank = None, 0
     else:
         group, rank = mesh.get_group(plan.ring_axis), coordinate[plan.ring_axis]
-        world_size = mesh.size(plan.ring_axis)
-    kv_by_rank = tuple(TorchChunk().segments(kv_len, source, world_size) for source in range(world_size))
-    groups = (GroupSegments((0, q.size(0)), (q_segment,), kv_by_rank),)
+    division = _DTensorDivision(q_len, kv_len, q.size(0), plan.q, tuple(mesh.shape), tuple(coordinate), plan.ring_axis)
     problem = describe_problem(q, k, v, staircase=False)
     mask = Mask.CAUSAL if is_causal else Mask.FULL
     backend = backend or choose_backend(problem)
-    return plan_call(groups, mask, group, rank, rotation_by_name(None), backend, scale, problem)
+    return plan_call(division, mask, group, rank, rotation_by_name(None), backend, scale, problem, q)
+
+
+@dataclass(frozen=True)
+class _DTensorDivision(Division):
+    """Queries as placed, keys and values in the chunks of one mesh axis."""
+
+    q_len: int
+    kv_len: int
+    batch_size: int
+    q_placements: tuple[Placement, ...]
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    ring_axis: int | None
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        ranks = range(1 if self.ring_axis is None else self.mesh_shape[self.ring_axis])
+        kv_by_rank = tuple(TorchChunk().segments(self.kv_len, rank, len(ranks)) for rank in ranks)
+        return (GroupSegments((0, self.batch_size), tuple(map(self._queries, ranks)), kv_by_rank),)
+
+    def _queries(self, rank: int) -> tuple[Segment, ...]:
+        there = [rank if axis == self.ring_axis else place for axis, place in enumerate(self.coordinate)]
+        return (local_segment(self.q_len, self.q_placements, self.mesh_shape, there),)
 
 
 def from_local(

@@ -56,7 +56,7 @@ class CudnnAttention(LocalAttention):
             return self._for_single_rows.backward(grad_out, q, k, v, out, lse, mask, scale)
         if grad_out.stride() != out.stride():  # cuDNN asserts equal strides
             grad_out, out = grad_out.contiguous(), out.contiguous()
-        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        state = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,
             q.size(2), k.size(2), 0.0, mask.is_causal, scale=scale,

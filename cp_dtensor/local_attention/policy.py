@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from cp_dtensor import _torch_private
 from cp_dtensor.local_attention.base import LocalAttention, Problem
@@ -19,6 +20,7 @@ _BACKENDS: tuple[LocalAttention, ...] = (
     CpuFlashAttention(),
     MathAttention(),
 )
+_NAMES = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def choose_backend(problem: Problem) -> LocalAttention:
@@ -30,9 +32,16 @@ def choose_backend(problem: Problem) -> LocalAttention:
     Raises:
         NotImplementedError: every allowed backend refuses; the message has each one's reason.
     """
+    enabled = tuple(map(_torch_private.sdpa_backend_enabled, _NAMES))
+    order = _torch_private.user_sdpa_priority()
+    return _choose(problem, enabled, None if order is None else tuple(order))
+
+
+@lru_cache(maxsize=1024)
+def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> LocalAttention:
     refusals = []
-    for backend in sorted(_BACKENDS, key=_rank_by_preference(problem)):
-        if not _torch_private.sdpa_backend_enabled(backend.name):
+    for backend in sorted(_BACKENDS, key=_rank_by_preference(problem, user_order)):
+        if not enabled[_NAMES.index(backend.name)]:
             refusals.append(f"{backend.name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
         reason = backend.refusal(problem)
@@ -53,8 +62,7 @@ def backend_by_name(name: str, device_type: str) -> LocalAttention:
     )
 
 
-def _rank_by_preference(problem: Problem) -> Callable[[LocalAttention], int]:
-    user_order = _torch_private.user_sdpa_priority()
+def _rank_by_preference(problem: Problem, user_order: tuple[str, ...] | None) -> Callable[[LocalAttention], int]:
     if user_order is not None:
         return lambda backend: user_order.index(backend.name)
     hopper = problem.capability is not None and problem.capability >= (9, 0)

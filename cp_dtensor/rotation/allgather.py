@@ -1,90 +1,73 @@
-"""The all-gather rotation: every rank holds all K/V once, so that a few large attention calls do the work.
+"""The all-gather rotation: every other rank's K/V at once, so that a few large attention calls do the work.
 
-Memory: all K/V in their own dtype during forward and backward, and in backward all dK/dV in float32 as well; that is
-n times a rank's share. Transfers: one all-gather per part of the layout, all started before the local tile; one
-reduce-scatter per part in backward.
+Staged by groups of heads: a stage is computed while the next one travels. Memory: two stages of all ranks' K/V, in
+backward two stages of gradients and one of contributions as well, each about `stage_bytes` or `grad_stage_bytes`, or
+one head's, whichever is more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch_private import all_gather_single, reduce_scatter_single
-from cp_dtensor.masks import Mask
-from cp_dtensor.rotation.base import GradTransfer, KvTransfer, Rotation, Route
-from cp_dtensor.schedule import GroupSegments, Steps, gathered_steps
+from cp_dtensor.division import CallShape
+from cp_dtensor.plan import Plan, Stages, gathered_plan
+from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
+from cp_dtensor.rotation.exchange import ExchangedGrads, ExchangedKv
+from cp_dtensor.schedule import gathered_rows
 
 
+@dataclass(frozen=True)
+class Staging:
+    """How finely to cut the work by heads, by the size of all ranks' K/V together; alike on every rank."""
+
+    stage_bytes: int = 64 << 20
+    """K/V of a stage in forward: little enough to hide under the local tile."""
+    grad_stage_bytes: int = 32 << 20
+    """K/V of a stage in backward, where the gradients of the last stage are not hidden."""
+    grad_local_bytes: int = 128 << 20
+    """K/V of all ranks for each cut of the local tile in backward, of which kernels keep several copies in float32."""
+
+    def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
+        """Of forward and of backward."""
+        total = gathered_rows(shape.division.groups()).total * shape.head_bytes * shape.kv_heads
+
+        def count(limit: int) -> int:
+            return max(1, min(shape.kv_heads, -(-total // limit)))
+
+        local = min(4, count(self.grad_local_bytes))
+        return Stages(1, count(self.stage_bytes)), Stages(local, max(local, count(self.grad_stage_bytes)))
+
+
+DEFAULT_STAGING = Staging()
+
+
+@dataclass(frozen=True)
 class AllGather(Rotation):
-    """Gather K/V once, reduce-scatter dK/dV once."""
+    """Gather K/V by groups of heads, and bring dK/dV home likewise."""
+
+    staging: Staging = DEFAULT_STAGING
 
     @property
     def name(self) -> str:
         return "allgather"
 
-    def steps(self, groups: Iterable[GroupSegments], rank: int, mask: Mask) -> Steps:
-        return gathered_steps(groups, rank, mask)
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        return self
 
-    def start_kv(self, kv_rows: torch.Tensor, route: Route) -> KvTransfer:
-        return _Gather(kv_rows, route)
+    @property
+    def slows_compute(self) -> bool:
+        return True
 
-    def start_grads(self, width: int, dtype: torch.dtype, device: torch.device, route: Route) -> GradTransfer:
-        return _ReduceScatter(width, dtype, device, route)
+    def plan(self, shape: CallShape, rank: int) -> Plan:
+        return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
 
+    def start_kv(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+    ) -> KvTransfers:
+        return ExchangedKv(k, v, plan, plan.backward if backward else plan.forward, group)
 
-class _Gather(KvTransfer):
-    def __init__(self, kv_rows: torch.Tensor, route: Route) -> None:
-        part_starts = route.rows.part_starts
-        self._buffer = kv_rows.new_empty(part_starts[-1], kv_rows.size(1))
-        self._work: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        first = 0
-        for part, length in enumerate(route.rows.lengths[route.rank]):
-            if route.world_size == 1 or route.rows.pitch[part] == 0:
-                continue  # alike on every rank
-            rows = _padded(kv_rows[first : first + length], route.rows.pitch[part])
-            first += length
-            gathered = self._buffer[part_starts[part] : part_starts[part + 1]]
-            # The input is kept beside the work: it must live until the transfer is done.
-            self._work[part] = (all_gather_single(gathered, rows, group=route.group, async_op=True), rows)
-
-    def receive(self, step: int) -> torch.Tensor | None:
-        if step == 0:
-            return None
-        if step - 1 in self._work:
-            self._work[step - 1][0].wait()
-        return self._buffer
-
-
-class _ReduceScatter(GradTransfer):
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, route: Route) -> None:
-        self._route = route
-        self._local = torch.zeros(route.length(route.rank), width, dtype=dtype, device=device)
-        self._gathered = torch.zeros(route.rows.part_starts[-1], width, dtype=dtype, device=device)
-
-    def buffer(self, step: int) -> torch.Tensor:
-        return self._local if step == 0 else self._gathered
-
-    def send(self, step: int) -> None:
-        pass  # a joined tile may touch every part, so nothing can leave before the last one
-
-    def finish(self) -> torch.Tensor:
-        rows = self._route.rows
-        first = 0
-        for part, length in enumerate(rows.lengths[self._route.rank]):
-            if rows.world_size == 1 or rows.pitch[part] == 0:
-                continue  # alike on every rank
-            home = self._gathered.new_empty(rows.pitch[part], self._gathered.size(1))
-            contributions = self._gathered[rows.part_starts[part] : rows.part_starts[part + 1]]
-            reduce_scatter_single(home, contributions, group=self._route.group)
-            self._local[first : first + length] += home[:length]
-            first += length
-        return self._local
-
-
-def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """`rows` with rows of zeros behind; collectives want equal lengths, and nobody reads the padding."""
-    missing = length - rows.size(0)
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+        return ExchangedGrads(k, v, plan, group)

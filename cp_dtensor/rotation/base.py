@@ -1,66 +1,62 @@
-"""The contract of a rotation: it moves K/V to where they are needed and brings dK/dV home, and does nothing else."""
+"""The contract of a rotation: how keys and values travel to the ranks that need them, and gradients come home.
+
+A rotation moves rows and knows nothing of attention. One row is one token: the keys and values of some heads and of all
+batch rows. What travels when is in the `Plan`, which the rotation makes.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.masks import Mask
-from cp_dtensor.schedule import GatheredRows, GroupSegments, Steps
+from cp_dtensor.division import CallShape
+from cp_dtensor.layouts import Span
+from cp_dtensor.plan import Plan
 
 
-@dataclass(frozen=True)
-class Route:
-    """Who sends how many rows. The same on every rank but for `rank`."""
+class Contribution(NamedTuple):
+    """What other ranks' queries contribute to the gradients of some of this rank's keys and values."""
 
-    group: dist.ProcessGroup | None
-    """None only with a world size of 1, where nothing travels."""
-    rank: int
-    rows: GatheredRows
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.rows.world_size
-
-    def length(self, rank: int) -> int:
-        """Rows that `rank` owns."""
-        return sum(self.rows.lengths[rank])
+    rows: Span
+    """Of this rank's shard."""
+    stack: torch.Tensor
+    """(contributing ranks, rows, row width)."""
 
 
-class KvTransfer(ABC):
-    """Rows of K/V on their way to this rank. `receive` is called once for each step, in order."""
+class KvTransfers(ABC):
+    """Keys and values on their way to this rank."""
 
     @abstractmethod
-    def receive(self, step: int) -> torch.Tensor | None:
-        """Waits for the rows that the tiles of `step` count in, and has the next transfer in flight.
+    def receive(self) -> torch.Tensor:
+        """Waits for the next transfer, in the order of the steps, and has the one after it in flight.
 
-        Returns None in step 0, whose tiles are against this rank's own K/V.
+        Returns:
+            (rows, row width). Only rows that this rank wants are filled.
         """
 
 
-class GradTransfer(ABC):
-    """Gradients of K/V rows on their way home. `buffer` and `send` are called once for each step, in order."""
+class GradTransfers(ABC):
+    """Gradients of keys and values on their way home. For each transfer in turn: `buffer`, `send`, `receive`."""
 
     @abstractmethod
-    def buffer(self, step: int) -> torch.Tensor:
-        """Where to add the gradients of the rows of this step: zeros, or sums from earlier steps."""
+    def buffer(self) -> torch.Tensor:
+        """(rows, row width), uninitialised, for gradients of the rows that `KvTransfers.receive` returned."""
 
     @abstractmethod
-    def send(self, step: int) -> None:
-        """Says that the buffer of this step is complete."""
+    def send(self) -> None:
+        """Says that the buffer has the gradients of all rows that this rank wanted, and is given away."""
 
     @abstractmethod
-    def finish(self) -> torch.Tensor:
-        """Waits for everything; the summed gradients of this rank's own rows."""
+    def receive(self) -> Sequence[Contribution]:
+        """Waits for the contributions to this rank's own rows."""
 
 
-class Rotation(ABC):
-    """A way to move rows around a context-parallel axis. Stateless; all state is in the transfers it starts."""
+class RotationMethod(ABC):
+    """What a caller asks for by name: a rotation, or a way to choose one."""
 
     @property
     @abstractmethod
@@ -68,18 +64,36 @@ class Rotation(ABC):
         """The name that `set_rotate_method` knows."""
 
     @abstractmethod
-    def steps(self, groups: Iterable[GroupSegments], rank: int, mask: Mask) -> Steps:
-        """The schedule in the form that suits this rotation."""
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        """The rotation of a call; the same on all ranks of the group."""
+
+
+class Rotation(RotationMethod):
+    """A way to move rows around a context-parallel axis. A value without state; all state is in the transfers."""
+
+    @property
+    @abstractmethod
+    def slows_compute(self) -> bool:
+        """Whether transfers take multiprocessors from the attention that runs meanwhile."""
 
     @abstractmethod
-    def start_kv(self, kv_rows: torch.Tensor, route: Route) -> KvTransfer:
-        """Starts moving K/V.
+    def plan(self, shape: CallShape, rank: int) -> Plan:
+        """The steps of a call on one rank, in the order that suits this rotation."""
+
+    @abstractmethod
+    def start_kv(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+    ) -> KvTransfers:
+        """Starts the transfers of `plan.forward`, or of `plan.backward`.
 
         Args:
-            kv_rows: (rows of this rank, W), contiguous: one row per token, K and V of all heads and batch rows.
-            route: who owns how much.
+            k: (B, Hkv, T, D), this rank's keys.
+            v: (B, Hkv, T, Dv), this rank's values.
+            plan: equal on every rank but for what depends on the rank.
+            backward: which steps.
+            group: the ranks of the axis.
         """
 
     @abstractmethod
-    def start_grads(self, width: int, dtype: torch.dtype, device: torch.device, route: Route) -> GradTransfer:
-        """Prepares the way back of (rows, `width`) gradients in `dtype`."""
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+        """Prepares the way back of the gradients of `plan.backward`, in the dtype of k and v."""

@@ -4,45 +4,54 @@ from __future__ import annotations
 
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.base import Rotation
+from cp_dtensor.rotation.auto import Auto
+from cp_dtensor.rotation.base import Rotation, RotationMethod
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
-ROTATIONS: dict[str, Rotation] = {rotation.name: rotation for rotation in (AllGather(), AllToAll())}
+ROTATIONS: dict[str, Rotation] = {
+    rotation.name: rotation for rotation in (AllGather(), AllToAll(), SymmetricMemory())
+}  # fmt: skip
+METHODS: dict[str, RotationMethod] = {**ROTATIONS, "auto": Auto()}
 
 
 class _ProcessDefault:
     """The one mutable setting of the library."""
 
     def __init__(self) -> None:
-        self.name = "allgather"
+        self.name = "auto"
 
 
 _process_default = _ProcessDefault()
 
 
-def rotation_by_name(name: str | None) -> Rotation:
-    """The rotation called `name`; None means the default of the process.
+def rotation_by_name(name: str | None) -> RotationMethod:
+    """The rotation (or the way to choose one) called `name`; None means the default of the process.
 
     Raises:
-        ValueError: no rotation is called so.
+        ValueError: none is called so.
     """
     if name is None:
         name = _process_default.name
-    if not isinstance(name, str) or name not in ROTATIONS:
-        choices = ", ".join(repr(choice) for choice in ROTATIONS)
-        raise ValueError(f"unknown rotate method: got {name!r}, expected one of {choices}")
-    return ROTATIONS[name]
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_CHOICES}")
+    return METHODS[name]
 
 
 def set_rotate_method(rotate_method: str) -> None:
     """Sets how K/V travel by default in this process; every call and context may override it.
 
     Args:
-        rotate_method: "allgather" (all K/V once, few large attention calls, memory grows with the number of ranks)
-            or "alltoall" (a ring: memory of two shards, one attention step per rank).
+        rotate_method: "auto" (what a cost model predicts to be fastest; the default of the default), "symm_mem" (all
+            K/V by copy engines through memory that the GPUs of a node share; as "allgather" where they do not),
+            "allgather" (all K/V of some heads at a time, few large attention calls) or "alltoall" (a ring: memory does
+            not grow with the number of ranks, one attention step per rank).
 
     Raises:
         ValueError: anything else.
     """
     if rotate_method is None:
-        raise ValueError("unknown rotate method: got None, expected one of " + ", ".join(map(repr, ROTATIONS)))
+        raise ValueError(f"unknown rotate method: got None, expected one of {_CHOICES}")
     _process_default.name = rotation_by_name(rotate_method).name
+
+
+_CHOICES = ", ".join(map(repr, METHODS))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import triton
 
-from cp_dtensor.merge import merge_, merge_reference_
+from cp_dtensor.merge import merge, merge_reference
 from cp_dtensor.tools.report import environment, markdown_table
 
 # (batch, heads, rows, head_dim, rows are the second half of twice as many)
@@ -60,9 +60,10 @@ def _measure(batch: int, heads: int, length: int, head_dim: int, half: bool) -> 
     def median_ms(function) -> float:  # type: ignore[no-untyped-def]
         return triton.testing.do_bench(function, warmup=50, rep=200, return_mode="median")
 
-    merge_ms = median_ms(lambda: merge_(out, lse, tile_out, tile_lse))
+    parts = [((0, length), tile_out, tile_lse)]
+    merge_ms = median_ms(lambda: merge(out, lse, out, lse, parts))
     copy_ms = median_ms(lambda: target.copy_(source))
-    torch_ms = median_ms(lambda: merge_reference_(out, lse, tile_out, tile_lse))
+    torch_ms = median_ms(lambda: merge_reference(out, lse, out, lse, parts))
     return (
         f"{batch}, {heads}, {length}, {head_dim}",
         "second half" if half else "all",

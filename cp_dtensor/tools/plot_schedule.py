@@ -17,12 +17,15 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.masks import Mask
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation
-from cp_dtensor.rotation.choice import ROTATIONS
 from cp_dtensor.schedule import GatheredRows, GroupSegments, Tile, gathered_rows, group_segments
 
+DRAWN: tuple[Rotation, ...] = (AllGather(), AllToAll())  # symm_mem has the schedule of all-gather
 RANK_COLOURS = ("#f4f4f4", "#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
 PANELS: tuple[tuple[str, Layout, int], ...] = (
     ("Contiguous()", Contiguous(), 0),
@@ -41,8 +44,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, len(RANK_COLOURS)))
     arguments = parser.parse_args()
-    figure, axes = plt.subplots(len(ROTATIONS), len(PANELS), figsize=(4 * len(PANELS), 4.9 * len(ROTATIONS)))
-    for row, rotation in zip(axes, ROTATIONS.values(), strict=True):
+    figure, axes = plt.subplots(len(DRAWN), len(PANELS), figsize=(4 * len(PANELS), 4.9 * len(DRAWN)))
+    for row, rotation in zip(axes, DRAWN, strict=True):
         for axis, (title, layout, group) in zip(row, PANELS, strict=True):
             owner, step = computed_by(layout, group, rotation, arguments.seq_len, arguments.ranks)
             _draw(axis, owner, step, f"{title}, {rotation.name}")
@@ -65,29 +68,31 @@ def computed_by(
     owner = np.full((seq_len, seq_len), -1)
     step_of = np.full((seq_len, seq_len), -1)
     for rank in range(ranks):
-        groups = group_segments(layout, seq_len, seq_len, 2, rank, ranks)
+        groups = group_segments(layout, seq_len, seq_len, 2, ranks)
         here = groups[group]
-        queries = np.array([position for segment in here.q for position in segment.positions()])
-        for step, tiles in enumerate(rotation.steps(groups, rank, Mask.CAUSAL)):
-            for tile in tiles:
+        queries = np.array([position for segment in here.q_by_rank[rank] for position in segment.positions()])
+        division = LayoutDivision(layout, seq_len, seq_len, 2, ranks)
+        plan = rotation.plan(CallShape(division, Mask.CAUSAL, 2, 1, 1, 1, 1, 1), rank)
+        for number, step in enumerate(plan.forward):
+            for tile in step.tiles:
                 if tile.batch != here.batch:
                     continue
                 keys = _key_positions(tile, here, gathered_rows(groups))
                 pairs = np.ix_(queries[slice(*tile.q)], keys[slice(*tile.kv)])
                 seen = _seen(tile)
                 owner[pairs] = np.where(seen, rank, owner[pairs])
-                step_of[pairs] = np.where(seen, step, step_of[pairs])
+                step_of[pairs] = np.where(seen, number, step_of[pairs])
     return owner, step_of
 
 
 def _key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.ndarray:
-    """Global positions of the rows that `tile.kv` counts in; -1 for padding."""
+    """Global positions of the rows that `tile.kv` counts in."""
     if tile.source is not None:
         return np.array([p for segment in group.kv_by_rank[tile.source] for p in segment.positions()])
-    positions = np.full(rows.part_starts[-1], -1)
+    positions = np.full(rows.total, -1)
     for rank, segments in enumerate(group.kv_by_rank):
         for part, segment in enumerate(segments):
-            first = rows.row(rank, part)
+            first = rows.starts[rank][part]
             positions[first : first + segment.length] = list(segment.positions())
     return positions
 

@@ -1,0 +1,238 @@
+"""Accumulating a result tile by tile: the output of a call, and each of its gradients.
+
+One logic for both kinds. State is kept in the dtype of the result as long as nothing has been added to the first tile,
+and in float32 (float64 for float64) after that, unless the addition is the last one: then everything is added at once
+and rounded once, and there is no wide state at all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from cp_dtensor.kernels import MAX_PARTS
+from cp_dtensor.layouts import Span
+from cp_dtensor.merge import merge
+from cp_dtensor.sums import add_parts
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Part(NamedTuple):
+    """What a tile, or other ranks, contribute to some rows of the heads that are added to."""
+
+    batch: Span
+    rows: Span
+    tensors: Tensors
+    """`(out, lse)` for merges; for sums `(gradient,)`, (B, H, rows, D), or `(stack,)`, (N, B, H, rows, D)."""
+
+
+class Combination(ABC):
+    """How parts combine: by LSE merge or by addition."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        """Uninitialised tensors for (B, H, S, D)."""
+
+    @abstractmethod
+    def reset(self, state: Tensors) -> None:
+        """Makes the state that of nothing added."""
+
+    @abstractmethod
+    def combine(self, result: Tensors, base: Tensors, parts: Sequence[Part]) -> None:
+        """`result` = base and up to MAX_PARTS parts of the same batch rows. May be in place."""
+
+
+class LseMerge(Combination):
+    """`(out, lse)` over more keys; `lse` in `state_dtype` throughout."""
+
+    def __init__(self, state_dtype: torch.dtype) -> None:
+        self._state_dtype = state_dtype
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        return _empty(shape, like, dtype), like.new_empty(shape[:3], dtype=self._state_dtype)
+
+    def reset(self, state: Tensors) -> None:
+        state[0].zero_()
+        state[1].fill_(float("-inf"))
+
+    def combine(self, result: Tensors, base: Tensors, parts: Sequence[Part]) -> None:
+        merge(result[0], result[1], base[0], base[1], [(part.rows, part.tensors[0], part.tensors[1]) for part in parts])
+
+
+class Addition(Combination):
+    """`(gradient,)`, summed in `state_dtype`."""
+
+    def __init__(self, state_dtype: torch.dtype) -> None:
+        self._state_dtype = state_dtype
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        return (_empty(shape, like, dtype),)
+
+    def reset(self, state: Tensors) -> None:
+        state[0].zero_()
+
+    def combine(self, result: Tensors, base: Tensors, parts: Sequence[Part]) -> None:
+        stacks = [(part.rows, _stack(part.tensors[0])) for part in parts]
+        add_parts(result[0], base[0], stacks, self._state_dtype)
+
+
+class Accumulator:
+    """A result (B, H, S, D) to which parts are added, by groups of heads.
+
+    A first part that covers all rows of its heads is taken over as it is, and with `may_overwrite` added to in place.
+    (What a backend returns in forward may not be: selective checkpointing keeps it.) Later parts concern heads that
+    came together at first.
+    """
+
+    def __init__(
+        self,
+        combination: Combination,
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        state_dtype: torch.dtype,
+        may_overwrite: bool,
+    ) -> None:
+        self._combination = combination
+        self._shape = shape
+        self._like = like  # has the dtype, device and memory order of the result
+        self._state_dtype = state_dtype
+        self._may_overwrite = may_overwrite
+        self._pieces: list[_Piece] = []
+        self._result: Tensors | None = None
+
+    def add(self, heads: Span, parts: Sequence[Part], is_last: bool) -> None:
+        """Adds parts to some heads. `is_last`: nothing will be added to these heads any more; said once of each."""
+        piece = next((piece for piece in self._pieces if piece.has(heads)), None)
+        if piece is None:
+            piece, parts = self._begin(heads, parts)
+            self._pieces.append(piece)
+        by_batch: dict[Span, Sequence[Part]] = {}
+        for part in parts:
+            by_batch[part.batch] = [*by_batch.get(part.batch, ()), part]
+        at_once = is_last and all(len(group) <= MAX_PARTS for group in by_batch.values())
+        if parts and not at_once:
+            self._make_wide(piece)
+        if is_last:
+            self._complete(piece, heads, by_batch)
+        else:
+            self._add_in_place(piece, heads, by_batch)
+
+    def result(self) -> Tensors:
+        """The result, after every head has had its last part."""
+        if self._result is None:
+            self._result = self._combination.empty(self._shape, self._like, self._like.dtype)
+            self._combination.reset(self._result)
+        return self._result
+
+    def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_Piece, Sequence[Part]]:
+        """The first state of some heads, and the parts that it does not have yet."""
+        batch, _, rows, width = self._shape
+        if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, rows)) and parts[0].tensors[0].dim() == 4:
+            # Backends may be wider than the result: math attention is. LSE is always as wide as the state.
+            first, *others = parts[0].tensors
+            dtype = first.dtype if first.dtype == self._like.dtype else self._state_dtype
+            tensors = (first.to(dtype), *(other.to(self._state_dtype) for other in others))
+            return _Piece(heads, tensors, self._may_overwrite), ()
+        tensors = self._combination.empty((batch, heads[1] - heads[0], rows, width), self._like, self._state_dtype)
+        self._combination.reset(tensors)
+        return _Piece(heads, tensors, True), parts
+
+    def _make_wide(self, piece: _Piece) -> None:
+        piece.tensors = tuple(tensor.to(self._state_dtype, copy=not piece.is_ours) for tensor in piece.tensors)
+        piece.is_ours = True
+
+    def _add_in_place(self, piece: _Piece, heads: Span, by_batch: dict[Span, Sequence[Part]]) -> None:
+        for batch, group in by_batch.items():
+            for first in range(0, len(group), MAX_PARTS):
+                parts = group[first : first + MAX_PARTS]
+                # Only the rows between the first and the last part are read and written.
+                start, stop = min(part.rows[0] for part in parts), max(part.rows[1] for part in parts)
+                rows = _cut(piece.tensors, piece.relative(heads), batch, (start, stop))
+                moved = [part._replace(rows=(part.rows[0] - start, part.rows[1] - start)) for part in parts]
+                self._combination.combine(rows, rows, moved)
+
+    def _complete(self, piece: _Piece, heads: Span, by_batch: dict[Span, Sequence[Part]]) -> None:
+        """Adds the last parts to some heads, on the way to the result."""
+        is_narrow = piece.tensors[0].dtype == self._like.dtype
+        all_heads = (0, self._shape[1])
+        may_be_result = piece.is_ours or (heads == all_heads and not by_batch)
+        has_no_other = self._result is None or self._result is piece.tensors
+        if is_narrow and piece.heads == all_heads and may_be_result and has_no_other:
+            self._add_in_place(piece, heads, by_batch)
+            self._result = piece.tensors
+            return
+        everything = (0, self._shape[0]), (0, self._shape[2])
+        parts = by_batch.get(everything[0], [])
+        if len(parts) > MAX_PARTS or len(by_batch) > bool(parts):
+            self._make_wide(piece)
+            self._add_in_place(piece, heads, by_batch)
+            parts = []
+        if self._result is None:
+            self._result = self._combination.empty(self._shape, self._like, self._like.dtype)
+        result = _cut(self._result, heads, *everything)
+        self._combination.combine(result, _cut(piece.tensors, piece.relative(heads), *everything), parts)
+        piece.completed += heads[1] - heads[0]
+        if piece.completed == piece.heads[1] - piece.heads[0]:
+            self._pieces.remove(piece)  # its memory is needed
+
+
+@dataclass(eq=False)
+class _Piece:
+    """The state of some heads that came together."""
+
+    heads: Span
+    tensors: Tensors
+    is_ours: bool
+    """Whether the tensors may be written to."""
+    completed: int = 0
+
+    def has(self, heads: Span) -> bool:
+        return self.heads[0] <= heads[0] and heads[1] <= self.heads[1]
+
+    def relative(self, heads: Span) -> Span:
+        return heads[0] - self.heads[0], heads[1] - self.heads[0]
+
+
+def place_sums(out: torch.Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> None:
+    """Writes gradients to the rows of `out` (B, H, S, D) that they concern: summed where they meet, rounded once."""
+    if _meet(parts):
+        total = torch.zeros_like(out, dtype=sum_dtype)
+        for part in parts:
+            _rows(total, part).add_(part.tensors[0])
+        out.copy_(total)
+    else:
+        for part in parts:
+            _rows(out, part).copy_(part.tensors[0])
+
+
+def _meet(parts: Sequence[Part]) -> bool:
+    ordered = sorted((part.batch, part.rows) for part in parts)
+    return any(
+        batch == next_batch and rows[1] > next_rows[0] for (batch, rows), (next_batch, next_rows) in pairwise(ordered)
+    )
+
+
+def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return tensor[part.batch[0] : part.batch[1], :, part.rows[0] : part.rows[1]]
+
+
+def _cut(tensors: Tensors, heads: Span, batch: Span, rows: Span) -> Tensors:
+    for dim, (start, stop) in enumerate((batch, heads, rows)):
+        if (start, stop) != (0, tensors[0].size(dim)):
+            tensors = tuple(tensor.narrow(dim, start, stop - start) for tensor in tensors)
+    return tensors
+
+
+def _stack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 5 else tensor.unsqueeze(0)
+
+
+def _empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the memory order of `like` where shapes agree: kernels want gradients and outputs in equal order."""
+    return torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)

@@ -1,0 +1,209 @@
+"""Plans: the steps of one call on one rank, forward and backward, and the transfers that they wait for.
+
+A schedule says which tiles there are; a plan says in which order they are computed, by groups of heads, so that the
+next transfer is always in flight under the current step. Integers only, like schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from cp_dtensor.layouts import Span
+from cp_dtensor.masks import Mask
+from cp_dtensor.schedule import (
+    GatheredRows,
+    GroupSegments,
+    Tile,
+    gathered_rows,
+    gathered_tiles,
+    tiles_against,
+    wanted_parts,
+)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Keys and values of some heads on their way to this rank, and their gradients on the way back.
+
+    `hop` None: from all other ranks, into a buffer as `GatheredRows` describes it. Otherwise from rank - hop (and to
+    rank + hop, modulo the world size), into a buffer with the rows of that rank's shard.
+    """
+
+    heads: Span
+    hop: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tiles of some key/value heads (and the query heads that read them) that can be computed together."""
+
+    heads: Span
+    transfer: Transfer | None
+    """What the tiles wait for; None for tiles against this rank's own shard."""
+    tiles: tuple[Tile, ...]
+    is_last: bool = False
+    """Whether no later step has any of the heads."""
+    has_gaps: bool = False
+    """Whether some of the rows that the transfer brings are seen by no query of some batch rows."""
+
+
+Steps = tuple[Step, ...]
+
+
+class Pull(NamedTuple):
+    """Consecutive rows of a peer's shard, and where they go in a gathered buffer."""
+
+    peer: int
+    row: int
+    peer_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided about a call before it runs but its tensors and its process group."""
+
+    rank: int
+    rows: GatheredRows
+    wanted: tuple[tuple[int, ...], ...]
+    """`wanted[source]`: the parts of its shard that this rank's queries see."""
+    given: tuple[tuple[int, ...], ...]
+    """`given[rank]`: the parts of our shard that its queries see."""
+    forward: Steps
+    backward: Steps
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.rows.world_size
+
+    @cached_property
+    def pulls(self) -> tuple[Pull, ...]:
+        """What to copy into a gathered buffer, each rank beginning with another peer so that not all pull from one."""
+        peers = [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+        pulls = []
+        for peer in peers:
+            for part in self.wanted[peer]:
+                start, stop = self.rows.span(peer, part)
+                if start < stop:
+                    pulls.append(Pull(peer, start, self.rows.local_span(peer, part)[0], stop - start))
+        return tuple(pulls)
+
+
+def ring_plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, kv_heads: int) -> Plan:
+    """One step per hop, with all heads; memory does not grow with the number of ranks."""
+    heads = (0, kv_heads)
+    world_size = groups[0].world_size
+    remote = [
+        Step(heads, Transfer(heads, hop), tiles_against(groups, rank, (rank - hop) % world_size, mask))
+        for hop in range(1, world_size)
+    ]
+    steps = (_local_step(groups, rank, mask, heads), *remote)
+    return _plan(groups, rank, mask, steps, steps)
+
+
+def gathered_plan(
+    groups: Sequence[GroupSegments], rank: int, mask: Mask, kv_heads: int, stages: Stages, grad_stages: Stages
+) -> Plan:
+    """The own shard first; then, some heads after the others, everybody else's."""
+    if groups[0].world_size == 1:
+        return ring_plan(groups, rank, mask, kv_heads)  # of a single step
+    remote = gathered_tiles(groups, rank, mask)
+
+    def steps(counts: Stages) -> Iterator[Step]:
+        for local_heads in head_spans(kv_heads, counts.local):
+            yield _local_step(groups, rank, mask, local_heads)
+            per_local = -(-counts.remote // counts.local)
+            for start, stop in head_spans(local_heads[1] - local_heads[0], per_local):
+                heads = (local_heads[0] + start, local_heads[0] + stop)
+                yield Step(heads, Transfer(heads, None), remote)
+
+    return _plan(groups, rank, mask, tuple(steps(stages)), tuple(steps(grad_stages)))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Into how many groups of heads the work of a gathered plan is cut."""
+
+    local: int
+    """Groups for tiles against the own shard; each is followed by the remote tiles of its heads."""
+    remote: int
+    """Groups for tiles against everybody else's, in all."""
+
+
+def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
+    """The heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
+
+    >>> head_spans(8, 3)
+    ((0, 3), (3, 6), (6, 8))
+    """
+    count = max(1, min(count, kv_heads))
+    edges = [-(-kv_heads * index // count) for index in range(count + 1)]
+    return tuple(pairwise(edges))
+
+
+def _local_step(groups: Sequence[GroupSegments], rank: int, mask: Mask, heads: Span) -> Step:
+    return Step(heads, None, tiles_against(groups, rank, rank, mask))
+
+
+def _plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, forward: Steps, backward: Steps) -> Plan:
+    def parts(reader: int, owner: int) -> tuple[int, ...]:
+        return wanted_parts(groups, reader, owner, mask) if reader != owner else ()
+
+    ranks = range(groups[0].world_size)
+    rows = gathered_rows(groups)
+    wanted = tuple(parts(rank, source) for source in ranks)
+    batches = [group.batch for group in groups]
+
+    def marked(steps: Steps) -> Steps:
+        return tuple(
+            replace(
+                step,
+                is_last=not any(_share_heads(step, later) for later in steps[index + 1 :]),
+                has_gaps=_has_gaps(step, rank, rows, wanted, batches),
+            )
+            for index, step in enumerate(steps)
+        )
+
+    return Plan(
+        rank=rank,
+        rows=rows,
+        wanted=wanted,
+        given=tuple(parts(reader, rank) for reader in ranks),
+        forward=marked(forward),
+        backward=marked(backward),
+    )
+
+
+def _share_heads(step: Step, other: Step) -> bool:
+    return other.heads[0] < step.heads[1] and step.heads[0] < other.heads[1]
+
+
+def _has_gaps(
+    step: Step, rank: int, rows: GatheredRows, wanted: Sequence[Sequence[int]], batches: Sequence[Span]
+) -> bool:
+    if step.transfer is None:
+        return False
+    hop = step.transfer.hop
+    if hop is None:
+        brought = [rows.span(source, part) for source in range(rows.world_size) for part in wanted[source]]
+    else:
+        source = (rank - hop) % rows.world_size
+        brought = [rows.local_span(source, part) for part in wanted[source]]
+    return any(
+        not _covers([tile.kv for tile in step.tiles if tile.batch == batch], span)
+        for batch in batches
+        for span in brought
+    )
+
+
+def _covers(spans: Sequence[Span], whole: Span) -> bool:
+    reached = whole[0]
+    for start, stop in sorted(spans):
+        if start <= reached:
+            reached = max(reached, stop)
+    return reached >= whole[1]

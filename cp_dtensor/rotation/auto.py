@@ -1,0 +1,74 @@
+"""`rotate_method="auto"`: the rotation that the cost model finds fastest for a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor.division import CallShape
+from cp_dtensor.rotation import workspace as workspaces
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
+from cp_dtensor.rotation.base import Rotation, RotationMethod
+from cp_dtensor.rotation.cost import Hardware, predicted_seconds
+from cp_dtensor.rotation.links import link_speed
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
+
+# Attention in bfloat16, forward, and device memory, by the major compute capability.
+_FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
+_MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
+
+
+@dataclass(frozen=True)
+class Auto(RotationMethod):
+    """Symmetric memory where the ranks share it, otherwise all-gather or all-to-all, by predicted time.
+
+    On CPUs all-gather: a cost model of a GPU says nothing there.
+    """
+
+    @property
+    def name(self) -> str:
+        return "auto"
+
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        if device.type != "cuda":
+            return AllGather()
+        shares_memory = workspaces.why_not(group, device) is None
+        return choose(shape, group.size(), hardware_of(group, device, shape), shares_memory)
+
+
+def hardware_of(group: dist.ProcessGroup, device: torch.device, shape: CallShape) -> Hardware:
+    """What the ranks of a group compute and communicate with. The first call for a group is a collective."""
+    return _hardware(device, shape.itemsize, link_speed(group, device))
+
+
+@lru_cache(maxsize=4096)
+def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> Rotation:
+    """The rotation of the least predicted time of forward and backward on the slowest rank."""
+    rotations: list[Rotation] = [AllGather(), AllToAll()]
+    if shares_memory:
+        rotations.insert(0, SymmetricMemory())
+    return min(rotations, key=lambda rotation: slowest_seconds(rotation, shape, world_size, hardware, backward=True))
+
+
+def slowest_seconds(
+    rotation: Rotation, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
+) -> float:
+    """Predicted time of forward (with `backward`: and backward) on the slowest rank."""
+    # The first and the last rank have the most and the least to receive; every rank asks about the same ones.
+    plans = [rotation.plan(shape, rank) for rank in {0, world_size // 2, world_size - 1}]
+    passes = (False, True) if backward else (False,)
+    return max(
+        sum(predicted_seconds(plan, shape, hardware, each, rotation.slows_compute) for each in passes) for plan in plans
+    )
+
+
+@lru_cache(maxsize=64)
+def _hardware(device: torch.device, itemsize: int, speed: float) -> Hardware:
+    properties = torch.cuda.get_device_properties(device)
+    generation = min(max(properties.major, min(_FLOPS)), max(_FLOPS))
+    flops = _FLOPS[generation] * (1.0 if itemsize <= 2 else 0.05)
+    return Hardware(flops, _MEMORY_SPEED[generation], properties.multi_processor_count, speed)

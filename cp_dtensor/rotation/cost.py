@@ -1,0 +1,121 @@
+"""A cost model of a call: the time that a plan takes, from operations, bytes and launches.
+
+It follows the plan step by step, with three clocks: the host launches, the GPU computes, the link transfers; a step
+starts when all of them have come to it, and the next transfer starts with it. Good for choosing between plans, not for
+more; `tools.bench` prints it beside what is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_dtensor.division import CallShape
+from cp_dtensor.layouts import Span
+from cp_dtensor.plan import Plan, Step, Transfer
+from cp_dtensor.schedule import Tile
+
+# Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward).
+_BLOCK = 128
+# Attention runs so much slower while transfers take multiprocessors from it.
+_TRANSFER_TAX = 0.15
+# Backward has five matrix products where forward has two.
+_BACKWARD_FLOPS = 2.5
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a GPU and its links can do. Seconds, bytes, floating-point operations."""
+
+    flops: float
+    """Of a large attention call, per second."""
+    memory_speed: float
+    """Bytes read or written per second."""
+    multiprocessors: int
+    link_speed: float
+    """Bytes per second into a rank, all ranks together sending and receiving."""
+    link_latency: float = 20e-6
+    launch: float = 60e-6
+    """Host time of a tile in forward, all that belongs to it included."""
+
+
+def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
+    """Time of forward, or of backward, on the plan's rank, if the other ranks are in step.
+
+    Args:
+        plan: as the rotation made it.
+        shape: what it was made for.
+        hardware: of every rank.
+        backward: which pass.
+        slows_compute: whether transfers take multiprocessors (see `Rotation.slows_compute`).
+    """
+    steps = plan.backward if backward else plan.forward
+    arrivals = [step.transfer for step in steps if step.transfer is not None]
+    host = gpu = 0.0
+    link = _transfer_seconds(arrivals[0], plan, shape, hardware) if arrivals else 0.0
+    sending = 0.0
+    for step in steps:
+        launch = hardware.launch * (1.7 if backward else 1.0)
+        host += launch * (1 + len(step.tiles))
+        start = max(host, gpu)
+        busy_until = link
+        if step.transfer is not None:
+            start = max(start, link)
+            arrivals.pop(0)
+            if arrivals:
+                link = busy_until = start + _transfer_seconds(arrivals[0], plan, shape, hardware)
+        compute = _compute_seconds(step, plan, shape, hardware, backward)
+        if slows_compute:
+            compute += _TRANSFER_TAX * min(compute, max(busy_until - start, 0.0))
+        gpu = start + compute
+        if backward and step.transfer is not None:
+            sending = max(sending, gpu) + _transfer_seconds(step.transfer, plan, shape, hardware)
+    return max(gpu, sending)
+
+
+def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardware, backward: bool) -> float:
+    heads = (step.heads[1] - step.heads[0]) * shape.q_heads // shape.kv_heads
+    seconds = sum(_tile_seconds(tile, heads, shape, hardware, backward) for tile in step.tiles)
+    if step.transfer is None:
+        return seconds
+    # What a step computes is added to what is there: read, and both read and written in float32 or narrower.
+    rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
+    per_element = shape.itemsize + (2 * shape.itemsize if step.is_last else 8)
+    moved = rows * heads * shape.v_head_dim * per_element
+    if backward:
+        moved += 4 * _transfer_rows(step.transfer, plan) * _row_bytes(step.heads, shape)
+    return seconds + moved / hardware.memory_speed
+
+
+def _tile_seconds(tile: Tile, heads: int, shape: CallShape, hardware: Hardware, backward: bool) -> float:
+    rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
+    flops = 2.0 * batch * heads * rows * columns * (shape.head_dim + shape.v_head_dim)
+    flops *= (0.55 if not tile.mask.is_full else 1.0) * (_BACKWARD_FLOPS if backward else 1.0)
+    blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
+    waves = blocks / hardware.multiprocessors
+    idle = -(-blocks // hardware.multiprocessors) / waves if waves else 1.0
+    return flops / hardware.flops * idle
+
+
+def _transfer_seconds(transfer: Transfer, plan: Plan, shape: CallShape, hardware: Hardware) -> float:
+    moved = _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
+    return hardware.link_latency + moved / hardware.link_speed
+
+
+def _transfer_rows(transfer: Transfer, plan: Plan) -> int:
+    """Rows that come in, or that go out, whichever are more."""
+
+    def at(distance: int) -> range | list[int]:
+        return range(plan.world_size) if transfer.hop is None else [(plan.rank + distance) % plan.world_size]
+
+    hop = transfer.hop or 0
+    incoming = sum(plan.rows.lengths[source][part] for source in at(-hop) for part in plan.wanted[source])
+    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in at(hop) for part in plan.given[reader])
+    return max(incoming, outgoing)
+
+
+def _row_bytes(heads: Span, shape: CallShape) -> int:
+    return (heads[1] - heads[0]) * shape.head_bytes
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]

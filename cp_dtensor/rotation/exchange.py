@@ -1,0 +1,170 @@
+"""Moving rows by collectives of the process group: what all-gather and all-to-all rotation have in common.
+
+Both are all-to-all exchanges of just the rows that are wanted, straight between their places: all-gather has one with
+every other rank for each group of heads, all-to-all one with a single rank for each hop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch_private import label, start_all_to_all, uses_nccl
+from cp_dtensor.plan import Plan, Step, Transfer
+from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers
+from cp_dtensor.rotation.rows import pack_rows, row_width
+
+# The rows for (or from) one rank and part, None where there are none. `places[part][rank]`.
+Places = list[list[torch.Tensor | None]]
+
+
+class Exchange:
+    """Rows on their way between all ranks, each from and to its place.
+
+    `wait()` returns when they are there (on a GPU: for whatever is launched from then on).
+    """
+
+    def __init__(self, incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._keep = (incoming, outgoing)  # must live until the transfer is done
+        start = _in_place if uses_nccl(group, like.device) else _packed
+        self.wait = start(incoming, outgoing, like, group)
+
+
+def _in_place(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    """One launch without copies."""
+    nothing = like.new_empty(0)
+
+    def filled(places: Places) -> list[list[torch.Tensor]]:
+        return [[nothing if rows is None else rows for rows in by_rank] for by_rank in places]
+
+    return start_all_to_all(filled(incoming), filled(outgoing), group)
+
+
+def _packed(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    """One collective of contiguous buffers, for backends that have no other."""
+    width = like.size(-1)
+
+    def lengths(places: Places) -> list[int]:
+        return [sum(rows.size(0) for rows in by_part if rows is not None) for by_part in zip(*places, strict=True)]
+
+    sent = [rows for by_part in zip(*outgoing, strict=True) for rows in by_part if rows is not None]
+    sent_rows = torch.cat(sent) if sent else like.new_empty(0, width)
+    lengths_in, lengths_out = lengths(incoming), lengths(outgoing)
+    received = like.new_empty(sum(lengths_in), width)
+    work = dist.all_to_all_single(received, sent_rows, lengths_in, lengths_out, group=group, async_op=True)
+
+    def wait() -> None:
+        work.wait()
+        places = [rows for by_part in zip(*incoming, strict=True) for rows in by_part if rows is not None]
+        for rows, piece in zip(places, received.split([rows.size(0) for rows in places]), strict=True):
+            rows.copy_(piece)
+
+    return wait
+
+
+class ExchangedKv(KvTransfers):
+    """Keys and values by exchange; the next transfer starts when one is received."""
+
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], group: dist.ProcessGroup
+    ) -> None:
+        self._k, self._v, self._plan, self._group = k, v, plan, group
+        self._waiting = deque(step.transfer for step in steps if step.transfer is not None)
+        self._own: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._next = self._start()
+
+    def _start(self) -> tuple[Exchange, torch.Tensor] | None:
+        if not self._waiting:
+            return None
+        transfer, plan = self._waiting.popleft(), self._plan
+        with label("send K/V"):
+            if self._own is None or self._own[0] != transfer.heads:
+                self._own = (transfer.heads, pack_rows(self._k, self._v, transfer.heads))
+            own = self._own[1]
+            rows = own.new_empty(buffer_rows(transfer, plan), own.size(1))
+            incoming = remote_places(rows, transfer, plan, plan.wanted)
+            outgoing = own_places(own, transfer, plan)
+            return Exchange(incoming, outgoing, own, self._group), rows
+
+    def receive(self) -> torch.Tensor:
+        assert self._next is not None
+        exchange, rows = self._next
+        exchange.wait()
+        self._next = self._start()
+        return rows
+
+
+class ExchangedGrads(GradTransfers):
+    """Gradients of keys and values straight home, by exchange."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> None:
+        self._k, self._v, self._plan, self._group = k, v, plan, group
+        self._waiting = deque(step.transfer for step in plan.backward if step.transfer is not None)
+        self._buffer = k.new_empty(0)
+        self._in_flight: deque[tuple[Exchange, list[Contribution]]] = deque()
+
+    def buffer(self) -> torch.Tensor:
+        transfer = self._waiting[0]
+        width = row_width(self._k, self._v, transfer.heads)
+        self._buffer = self._k.new_empty(buffer_rows(transfer, self._plan), width)
+        return self._buffer
+
+    def send(self) -> None:
+        transfer, plan = self._waiting.popleft(), self._plan
+        with label("send dK/dV"):
+            incoming: Places = [[None] * plan.world_size for _ in plan.rows.lengths[plan.rank]]
+            contributions = []
+            for part in range(len(incoming)):
+                ranks = [reader for reader in _readers(transfer, plan) if part in plan.given[reader]]
+                rows = plan.rows.local_span(plan.rank, part)
+                if ranks and rows[0] < rows[1]:
+                    stack = self._buffer.new_empty(len(ranks), rows[1] - rows[0], self._buffer.size(1))
+                    for rank, place in zip(ranks, stack.unbind(), strict=True):
+                        incoming[part][rank] = place
+                    contributions.append(Contribution(rows, stack))
+            outgoing = remote_places(self._buffer, transfer, plan, plan.wanted)
+            exchange = Exchange(incoming, outgoing, self._buffer, self._group)
+        self._in_flight.append((exchange, contributions))
+        self._buffer = self._k.new_empty(0)
+
+    def receive(self) -> Sequence[Contribution]:
+        exchange, contributions = self._in_flight.popleft()
+        exchange.wait()
+        return contributions
+
+
+def buffer_rows(transfer: Transfer, plan: Plan) -> int:
+    """Rows of the buffer that a transfer fills."""
+    if transfer.hop is None:
+        return plan.rows.total
+    return sum(plan.rows.lengths[(plan.rank - transfer.hop) % plan.world_size])
+
+
+def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan, parts: Sequence[Sequence[int]]) -> Places:
+    """Where in a transfer's buffer the wanted rows of each other rank lie: `parts[rank]` of it."""
+    ranks = range(plan.world_size) if transfer.hop is None else [(plan.rank - transfer.hop) % plan.world_size]
+    span = plan.rows.span if transfer.hop is None else plan.rows.local_span
+    places: Places = [[None] * plan.world_size for _ in plan.rows.lengths[plan.rank]]
+    for rank in ranks:
+        for part in parts[rank]:
+            start, stop = span(rank, part)
+            places[part][rank] = rows[start:stop] if start < stop else None
+    return places
+
+
+def own_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
+    """Which of this rank's rows go to each other rank."""
+    places: Places = [[None] * plan.world_size for _ in plan.rows.lengths[plan.rank]]
+    for rank in _readers(transfer, plan):
+        for part in plan.given[rank]:
+            start, stop = plan.rows.local_span(plan.rank, part)
+            places[part][rank] = rows[start:stop] if start < stop else None
+    return places
+
+
+def _readers(transfer: Transfer, plan: Plan) -> Sequence[int]:
+    """The ranks that a transfer takes this rank's rows to."""
+    return range(plan.world_size) if transfer.hop is None else [(plan.rank + transfer.hop) % plan.world_size]

@@ -1,0 +1,189 @@
+"""The symm_mem rotation: all-gather by the copy engines, over memory that the ranks of a node share.
+
+Each rank publishes its rows of K/V in symmetric memory; the others pull what they want, stage by stage, on a stream of
+their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits, so the
+attention that runs meanwhile has all of them.
+
+Order, for each pair of ranks and both kinds of rows (see `workspace.Flag`):
+
+    owner:   wait TAKEN; write the rows; raise READY at the reader
+    reader:  wait READY; pull;           raise TAKEN at the owner
+
+Owners write on the current stream, readers pull on a stream of the workspace. In the order in which ranks submit them,
+no wait needs anything that is submitted after it on any rank, so streams that share a queue cannot lock up.
+
+Memory: as all-gather; besides, in symmetric memory, this rank's K/V and one stage of gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch_private import label
+from cp_dtensor.division import CallShape
+from cp_dtensor.plan import Plan, Step, gathered_plan
+from cp_dtensor.rotation import workspace as workspaces
+from cp_dtensor.rotation.allgather import DEFAULT_STAGING, AllGather, Staging
+from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers, Rotation
+from cp_dtensor.rotation.device_streams import copy_bytes
+from cp_dtensor.rotation.rows import pack_stages, row_width
+from cp_dtensor.rotation.workspace import Flag, Workspace
+
+
+@dataclass(frozen=True)
+class SymmetricMemory(Rotation):
+    """All-gather by copy engines where the ranks can share memory; all-gather by NCCL elsewhere."""
+
+    staging: Staging = DEFAULT_STAGING
+
+    @property
+    def name(self) -> str:
+        return "symm_mem"
+
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        return self if workspaces.why_not(group, device) is None else AllGather(self.staging)
+
+    @property
+    def slows_compute(self) -> bool:
+        return False
+
+    def plan(self, shape: CallShape, rank: int) -> Plan:
+        return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
+
+    def start_kv(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+    ) -> KvTransfers:
+        steps = plan.backward if backward else plan.forward
+        return _PulledKv(k, v, plan, steps, _workspace(k, v, plan, backward, group))
+
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+        return _PulledGrads(k, v, plan, _workspace(k, v, plan, True, group))
+
+
+def _workspace(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup) -> Workspace:
+    longest = max(map(sum, plan.rows.lengths))
+    kv_bytes = longest * row_width(k, v, (0, k.size(1))) * k.itemsize
+    widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
+    grad_bytes = plan.rows.total * widest * k.itemsize if backward else 0
+    return workspaces.workspace(group, k.device, kv_bytes, grad_bytes)
+
+
+class _PulledKv(KvTransfers):
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], workspace: Workspace
+    ) -> None:
+        self._like, self._plan, self._workspace = k, plan, workspace
+        self._stream = torch.cuda.current_stream(k.device)
+        stages = [step.heads for step in steps if step.transfer is not None]
+        # Every rank's stages stand where they would stand for the longest shard.
+        self._pitch = max(map(sum, plan.rows.lengths))
+        self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
+        self._next_stage = 0
+        with label("publish K/V"):
+            self._publish(k, v, stages)
+        # The first copies are submitted after the local tile, which should not wait for the host to do that.
+        self._room = self._room_for_next()
+        self._is_pulled = False
+
+    def _publish(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
+        workspace, stream = self._workspace, self._stream.cuda_stream
+        readers = _peers(self._plan, self._plan.given)
+        if readers:
+            workspace.wait(Flag.KV_TAKEN, readers).submit(stream)
+            pack_stages(k, v, stages, workspace.kv().view(k.dtype), self._pitch)
+            workspace.tell(Flag.KV_READY, readers).submit(stream)
+
+    def _room_for_next(self) -> torch.Tensor | None:
+        """Memory for the next stage; the event says when nobody uses it for something else any more."""
+        if self._next_stage == len(self._widths):
+            return None
+        rows = self._like.new_empty(self._plan.rows.total, self._widths[self._next_stage] // self._like.itemsize)
+        self._workspace.memory_is_free.record(self._stream)
+        return rows
+
+    def _pull(self, rows: torch.Tensor) -> None:
+        workspace, width = self._workspace, self._widths[self._next_stage]
+        stage_start = self._pitch * sum(self._widths[: self._next_stage])
+        sources = _peers(self._plan, self._plan.wanted)
+        with label("pull K/V"):
+            workspace.kv_stream.wait_event(workspace.memory_is_free)
+            stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
+            if self._next_stage == 0:
+                workspace.wait(Flag.KV_READY, sources).submit(stream)
+            for peer, row, peer_row, count in self._plan.pulls:
+                published = workspace.kv_address(peer) + stage_start
+                copy_bytes(stream, target + row * width, published + peer_row * width, count * width)
+            self._next_stage += 1
+            if self._next_stage == len(self._widths):
+                workspace.tell(Flag.KV_TAKEN, sources).submit(stream)
+            workspace.kv_arrived.record(workspace.kv_stream)
+
+    def receive(self) -> torch.Tensor:
+        rows = self._room
+        assert rows is not None
+        if not self._is_pulled:
+            self._pull(rows)
+        self._stream.wait_event(self._workspace.kv_arrived)
+        self._room = self._room_for_next()
+        if self._room is not None:
+            self._pull(self._room)
+            self._is_pulled = True
+        return rows
+
+
+class _PulledGrads(GradTransfers):
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
+        self._k, self._v, self._plan, self._workspace = k, v, plan, workspace
+        self._stream = torch.cuda.current_stream(k.device)
+        self._stages = deque(step.heads for step in plan.backward if step.transfer is not None)
+        self._in_flight: deque[tuple[list[Contribution], torch.cuda.Event]] = deque()
+
+    def buffer(self) -> torch.Tensor:
+        plan, workspace = self._plan, self._workspace
+        workspace.wait(Flag.GRAD_TAKEN, _peers(plan, plan.wanted)).submit(self._stream.cuda_stream)
+        width = row_width(self._k, self._v, self._stages[0])
+        count = plan.rows.total * width * self._k.itemsize
+        return workspace.grads()[:count].view(self._k.dtype).view(-1, width)
+
+    def send(self) -> None:
+        plan, workspace = self._plan, self._workspace
+        columns = row_width(self._k, self._v, self._stages.popleft())
+        width = columns * self._k.itemsize
+        owners, sources = _peers(plan, plan.wanted), _peers(plan, plan.given)
+        workspace.tell(Flag.GRAD_READY, owners).submit(self._stream.cuda_stream)
+        copies, contributions = [], []
+        for part, length in enumerate(plan.rows.lengths[plan.rank]):
+            ranks = [source for source in sources if part in plan.given[source]]
+            if ranks and length:
+                stack = self._k.new_empty(len(ranks), length, columns)
+                contributions.append(Contribution(plan.rows.local_span(plan.rank, part), stack))
+                count, start = length * width, plan.rows.starts[plan.rank][part] * width
+                target = stack.data_ptr()
+                copies += [(target + index * count, rank, start, count) for index, rank in enumerate(ranks)]
+        workspace.memory_is_free.record(self._stream)
+        with label("pull dK/dV"):
+            workspace.grad_stream.wait_event(workspace.memory_is_free)
+            stream = workspace.grad_stream.cuda_stream
+            workspace.wait(Flag.GRAD_READY, sources).submit(stream)
+            for target, source, start, count in copies:
+                copy_bytes(stream, target, workspace.grads_address(source) + start, count)
+            workspace.tell(Flag.GRAD_TAKEN, sources).submit(stream)
+            # Before this stage is received the one before it is, so two events in turns are enough.
+            arrived = workspace.grads_arrived[len(self._stages) % 2]
+            arrived.record(workspace.grad_stream)
+        self._in_flight.append((contributions, arrived))
+
+    def receive(self) -> Sequence[Contribution]:
+        contributions, arrived = self._in_flight.popleft()
+        self._stream.wait_event(arrived)
+        return contributions
+
+
+def _peers(plan: Plan, parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks with any parts."""
+    return tuple(rank for rank in range(plan.world_size) if parts[rank])

@@ -1,0 +1,222 @@
+"""Symmetric memory of a process group: where ranks publish rows for one another, and the flags that order its reuse.
+
+    | flags | rows of K/V | gradients of rows |
+
+One workspace per group serves all its calls, in all layers, forward and backward; it grows when a call needs more.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from dataclasses import dataclass, field
+from enum import IntEnum
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch_private import SymmetricBuffer, symmetric_buffer, uses_nccl
+from cp_dtensor.rotation import device_streams
+from cp_dtensor.rotation.device_streams import FlagOperations, await_flags, raise_flags
+
+_log = logging.getLogger("cp_dtensor")
+_FLAG_BYTES = 64 * 1024
+_GRANULE = 2 << 20  # what CUDA maps at a time
+
+
+class Flag(IntEnum):
+    """What a flag says of the rank that raised it, to the rank in whose memory it lies."""
+
+    KV_READY = 0
+    KV_TAKEN = 1
+    GRAD_READY = 2
+    GRAD_TAKEN = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """Symmetric memory of one group. Addresses are those of this device."""
+
+    rank: int
+    world_size: int
+    buffer: SymmetricBuffer
+    addresses: tuple[int, ...]
+    kv_bytes: int
+    grad_bytes: int
+    kv_stream: torch.cuda.Stream
+    grad_stream: torch.cuda.Stream
+    # Each is waited for before it is recorded again.
+    memory_is_free: torch.cuda.Event
+    kv_arrived: torch.cuda.Event
+    grads_arrived: tuple[torch.cuda.Event, torch.cuda.Event]
+    _made: dict[tuple[Flag, tuple[int, ...], bool], FlagOperations] = field(default_factory=dict)
+
+    def wait(self, flag: Flag, peers: tuple[int, ...]) -> FlagOperations:
+        """Waits until all `peers` have raised a flag for this rank."""
+        return self._operations(flag, peers, True)
+
+    def tell(self, flag: Flag, peers: tuple[int, ...]) -> FlagOperations:
+        """Raises this rank's flag for all `peers`."""
+        return self._operations(flag, peers, False)
+
+    def _operations(self, flag: Flag, peers: tuple[int, ...], waits: bool) -> FlagOperations:
+        key = (flag, peers, waits)
+        if key not in self._made:
+            if waits:
+                self._made[key] = await_flags([self._flag(self.rank, flag, peer) for peer in peers])
+            else:
+                self._made[key] = raise_flags([self._flag(peer, flag, self.rank) for peer in peers])
+        return self._made[key]
+
+    def _flag(self, holder: int, flag: Flag, raised_by: int) -> int:
+        """Address of a flag in `holder`'s memory."""
+        return self.addresses[holder] + 4 * (flag * self.world_size + raised_by)
+
+    def kv(self) -> torch.Tensor:
+        """The bytes in which this rank publishes rows of K/V."""
+        return self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
+
+    def grads(self) -> torch.Tensor:
+        """The bytes in which this rank publishes its contributions to everybody's gradients."""
+        start = _FLAG_BYTES + self.kv_bytes
+        return self.buffer.bytes_of[self.rank][start : start + self.grad_bytes]
+
+    def kv_address(self, rank: int) -> int:
+        """Where `rank` publishes rows of K/V."""
+        return self.addresses[rank] + _FLAG_BYTES
+
+    def grads_address(self, rank: int) -> int:
+        """Where `rank` publishes contributions to gradients."""
+        return self.addresses[rank] + _FLAG_BYTES + self.kv_bytes
+
+
+class _Workspaces:
+    """The workspaces of the process. They cannot be values: mapping memory is a collective and takes a second."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unavailable: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+        self._checked: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+        self._current: WeakKeyDictionary[dist.ProcessGroup, Workspace] = WeakKeyDictionary()
+        self._in_graphs: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
+
+    def why_not(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
+        with self._lock:
+            if group not in self._checked:
+                reason = _why_not(group, device)
+                self._checked[group] = reason is None
+                if reason is not None:
+                    self._unavailable[group] = reason
+                    _log.warning("symmetric memory is not available (%s): using the all-gather rotation", reason)
+            return self._unavailable.get(group)
+
+    def get(self, group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
+        capturing = torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            held = self._current.get(group)
+            if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
+                if capturing:
+                    raise RuntimeError(
+                        "the symm_mem rotation has to map memory, which a CUDA graph cannot capture: run one forward "
+                        "and backward of this size before capturing"
+                    )
+                if held is not None:
+                    kv_bytes, grad_bytes = max(kv_bytes, held.kv_bytes), max(grad_bytes, held.grad_bytes)
+                    # Peers may be reading the old memory until all have come here.
+                    torch.cuda.synchronize(device)
+                    dist.barrier(group)
+                    torch.cuda.synchronize(device)
+                    del self._current[group], held
+                held = self._current[group] = _map(group, device, _round_up(kv_bytes), _round_up(grad_bytes))
+            if capturing and held not in self._in_graphs.setdefault(group, []):
+                self._in_graphs[group].append(held)  # a replay uses these very addresses, whatever has grown since
+            return held
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        with self._lock:
+            held = [*self._current.values(), *(one for several in self._in_graphs.values() for one in several)]
+            own = {id(one): one.buffer.bytes_of[one.rank] for one in held}
+            return sum(memory.numel() for memory in own.values() if memory.device == device)
+
+
+_workspaces = _Workspaces()
+
+
+def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of a group cannot share memory, None if they can. The first call for a group is a collective."""
+    return _workspaces.why_not(group, device)
+
+
+def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
+    """The workspace of a group, with at least so many bytes. Mapping a larger one is a collective, alike on all ranks.
+
+    Raises:
+        RuntimeError: memory has to be mapped while a CUDA graph is captured.
+    """
+    return _workspaces.get(group, device, kv_bytes, grad_bytes)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of symmetric memory that are held on a device; torch's allocator does not count them."""
+    return _workspaces.allocated_bytes(device)
+
+
+def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
+    buffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
+    made = Workspace(
+        rank=group.rank(),
+        world_size=group.size(),
+        buffer=buffer,
+        addresses=tuple(memory.data_ptr() for memory in buffer.bytes_of),
+        kv_bytes=kv_bytes,
+        grad_bytes=grad_bytes,
+        kv_stream=torch.cuda.Stream(device),
+        grad_stream=torch.cuda.Stream(device),
+        memory_is_free=torch.cuda.Event(),
+        kv_arrived=torch.cuda.Event(),
+        grads_arrived=(torch.cuda.Event(), torch.cuda.Event()),
+    )
+    # At first everything counts as taken: there is nothing to wait for before the first use.
+    words = made.buffer.bytes_of[made.rank][:_FLAG_BYTES].view(torch.int32)
+    for flag in (Flag.KV_TAKEN, Flag.GRAD_TAKEN):
+        words[flag * made.world_size : (flag + 1) * made.world_size] = 1
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    torch.cuda.synchronize(device)
+    return made
+
+
+def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Found out together, so that every rank comes to the same answer."""
+    local = None
+    if device.type != "cuda":
+        return f"it needs CUDA devices, the tensors are on {device.type}"
+    if not uses_nccl(group, device):
+        return "it needs a process group with an NCCL backend"
+    if not device_streams.is_available():
+        local = "the CUDA driver has no stream memory operations"
+    here = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), local)
+    everyone: list[tuple[str, str, str | None]] = [here] * group.size()
+    dist.all_gather_object(everyone, here, group=group)
+    hosts, devices, reasons = zip(*everyone, strict=True)
+    if len(set(hosts)) > 1:
+        return f"the ranks are on {len(set(hosts))} hosts"
+    if len(set(devices)) < group.size():
+        return "some ranks share a device"
+    return next((reason for reason in reasons if reason is not None), None) or _unreachable_peer(device, group)
+
+
+def _unreachable_peer(device: torch.device, group: dist.ProcessGroup) -> str | None:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    visible = range(torch.cuda.device_count())
+    unreachable = [peer for peer in visible if peer != index and not torch.cuda.can_device_access_peer(index, peer)]
+    mine = f"device {index} cannot access device {unreachable[0]}" if unreachable else None
+    everyone: list[str | None] = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return next((reason for reason in everyone if reason is not None), None)
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _GRANULE) * _GRANULE

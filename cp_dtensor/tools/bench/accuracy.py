@@ -1,0 +1,134 @@
+"""Errors against a float64 reference of the whole sequence, one head and a block of query rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from cp_dtensor.tools.bench.cases import Case
+from cp_dtensor.tools.bench.inputs import Select, Source
+from cp_dtensor.tools.bench.ranks import Ranks
+
+K = TypeVar("K", bound=Hashable)
+NAMES = ("out", "dq", "dk", "dv")
+_BLOCK_ELEMENTS = 2**25
+"""Logits at a time, 8 bytes each; about six such arrays exist at once."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a contestant computed on this rank."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """(B, heads, S, D) of the first of `NAMES`."""
+    select: Select
+    """Which tokens these are."""
+
+
+def relative_errors(
+    case: Case, source: Source, outcomes: Mapping[K, Outcome], ranks: Ranks
+) -> dict[K, dict[str, float]]:
+    """Relative Frobenius errors of the whole tensors, by name; every rank must call it.
+
+    Args:
+        case: the problem.
+        source: of its inputs.
+        outcomes: this rank's parts. Keys differ between ranks where a contestant runs on some of them only.
+        ranks: all of them.
+
+    Returns:
+        the errors of every key that any rank has.
+
+    Raises:
+        Failed: on every rank, such as for want of memory.
+    """
+    totals: dict[K, dict[str, float]] = {}
+    everyone = ranks.together(lambda: _squares(case, source, outcomes))
+    _, truth_squares = everyone[0]  # the whole truth, alike on every rank
+    for of_rank, _ in everyone:
+        for (key, name), value in of_rank.items():
+            errors = totals.setdefault(key, {})
+            errors[name] = errors.get(name, 0.0) + value
+    return {
+        key: {name: (value / truth_squares[name]) ** 0.5 for name, value in errors.items()}
+        for key, errors in totals.items()
+    }
+
+
+def _squares(
+    case: Case, source: Source, outcomes: Mapping[K, Outcome]
+) -> tuple[dict[tuple[K, str], float], dict[str, float]]:
+    """Sums of squares: of this rank's differences by outcome and name, and of the whole truth by name."""
+    differences: dict[tuple[K, str], float] = {}
+    truths = dict.fromkeys(NAMES, 0.0)
+    for name, head, truth in _reference_heads(case, source):
+        truths[name] += truth.square().sum().item()
+        index = NAMES.index(name)
+        for key, outcome in outcomes.items():
+            if index < len(outcome.tensors):
+                difference = outcome.tensors[index][:, head].double() - outcome.select(truth)
+                differences[key, name] = differences.get((key, name), 0.0) + difference.square().sum().item()
+    return differences, truths
+
+
+def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """(name, head, (B, S, D) float64) of all heads of out, dq, dk and dv."""
+    group = case.heads.q // case.heads.kv
+    for kv_head in range(case.heads.kv):
+        k, v = (source.head(case, name, kv_head).double() for name in ("k", "v"))
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            q, grad_out = (source.head(case, name, head).double() for name in ("q", "grad_out"))
+            out, dq = reference_head(q, k, v, grad_out, dk, dv, causal=case.causal)
+            yield "out", head, out
+            yield "dq", head, dq
+        yield "dk", kv_head, dk
+        yield "dv", kv_head, dv
+
+
+def reference_head(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_out: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    *,
+    causal: bool,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one head, written out, and its gradients; everything (B, S, D) in one dtype.
+
+    Args:
+        q, k, v, grad_out: of the whole sequence.
+        dk, dv: to which this head's share is added.
+        causal: whether query i sees keys j <= i only.
+        block_elements: how many logits exist at a time.
+
+    Returns:
+        out and dq.
+    """
+    batch, seq_len, head_dim = q.shape
+    scale = head_dim**-0.5
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    rows = max(block_elements // (batch * seq_len), 1)
+    for start in range(0, seq_len, rows):
+        stop = min(start + rows, seq_len)
+        seen = slice(0, stop if causal else seq_len)
+        logits = q[:, start:stop] @ k[:, seen].mT * scale
+        if causal:
+            ones = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device)
+            logits.masked_fill_(ones.triu(start + 1), -torch.inf)
+        weights = logits.softmax(-1)
+        block_grad = grad_out[:, start:stop]
+        block_out = weights @ v[:, seen]
+        delta = (block_grad * block_out).sum(-1, keepdim=True)
+        grad_logits = weights * (block_grad @ v[:, seen].mT - delta) * scale
+        out[:, start:stop] = block_out
+        dq[:, start:stop] = grad_logits @ k[:, seen]
+        dk[:, seen] += grad_logits.mT @ q[:, start:stop]
+        dv[:, seen] += weights.mT @ block_grad
+    return out, dq

@@ -1,0 +1,187 @@
+"""Who is measured: one GPU as the ideal, every rotation of this library, torch's own context parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_dtensor._torch_private import experimental_context_parallel_settings
+from cp_dtensor.division import CallShape, LayoutDivision
+from cp_dtensor.functional import ring_attention
+from cp_dtensor.masks import Mask
+from cp_dtensor.rotation import workspace
+from cp_dtensor.rotation.auto import hardware_of, slowest_seconds
+from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.tools.bench.cases import LAYOUTS, Case
+from cp_dtensor.tools.bench.rows import IDEAL, TORCH_PREFIX
+from cp_dtensor.tools.bench.work import Attention
+
+OURS_PREFIX = "ours-"
+GRAPH_SUFFIX = " graph"
+_TORCH_ROTATIONS = ("allgather", "alltoall")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Something that computes attention."""
+
+    name: str
+    attention: Callable[[Case, torch.device], AbstractContextManager[Attention]]
+    """What computes a case, usable while open; forward and backward both happen in there."""
+    refusal: Callable[[Case, int], str | None]
+    """Why a case on so many ranks is not even tried; None: it is."""
+    workspace_bytes: Callable[[torch.device], int]
+    """Memory that it keeps outside of torch's allocator."""
+    alone: bool = False
+    """Rank 0 computes the whole while the others wait."""
+    captured: bool = False
+    """Measured as a CUDA graph."""
+    contiguous: bool = False
+    """Gets inputs in (B, H, S, D) memory."""
+    may_expand_kv: bool = False
+    """Where it fails with shared K/V heads, it is given repeated ones."""
+    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
+    """What the library's cost model says of a case and pass, on the slowest rank."""
+
+
+def contestants_by_name(names: Sequence[str] | None, graph: bool) -> tuple[Contestant, ...]:
+    """The contestants of these names, all if None, in their order of appearance; with `graph`, ours also as graphs.
+
+    Raises:
+        ValueError: nobody is called so.
+    """
+    known = {contestant.name: contestant for contestant in _all_contestants()}
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"unknown contestant {unknown[0]!r}: expected some of {', '.join(known)}")
+    chosen = [contestant for name, contestant in known.items() if names is None or name in names]
+    result = []
+    for contestant in chosen:
+        result.append(contestant)
+        if graph and contestant.name.startswith(OURS_PREFIX):
+            result.append(dataclasses.replace(contestant, name=contestant.name + GRAPH_SUFFIX, captured=True))
+    return tuple(result)
+
+
+def _all_contestants() -> list[Contestant]:
+    ideal = Contestant(IDEAL, _one_device, _never, _no_workspace, alone=True, may_expand_kv=True)
+    ours = [
+        Contestant(
+            OURS_PREFIX + name, partial(_ours, name), _never, partial(_our_workspace, name),
+            predicted_ms=partial(_predicted_ms, name),
+        )
+        for name in METHODS
+    ]  # fmt: skip
+    # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
+    # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
+    theirs = [
+        Contestant(
+            TORCH_PREFIX + name, partial(_torchs, name), _torch_refusal, _no_workspace,
+            contiguous=True, may_expand_kv=True,
+        )
+        for name in _TORCH_ROTATIONS
+    ]  # fmt: skip
+    return [ideal, *ours, *theirs]
+
+
+@contextmanager
+def _one_device(case: Case, device: torch.device) -> Iterator[Attention]:
+    with _backend(case, device):
+        yield partial(_sdpa, case)
+
+
+@contextmanager
+def _ours(rotate_method: str, case: Case, device: torch.device) -> Iterator[Attention]:
+    group = dist.group.WORLD
+    assert group is not None
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = ring_attention(
+            q, k, v, mesh=group, is_causal=case.causal, enable_gqa=case.enable_gqa, layout=LAYOUTS[case.layout],
+            rotate_method=rotate_method, seq_len=case.seq_len,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    # Unless told, the library chooses by itself.
+    with nullcontext() if case.backend == "auto" else _backend(case, device):
+        yield attention
+
+
+@contextmanager
+def _torchs(rotate_method: str, case: Case, device: torch.device) -> Iterator[Attention]:
+    from torch.distributed.tensor.experimental import context_parallel  # takes a second, and only we need it
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # It wants a buffer to shard, from whose length it sees whether the load can be balanced.
+    buffer = torch.zeros(case.seq_len, device=device)
+    balanced = case.causal and case.layout == "HeadTail"
+    with _backend(case, device), experimental_context_parallel_settings(rotate_method, load_balance=balanced):
+        context = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
+        context.__enter__()
+        try:
+            yield partial(_sdpa, case)
+        finally:
+            # Told of an error, the context of some versions leaves SDPA patched.
+            context.__exit__(None, None, None)
+
+
+def _torch_refusal(case: Case, world_size: int) -> str | None:
+    if case.causal and case.layout not in ("HeadTail", "Contiguous"):
+        return f"torch has no layout like {case.layout}"
+    pieces = 2 * world_size if case.layout == "HeadTail" else world_size
+    if case.seq_len % pieces:
+        return f"the length is not a multiple of {pieces}"
+    return None
+
+
+def _sdpa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    # Looked up at each call: torch's context parallel replaces the attribute.
+    return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=q.size(1) != k.size(1))
+
+
+def _backend(case: Case, device: torch.device) -> AbstractContextManager[None]:
+    """Allows the case's backend; "auto" is cuDNN where there is one, since that is the fastest."""
+    if case.backend != "auto":
+        return sdpa_kernel(SDPBackend.__members__[case.backend])
+    half = case.dtype in ("bfloat16", "float16")
+    if device.type == "cuda" and half and torch.cuda.get_device_capability(device) >= (8, 0):
+        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    return nullcontext()
+
+
+def _never(case: Case, world_size: int) -> None:
+    return None
+
+
+def _no_workspace(device: torch.device) -> int:
+    return 0
+
+
+def _predicted_ms(rotate_method: str, case: Case, pass_name: str, device: torch.device) -> float | None:
+    group = dist.group.WORLD
+    assert group is not None
+    if device.type != "cuda":
+        return None
+    division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, group.size())
+    mask = Mask.CAUSAL if case.causal else Mask.FULL
+    itemsize = getattr(torch, case.dtype).itemsize
+    shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
+    rotation = METHODS[rotate_method].for_call(shape, group, device)
+    hardware = hardware_of(group, device, shape)
+    return 1e3 * slowest_seconds(rotation, shape, group.size(), hardware, backward=pass_name == "fwdbwd")
+
+
+def _our_workspace(rotate_method: str, device: torch.device) -> int:
+    """Symmetric memory, which torch's allocator does not count. It is kept from call to call, shared by all calls."""
+    if rotate_method in _TORCH_ROTATIONS:  # which never use it, though others may have left some
+        return 0
+    return workspace.allocated_bytes(device)

@@ -1,0 +1,72 @@
+"""Random inputs that every rank can draw by itself, head by head, so that nobody needs to hold the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.sharding import take_shard
+from cp_dtensor.tools.bench.cases import LAYOUTS, Case
+
+Select = Callable[[torch.Tensor], torch.Tensor]
+"""From all tokens of a head, (B, S, D), to those that somebody holds."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """(B, heads, S, D) each, views of (B, S, heads, D) memory as models have it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+
+    def contiguous(self) -> Inputs:
+        """The same numbers in (B, heads, S, D) memory."""
+        return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
+
+    def with_expanded_kv(self) -> Inputs:
+        """The same problem without GQA: each kv head repeated for the query heads that read it."""
+        group = self.q.size(1) // self.k.size(1)
+        k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
+        return Inputs(self.q, k, v, self.grad_out)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the numbers come from: alike on every rank of the same kind of device."""
+
+    seed: int
+    device: torch.device
+
+    def head(self, case: Case, name: str, head: int) -> torch.Tensor:
+        """All tokens of one head of "q", "k", "v" or "grad_out": (B, S, D), normal, rounded to the case's dtype."""
+        stream = ("q", "k", "v", "grad_out").index(name)
+        generator = torch.Generator(self.device).manual_seed((self.seed * 4 + stream) * 100_003 + head)
+        shape = (case.batch, case.seq_len, case.head_dim)
+        return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
+
+    def inputs(self, case: Case, select: Select) -> Inputs:
+        """The selected tokens of all heads."""
+        counts = {"q": case.heads.q, "k": case.heads.kv, "v": case.heads.kv, "grad_out": case.heads.q}
+        return Inputs(**{name: self._tensor(case, name, count, select) for name, count in counts.items()})
+
+    def _tensor(self, case: Case, name: str, heads: int, select: Select) -> torch.Tensor:
+        first = select(self.head(case, name, 0))
+        tensor = first.new_empty(case.batch, first.size(1), heads, case.head_dim)
+        tensor[:, :, 0] = first
+        for head in range(1, heads):
+            tensor[:, :, head] = select(self.head(case, name, head))
+        return tensor.transpose(1, 2)
+
+
+def everything(tokens: torch.Tensor) -> torch.Tensor:
+    """Selects all tokens."""
+    return tokens
+
+
+def shard_of(case: Case, rank: int, world_size: int) -> Select:
+    """Selects a rank's tokens, in the order of the case's layout."""
+    return lambda tokens: take_shard(tokens, 1, LAYOUTS[case.layout], rank, world_size)

@@ -1,0 +1,148 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cp_dtensor.tools.bench.cases import LAYOUTS, PASSES, Case, Heads, grid
+from cp_dtensor.tools.bench.contestants import Contestant, contestants_by_name
+from cp_dtensor.tools.bench.measure import Effort
+
+_DESCRIPTION = """\
+Measures context-parallel attention: every rotation of this library, torch's own context parallel, and one GPU as the
+ideal, on the same inputs in the same run.
+
+    torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --output docs/benchmarks/8xH200
+    torchrun --nproc-per-node 2 -m cp_dtensor.tools.bench --quick
+    torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --quick --seq-lens 32768 --trace traces
+"""
+_BACKENDS = ("auto", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# A minute at most, also on a CPU. What is given on the command line wins.
+_QUICK: dict[str, Any] = {
+    "seq_lens": [1024, 2048],
+    "heads": [Heads(8, 2)],
+    "head_dim": 64,
+    "repeats": 5,
+    "row_seconds": 1.0,
+    "check_up_to": 1024,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run and where to write."""
+
+    cases: tuple[Case, ...]
+    passes: tuple[str, ...]
+    contestants: tuple[Contestant, ...]
+    effort: Effort
+    check_up_to: int
+    """Longest sequence whose errors are computed."""
+    seed: int
+    one_thread: bool
+    """Whether backward runs on the calling thread (torch.autograd.set_multithreading_enabled(False))."""
+    use_gpu: bool
+    timeout_seconds: float
+    """Of collectives."""
+    output: Path | None
+    trace: Path | None
+    trace_case: Case
+    trace_contestant: Contestant
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    """Reads the command line; exits with a message where it does not fit."""
+    parser = _parser()
+    if parser.parse_known_args(arguments)[0].quick:
+        parser.set_defaults(**_QUICK)
+    given = parser.parse_args(arguments)
+    use_gpu = torch.cuda.is_available() if given.device == "auto" else given.device == "cuda"
+    if use_gpu and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    try:
+        contestants = contestants_by_name(given.contestants, given.graph)
+    except ValueError as error:
+        parser.error(str(error))
+    cases = grid(
+        given.seq_lens, given.heads, given.backend,
+        head_dim=given.head_dim, batch=given.batch, dtype=given.dtype, causal=given.causal, layout=given.layout,
+    )  # fmt: skip
+    sharing = [contestant for contestant in contestants if not contestant.alone]
+    by_name = {contestant.name: contestant for contestant in sharing}
+    if given.trace and given.trace_contestant not in (None, *by_name):
+        parser.error(f"--trace-contestant: expected one of {', '.join(by_name)}, got {given.trace_contestant!r}")
+    if given.trace and not sharing:
+        parser.error("--trace: of the chosen contestants none runs on all ranks")
+    return Options(
+        cases=cases,
+        passes=tuple(name for name in PASSES if name in given.passes),
+        contestants=contestants,
+        effort=Effort(given.repeats, given.row_seconds),
+        check_up_to=given.check_up_to,
+        seed=given.seed,
+        one_thread=given.one_thread,
+        use_gpu=use_gpu,
+        timeout_seconds=given.timeout,
+        output=given.output,
+        trace=given.trace,
+        trace_case=next((case for case in cases if case.seq_len == given.trace_seq_len), cases[0]),
+        trace_contestant=by_name.get(given.trace_contestant, sharing[0] if sharing else contestants[0]),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_dtensor.tools.bench",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    lengths = [2**n for n in (13, 15, 16, 17, 18)]
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--seq-lens", type=_positive, nargs="+", default=lengths, metavar="N", help="global lengths")
+    heads = [Heads(32, 8), Heads(32, 32), Heads(64, 8)]
+    what.add_argument("--heads", type=_heads, nargs="+", default=heads, metavar="Q:KV", help="such as 32:8 32:32")
+    what.add_argument("--head-dim", type=_positive, default=128)
+    what.add_argument("--batch", type=_positive, default=1)
+    what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    what.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    what.add_argument("--layout", choices=tuple(LAYOUTS), default="HeadTail", help="which rank owns which tokens")
+    what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
+    what.add_argument("--contestants", nargs="+", metavar="NAME", help="such as ideal ours-allgather; default: all")
+    what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
+    what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
+    what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
+    how = parser.add_argument_group("how")
+    how.add_argument("--quick", action="store_true", help="a small run; other options still count")
+    how.add_argument("--repeats", type=_positive, default=20, help="timed calls of a row")
+    how.add_argument("--row-seconds", type=float, default=3.0, help="rows slower than this are repeated less often")
+    how.add_argument("--check-up-to", type=int, default=16384, metavar="N", help="longest sequence to check for errors")
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    how.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="of a collective")
+    out = parser.add_argument_group("output")
+    out.add_argument("--output", type=Path, metavar="DIR", help="for bench.json, bench.md and bench.png")
+    out.add_argument("--trace", type=Path, metavar="DIR", help="for a Chrome trace of forward and backward per rank")
+    out.add_argument("--trace-contestant", metavar="NAME", help="default: the first that runs on all ranks")
+    out.add_argument("--trace-seq-len", type=int, metavar="N", help="one of --seq-lens; default: the shortest")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return value
+
+
+def _heads(text: str) -> Heads:
+    try:
+        return Heads.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

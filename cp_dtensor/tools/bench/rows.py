@@ -1,0 +1,155 @@
+"""Results as data: rows, what follows from them, and their JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_dtensor.tools.bench.cases import Case, Heads
+
+IDEAL = "ideal"
+TORCH_PREFIX = "torch-"
+MEASURED, REFUSED, ERROR = "measured", "refused", "error"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant at one case and pass."""
+
+    case: Case
+    pass_name: str
+    contestant: str
+    status: str
+    """`MEASURED`, `REFUSED` (it said that it cannot) or `ERROR`."""
+    message: str = ""
+    """Why it was not measured."""
+    note: str = ""
+    """What is different about this row."""
+    samples_ms: tuple[tuple[float, ...], ...] = ()
+    """Every timed call of every rank that took part."""
+    ranks: int = 1
+    """That the work is counted for: those that share it, and for `ideal` those that would."""
+    cpu_us: float | None = None
+    """Host time of a launch, median, slowest rank."""
+    extra_bytes: int | None = None
+    """Peak memory above inputs and grad_out, workspaces included, on the rank that needs most."""
+    predicted_ms: float | None = None
+    """What the cost model of `rotate_method="auto"` expects, of ours."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Relative Frobenius error of "out", "dq", "dk", "dv" over the whole tensors."""
+
+    @property
+    def is_ideal(self) -> bool:
+        """Whether this is one GPU's time for the whole, to be divided by the number of ranks."""
+        return self.contestant == IDEAL
+
+    @property
+    def slowest_ms(self) -> tuple[float, ...]:
+        """The samples of the rank with the largest median; for `ideal`, divided by the number of ranks."""
+        slowest = max(self.samples_ms, key=statistics.median)
+        return tuple(sample / self.ranks for sample in slowest) if self.is_ideal else slowest
+
+    @property
+    def median_ms(self) -> float:
+        """The slowest rank's median time of a call."""
+        return statistics.median(self.slowest_ms)
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """20th and 80th percentile of the slowest rank's times."""
+        return quantile(self.slowest_ms, 0.2), quantile(self.slowest_ms, 0.8)
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s per GPU."""
+        return self.case.flops(self.pass_name) / self.ranks / (self.median_ms * 1e-3) / 1e12
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of a run, and what they were measured on."""
+
+    environment: str
+    """Hardware and versions, Markdown."""
+    command: str
+    """What was run."""
+    world_size: int
+    rows: tuple[Row, ...]
+
+    def ideal_of(self, row: Row) -> Row | None:
+        """The measured `ideal` of a row's case and pass."""
+        return next((other for other in self._beside(row) if other.is_ideal), None)
+
+    def percent_of_ideal(self, row: Row) -> float | None:
+        """`ideal`'s time as a percentage of the row's; over 100 is faster."""
+        ideal = self.ideal_of(row)
+        return None if ideal is None or row.status != MEASURED else 100 * ideal.median_ms / row.median_ms
+
+    def times_torch(self, row: Row) -> float | None:
+        """How many times faster than torch's faster context parallel."""
+        torch_ms = [other.median_ms for other in self._beside(row) if other.contestant.startswith(TORCH_PREFIX)]
+        return min(torch_ms) / row.median_ms if torch_ms and row.status == MEASURED else None
+
+    def error_ratios(self, row: Row) -> dict[str, float]:
+        """The row's errors over those of `ideal`."""
+        ideal = self.ideal_of(row)
+        known = {} if ideal is None else ideal.errors
+        return {name: error / known[name] for name, error in row.errors.items() if known.get(name)}
+
+    def to_json(self) -> str:
+        """Everything, with the derived numbers beside the raw ones."""
+        rows = [{**dataclasses.asdict(row), **self._derived(row)} for row in self.rows]
+        return json.dumps({**{name: getattr(self, name) for name in _HEADER}, "rows": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        return cls(**{name: data[name] for name in _HEADER}, rows=tuple(map(_row_of, data["rows"])))
+
+    def _beside(self, row: Row) -> list[Row]:
+        return [
+            other
+            for other in self.rows
+            if (other.case, other.pass_name, other.status) == (row.case, row.pass_name, MEASURED)
+        ]
+
+    def _derived(self, row: Row) -> dict[str, Any]:
+        if row.status != MEASURED:
+            return {}
+        return {
+            "median_ms": row.median_ms,
+            "spread_ms": row.spread_ms,
+            "tflops": row.tflops,
+            "percent_of_ideal": self.percent_of_ideal(row),
+            "times_torch": self.times_torch(row),
+            "error_ratios": self.error_ratios(row),
+        }
+
+
+_HEADER = ("environment", "command", "world_size")
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """The value below which a fraction of the values lie, interpolated linearly.
+
+    >>> [quantile([4.0, 1.0, 2.0, 3.0], fraction) for fraction in (0, 0.5, 0.9, 1)]
+    [1.0, 2.5, 3.7, 4.0]
+    """
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def _row_of(data: dict[str, Any]) -> Row:
+    known = {each.name: data[each.name] for each in dataclasses.fields(Row)}
+    case = data["case"]
+    known["case"] = Case(**{**case, "heads": Heads(**case["heads"])})
+    known["samples_ms"] = tuple(map(tuple, data["samples_ms"]))
+    return Row(**known)

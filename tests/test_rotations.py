@@ -1,0 +1,176 @@
+"""Rotations that are cut into stages, that fall back, and that move rows without copies: all equal one device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import kinds, recorded_collectives
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import Problem, shard
+from ranks import run_ranks
+from ring_checks import Tensors, attend, check_against_reference
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
+from cp_dtensor.rotation import exchange
+from cp_dtensor.rotation.allgather import AllGather, Staging
+from cp_dtensor.rotation.alltoall import AllToAll
+from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
+
+LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
+BY_HEAD = Staging(stage_bytes=1, grad_stage_bytes=1, grad_local_bytes=1)
+STAGINGS = {
+    "by head": BY_HEAD,
+    "forward in one": Staging(grad_stage_bytes=1, grad_local_bytes=1),
+    "backward in one": Staging(stage_bytes=1),
+    "own shard in one": Staging(stage_bytes=1, grad_stage_bytes=1),
+}
+
+
+def check_staged(staging: Staging, problem: Problem, world_size: int, layout: Layout, seed: int = 0) -> None:
+    with mock.patch.dict(METHODS, allgather=AllGather(staging)):
+        check_against_reference(problem, world_size, layout, seed, rotate_method="allgather")
+
+
+@pytest.mark.parametrize("staging", STAGINGS.values(), ids=STAGINGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_stages_of_heads_equal_one_device(is_causal: bool, layout: Layout, staging: Staging) -> None:
+    """With GQA, whose query heads follow their key heads, and five of those, which no number of stages divides."""
+    problem = Problem(37, 37, batch=3, q_heads=10, kv_heads=5, is_causal=is_causal)
+    check_staged(staging, problem, 4, layout)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> None:
+    kv_heads, q_len = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 30))
+    problem = Problem(
+        q_len=q_len,
+        kv_len=data.draw(st.one_of(st.just(q_len), st.integers(0, 30))),
+        batch=data.draw(st.integers(1, 3)),
+        q_heads=kv_heads * data.draw(st.integers(1, 2)),
+        kv_heads=kv_heads,
+        head_dim=2,
+        is_causal=data.draw(st.booleans()),
+    )
+    total = max(1, problem.kv_len * problem.batch * kv_heads * 2 * 2 * 8)  # bytes of all ranks' K/V
+    limits = st.builds(lambda count: -(-total // count), st.integers(1, 6))
+    staging = data.draw(st.builds(Staging, limits, limits, limits))
+    check_staged(staging, problem, data.draw(st.integers(1, 5)), data.draw(st.sampled_from(LAYOUTS)))
+
+
+def test_stages_are_as_many_as_their_limit_says() -> None:
+    """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
+    problem = Problem(24, 24, q_heads=4, kv_heads=4)
+    for stage_bytes, stages in ((4 * 3072, 1), (4 * 3072 - 1, 2), (2 * 3072, 2), (3072, 4), (1, 4)):
+        with mock.patch.dict(METHODS, allgather=AllGather(Staging(stage_bytes))), recorded_collectives() as collectives:
+            run_ranks(2, forward, problem, "allgather")
+        assert kinds(collectives) == ["AllToAllBase"] * stages
+
+
+def forward(rank: int, problem: Problem, rotate_method: str) -> torch.Tensor:
+    q, k, v, _ = (shard(tensor, HeadTail(), rank, 2) for tensor in problem.draw(seed=0))
+    return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=problem.q_len, rotate_method=rotate_method)
+
+
+def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
+    """In bfloat16, by head as at once: the same contributions, added in float32 in the same order."""
+    problem = Problem(64, 64, q_heads=4, kv_heads=4, head_dim=16, is_causal=True, dtype=torch.bfloat16)
+
+    def results(staging: Staging) -> list[Tensors]:
+        with mock.patch.dict(METHODS, allgather=AllGather(staging)):
+            options = {"rotate_method": "allgather"}
+            return run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), options)
+
+    for at_once, by_head in zip(results(Staging()), results(BY_HEAD), strict=True):
+        assert all(map(torch.equal, at_once, by_head))
+
+
+def all_to_all_in_place(
+    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
+    works = [
+        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
+        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
+    ]
+    return lambda: [work.wait() for work in works]
+
+
+@pytest.mark.parametrize(
+    "method", [AllGather(BY_HEAD), AllGather(), AllToAll()], ids=["by head", "allgather", "alltoall"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_rows_that_travel_straight_between_their_places(
+    is_causal: bool, layout: Layout, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where nothing is packed."""
+    monkeypatch.setattr(exchange, "uses_nccl", lambda group, device: True)
+    monkeypatch.setattr(exchange, "start_all_to_all", all_to_all_in_place)
+    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
+    with mock.patch.dict(METHODS, alltoall=method), recorded_collectives() as collectives:
+        check_against_reference(problem, 4, layout, rotate_method="alltoall")
+    assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
+
+
+def fallen_back(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "cp_dtensor"]
+
+
+@pytest.mark.parametrize("staging", [Staging(), BY_HEAD], ids=["at once", "by head"])
+def test_symmetric_memory_falls_back_to_all_gather_where_there_is_none(staging: Staging) -> None:
+    problem = Problem(37, 37, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+    methods = {"symm_mem": SymmetricMemory(staging), "allgather": AllGather(staging)}
+    found = {}
+    for name in methods:
+        with mock.patch.dict(METHODS, methods), recorded_collectives() as collectives:
+            results = run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": name})
+        found[name] = results, kinds(collectives)
+    assert found["symm_mem"][1] == found["allgather"][1]
+    for symm_mem, allgather in zip(found["symm_mem"][0], found["allgather"][0], strict=True):
+        assert all(map(torch.equal, symm_mem, allgather))
+
+
+def test_falling_back_is_said_once_by_every_group(caplog: pytest.LogCaptureFixture) -> None:
+    """Four ranks, each of them in two groups, and several calls, forward and backward."""
+    problem = Problem(8, 8)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        for group in (mesh.get_group("rows"), mesh.get_group("columns")) * 2:
+            q, k, v, grad_out = (shard(tensor, HeadTail(), dist.get_rank(group), 2) for tensor in problem.draw(seed=0))
+            q.requires_grad_()
+            out = ring_attention(q, k, v, mesh=group, seq_len=8, rotate_method="symm_mem")
+            out.backward(grad_out)
+
+    with caplog.at_level(logging.INFO):
+        run_ranks(4, body)
+    lines = fallen_back(caplog)
+    assert len(lines) == 4 * 2
+    (line,) = set(lines)
+    assert "it needs CUDA devices, the tensors are on cpu" in line
+    assert "using the all-gather rotation" in line
+
+
+@pytest.mark.parametrize("rotate_method", [method for method in METHODS if method != "symm_mem"])
+def test_other_methods_have_nothing_to_say(rotate_method: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run_ranks(2, forward, Problem(8, 8), rotate_method)
+        run_ranks(1, forward_alone, "symm_mem")
+    assert not fallen_back(caplog)
+
+
+def forward_alone(rank: int, rotate_method: str) -> torch.Tensor:
+    """A ring of one rank shares memory with nobody."""
+    q, k, v, _ = Problem(8, 8).draw(seed=0)
+    return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=8, rotate_method=rotate_method)
