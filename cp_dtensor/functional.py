@@ -12,11 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import _torch_private, agreement
 from cp_dtensor.arguments import check_qkv, group_of
-from cp_dtensor.division import LayoutDivision
 from cp_dtensor.layouts import HeadTail, Layout
-from cp_dtensor.local_attention.policy import choose_backend
-from cp_dtensor.masks import Mask
-from cp_dtensor.planning import describe_problem, has_stairs, plan_call
+from cp_dtensor.planning import decide_call
 from cp_dtensor.ring import RingAttention
 from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -112,11 +109,7 @@ def attend(
     rank, world_size = settings.group.rank(), settings.group.size()
     q, scale = positive_scale(q, softmax_scale(q, scale))
     q_len, kv_len = _global_lengths(q, k, v, settings, is_causal, scale, lengths, rank, world_size)
-    division = LayoutDivision(settings.layout, q_len, kv_len, q.size(0), world_size)
-    mask = Mask.CAUSAL if is_causal else Mask.FULL
-    problem = describe_problem(q, k, v, staircase=is_causal and has_stairs(settings.layout, kv_len, world_size))
-    group = settings.group if world_size > 1 else None
-    call = plan_call(division, mask, group, rank, settings.rotation, choose_backend(problem), scale, problem, q)
+    call = decide_call(q, k, v, settings.layout, (q_len, kv_len), is_causal, scale, settings.rotation, settings.group)
     return RingAttention.apply(q, k, v, call)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.division import CallShape, Division
+from cp_dtensor.division import CallShape, Division, LayoutDivision
 from cp_dtensor.layouts import Layout
 from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.policy import allowed_backends, choose_backend
 from cp_dtensor.masks import Mask
 from cp_dtensor.plan import Plan
 from cp_dtensor.ring import RingCall
@@ -17,23 +20,75 @@ from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 
 
-def plan_call(
+class _Decisions:
+    """What has been decided for each group: looking it up is all that a call of a known shape costs."""
+
+    def __init__(self) -> None:
+        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[object, Decision]] = WeakKeyDictionary()
+
+    def of(self, group: dist.ProcessGroup) -> dict[object, Decision]:
+        decisions = self._by_group.get(group)
+        if decisions is None or len(decisions) > _MOST_DECISIONS:  # lengths that change at every call
+            decisions = self._by_group[group] = {}
+        return decisions
+
+
+class Decision(NamedTuple):
+    """A `RingCall` but for its group and scale, which a cache by group may not hold or has too many of."""
+
+    plan: Plan
+    rotation: Rotation
+    backend: LocalAttention
+    state_dtype: torch.dtype
+
+
+_MOST_DECISIONS = 4096
+_decisions = _Decisions()
+
+
+def decide_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    lengths: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    method: RotationMethod,
+    group: dist.ProcessGroup,
+) -> RingCall:
+    """The call on checked local shards of (queries, keys) that have these global lengths."""
+    allowed = allowed_backends()
+    decisions = _decisions.of(group)
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, layout, lengths, bool(is_causal), method, allowed)
+    found = decisions.get(key)
+    if found is None:
+        world_size = group.size()
+        problem = describe_problem(q, k, v, staircase=is_causal and has_stairs(layout, lengths[1], world_size))
+        division = LayoutDivision(layout, *lengths, q.size(0), world_size)
+        mask = Mask.CAUSAL if is_causal else Mask.FULL
+        ring = group if world_size > 1 else None
+        backend = choose_backend(problem, allowed)
+        found = decisions[key] = decide(division, mask, ring, group.rank(), method, backend, problem, q)
+    return RingCall(found.plan, group, found.rotation, found.backend, scale, found.state_dtype)
+
+
+def decide(
     division: Division,
     mask: Mask,
     group: dist.ProcessGroup | None,
     rank: int,
     method: RotationMethod,
     backend: LocalAttention,
-    scale: float,
     problem: Problem,
     q: torch.Tensor,
-) -> RingCall:
-    """Decides one call on local queries `q` and their like. `group` is None where K/V need not travel."""
+) -> Decision:
+    """Decides on local queries `q` and their like. `group` is None where K/V need not travel."""
     shape = CallShape(
         division, mask, q.size(0), problem.q_heads, problem.kv_heads, problem.head_dim, problem.v_head_dim, q.itemsize
     )
     rotation = AllGather() if group is None else method.for_call(shape, group, q.device)
-    return RingCall(_plan(rotation, shape, rank), group, rotation, backend, scale, problem.state_dtype)
+    return Decision(_plan(rotation, shape, rank), rotation, backend, problem.state_dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ class RingCall:
 
     plan: Plan
     group: dist.ProcessGroup | None
-    """None where nothing travels."""
+    """May be None where nothing travels."""
     rotation: Rotation
     backend: LocalAttention
     scale: float
@@ -78,7 +78,7 @@ def ring_forward(
     result = Accumulator(
         LseMerge(call.state_dtype), (*q.shape[:3], v.size(3)), q, call.state_dtype, may_overwrite=False
     )
-    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, False, call.group)
+    transfers = _start_kv(k, v, call, backward=False)
     for step in call.plan.forward:
         step_k, step_v = _keys_and_values(step, transfers, k, v)
         heads = _query_heads(step.heads, q, k)
@@ -115,7 +115,7 @@ def ring_backward(
     grad_out = _in_order_of(out, grad_out)
     grad_q = _gradient(q, call)
     grad_kv = _KeyValueGradients(k, v, call)
-    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
+    transfers = _start_kv(k, v, call, backward=True)
     for step in call.plan.backward:
         step_k, step_v = _keys_and_values(step, transfers, k, v)
         heads = _query_heads(step.heads, q, k)
@@ -147,7 +147,9 @@ class _KeyValueGradients:
         self._k, self._v = k, v
         self._state_dtype = call.state_dtype
         self._sums = [_gradient(x, call) for x in (k, v)]
-        self._transfers = None if call.group is None else call.rotation.start_grads(k, v, call.plan, call.group)
+        self._transfers = None
+        if call.group is not None and call.plan.world_size > 1:
+            self._transfers = call.rotation.start_grads(k, v, call.plan, call.group)
         self._in_flight: Step | None = None
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
@@ -192,6 +194,12 @@ class _KeyValueGradients:
         with label("sum dK/dV"):
             self._sums[0].add(step.heads, parts_k, step.is_last)
             self._sums[1].add(step.heads, parts_v, step.is_last)
+
+
+def _start_kv(k: torch.Tensor, v: torch.Tensor, call: RingCall, backward: bool) -> KvTransfers | None:
+    if call.group is None or call.plan.world_size == 1:
+        return None
+    return call.rotation.start_kv(k, v, call.plan, backward, call.group)
 
 
 def _keys_and_values(

@@ -81,11 +81,18 @@ def check(source: Source, script: list[Add], may_overwrite: bool) -> None:
     got = accumulated(source, script, may_overwrite)
     assert [tensor.dtype for tensor in got] == [source.dtype, source.state_dtype][: len(got)]
     assert not any(tensor.isnan().any() for tensor in got)
-    error = (got[0].double() - exact[0]).abs()
-    unit, state_unit = torch.finfo(source.dtype).eps, torch.finfo(source.state_dtype).eps
-    assert (error <= unit / 2 * exact[0].abs() + 32 * state_unit * scale).all(), f"off by up to {error.max():.2e}"
+    assert_rounded_once(source, got[0], exact[0], scale)
     if source.kind == "merge":
-        torch.testing.assert_close(got[1].double(), exact[1], rtol=0, atol=64 * state_unit)
+        torch.testing.assert_close(got[1].double(), exact[1], rtol=0, atol=64 * torch.finfo(source.state_dtype).eps)
+
+
+def assert_rounded_once(source: Source, got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
+    """`scale`: the sum of the magnitudes that were added, to which errors of the state are relative."""
+    narrow = torch.finfo(source.dtype)
+    half_a_unit = narrow.eps / 2 * exact.abs().clamp(min=narrow.smallest_normal)
+    error = (got.double() - exact).abs()
+    allowed = half_a_unit + 32 * torch.finfo(source.state_dtype).eps * scale
+    assert (error <= allowed).all(), f"off by up to {(error / allowed).max():.1f} times what is allowed"
 
 
 def float64_results(kind: str, script: list[Add]) -> tuple[Tensors, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,14 @@ from ranks import run_ranks
 from ring_checks import Tensors, attend, check_against_reference
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring, ring_attention
+from cp_dtensor.division import CallShape, LayoutDivision
+from cp_dtensor.masks import Mask
+from cp_dtensor.plan import Stages
 from cp_dtensor.rotation import exchange
 from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
+from cp_dtensor.rotation.base import Rotation
 from cp_dtensor.rotation.choice import METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
@@ -68,13 +73,57 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
     check_staged(staging, problem, data.draw(st.integers(1, 5)), data.draw(st.sampled_from(LAYOUTS)))
 
 
-def test_stages_are_as_many_as_their_limit_says() -> None:
+@pytest.mark.parametrize(
+    ("staging", "forward", "backward"),
+    [
+        (Staging(), Stages(1, 1), Stages(1, 1)),
+        (Staging(stage_bytes=4 * 3072 - 1), Stages(1, 2), Stages(1, 1)),
+        (Staging(stage_bytes=3072, grad_stage_bytes=2 * 3072), Stages(1, 4), Stages(1, 2)),
+        (Staging(stage_bytes=2 * 3072, grad_stage_bytes=1), Stages(1, 2), Stages(1, 4)),
+        (Staging(grad_local_bytes=2 * 3072), Stages(1, 1), Stages(2, 2)),
+        (BY_HEAD, Stages(1, 4), Stages(4, 4)),
+    ],
+    ids=str,
+)
+def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stages, backward: Stages) -> None:
     """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
+    shape = CallShape(LayoutDivision(HeadTail(), 24, 24, 1, 2), Mask.FULL, 1, 4, 4, 8, 8, 8)
+    assert staging.stages(shape) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)
-    for stage_bytes, stages in ((4 * 3072, 1), (4 * 3072 - 1, 2), (2 * 3072, 2), (3072, 4), (1, 4)):
-        with mock.patch.dict(METHODS, allgather=AllGather(Staging(stage_bytes))), recorded_collectives() as collectives:
-            run_ranks(2, forward, problem, "allgather")
-        assert kinds(collectives) == ["AllToAllBase"] * stages
+    with mock.patch.dict(METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
+        run_ranks(2, attend, 2, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": "allgather"})
+    lengths, *exchanges = kinds(collectives)
+    assert lengths == "AllGather"
+    assert exchanges == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
+
+
+@pytest.mark.parametrize(("method", "ranks"), [(AllGather(Staging(1, 1)), 2), (AllToAll(), 3)], ids=["by head", "ring"])
+def test_transfers_are_under_way_while_tiles_are_computed(
+    method: Rotation, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two transfers each, of two heads or over two hops: K/V start a step ahead, gradients are awaited a step later."""
+    steps: dict[int, list[str]] = {}
+
+    def recorded(text: str, *values: object) -> AbstractContextManager[None]:
+        steps.setdefault(dist.get_rank(), []).append("tile" if "tile" in text else text)
+        return nullcontext()
+
+    for module in (ring, exchange):
+        monkeypatch.setattr(module, "label", recorded)
+    monkeypatch.setitem(METHODS, "allgather", method)
+    problem = Problem(24, 24)
+    run_ranks(ranks, attend, ranks, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "allgather"})
+    travels = {"send K/V", "wait for K/V", "send dK/dV", "wait for dK/dV"}
+    assert [step for step in steps[0] if step in travels or step == "tile"] == [
+        *("send K/V", "tile"),
+        *("wait for K/V", "send K/V", "tile"),
+        *("wait for K/V", "tile"),
+        # backward
+        *("send K/V", "tile"),
+        *("wait for K/V", "send K/V", "tile", "send dK/dV"),
+        *("wait for K/V", "tile", "send dK/dV", "wait for dK/dV"),
+        "wait for dK/dV",
+    ]
 
 
 def forward(rank: int, problem: Problem, rotate_method: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from cp_dtensor.layouts import Segment, TorchChunk
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.policy import choose_backend
 from cp_dtensor.masks import Mask
-from cp_dtensor.planning import describe_problem, plan_call
+from cp_dtensor.planning import decide, describe_problem
 from cp_dtensor.ring import RingAttention, RingCall
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.schedule import GroupSegments
@@ -75,7 +75,8 @@ def plan_dtensor_call(
     problem = describe_problem(q, k, v, staircase=False)
     mask = Mask.CAUSAL if is_causal else Mask.FULL
     backend = backend or choose_backend(problem)
-    return plan_call(division, mask, group, rank, rotation_by_name(None), backend, scale, problem, q)
+    decision = decide(division, mask, group, rank, rotation_by_name(None), backend, problem, q)
+    return RingCall(decision.plan, group, decision.rotation, backend, scale, decision.state_dtype)
 
 
 @dataclass(frozen=True)

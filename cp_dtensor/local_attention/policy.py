@@ -23,7 +23,17 @@ _BACKENDS: tuple[LocalAttention, ...] = (
 _NAMES = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
-def choose_backend(problem: Problem) -> LocalAttention:
+Allowed = tuple[tuple[bool, ...], tuple[str, ...] | None]
+"""Which backends are enabled, and the user's order of them if there is one."""
+
+
+def allowed_backends() -> Allowed:
+    """What `torch.nn.attention.sdpa_kernel` and the `torch.backends.cuda` flags say at this moment."""
+    order = _torch_private.user_sdpa_priority()
+    return tuple(map(_torch_private.sdpa_backend_enabled, _NAMES)), None if order is None else tuple(order)
+
+
+def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAttention:
     """The first backend, in order of preference, that the user allows and that does not refuse the problem.
 
     `torch.nn.attention.sdpa_kernel` decides what is allowed, and the order too if called with `set_priority=True`.
@@ -32,9 +42,7 @@ def choose_backend(problem: Problem) -> LocalAttention:
     Raises:
         NotImplementedError: every allowed backend refuses; the message has each one's reason.
     """
-    enabled = tuple(map(_torch_private.sdpa_backend_enabled, _NAMES))
-    order = _torch_private.user_sdpa_priority()
-    return _choose(problem, enabled, None if order is None else tuple(order))
+    return _choose(problem, *(allowed or allowed_backends()))
 
 
 @lru_cache(maxsize=1024)

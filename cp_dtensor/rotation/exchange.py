@@ -7,17 +7,18 @@ every other rank for each group of heads, all-to-all one with a single rank for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import label, start_all_to_all, uses_nccl
+from cp_dtensor.layouts import Span
 from cp_dtensor.plan import Plan, Step, Transfer
 from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers
 from cp_dtensor.rotation.rows import pack_rows, row_width
 
-# The rows for (or from) one rank and part, None where there are none. `places[part][rank]`.
+# Rows for (or from) each rank, None where there are none: `places[slot][rank]`. A slot is one collective.
 Places = list[list[torch.Tensor | None]]
 
 
@@ -85,7 +86,7 @@ class ExchangedKv(KvTransfers):
                 self._own = (transfer.heads, pack_rows(self._k, self._v, transfer.heads))
             own = self._own[1]
             rows = own.new_empty(buffer_rows(transfer, plan), own.size(1))
-            incoming = remote_places(rows, transfer, plan, plan.wanted)
+            incoming = remote_places(rows, transfer, plan)
             outgoing = own_places(own, transfer, plan)
             return Exchange(incoming, outgoing, own, self._group), rows
 
@@ -115,17 +116,18 @@ class ExchangedGrads(GradTransfers):
     def send(self) -> None:
         transfer, plan = self._waiting.popleft(), self._plan
         with label("send dK/dV"):
-            incoming: Places = [[None] * plan.world_size for _ in plan.rows.lengths[plan.rank]]
+            incoming = _no_places(transfer, plan)
             contributions = []
-            for part in range(len(incoming)):
-                ranks = [reader for reader in _readers(transfer, plan) if part in plan.given[reader]]
-                rows = plan.rows.local_span(plan.rank, part)
-                if ranks and rows[0] < rows[1]:
-                    stack = self._buffer.new_empty(len(ranks), rows[1] - rows[0], self._buffer.size(1))
-                    for rank, place in zip(ranks, stack.unbind(), strict=True):
-                        incoming[part][rank] = place
-                    contributions.append(Contribution(rows, stack))
-            outgoing = remote_places(self._buffer, transfer, plan, plan.wanted)
+            by_place: dict[tuple[int, Span], list[int]] = {}
+            for reader in _readers(transfer, plan):
+                for place in _pieces(transfer, plan.given[reader], plan.rank, plan):
+                    by_place.setdefault(place, []).append(reader)
+            for (slot, rows), readers in by_place.items():
+                stack = self._buffer.new_empty(len(readers), rows[1] - rows[0], self._buffer.size(1))
+                for reader, piece in zip(readers, stack.unbind(), strict=True):
+                    incoming[slot][reader] = piece
+                contributions.append(Contribution(rows, stack))
+            outgoing = remote_places(self._buffer, transfer, plan)
             exchange = Exchange(incoming, outgoing, self._buffer, self._group)
         self._in_flight.append((exchange, contributions))
         self._buffer = self._k.new_empty(0)
@@ -143,26 +145,48 @@ def buffer_rows(transfer: Transfer, plan: Plan) -> int:
     return sum(plan.rows.lengths[(plan.rank - transfer.hop) % plan.world_size])
 
 
-def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan, parts: Sequence[Sequence[int]]) -> Places:
-    """Where in a transfer's buffer the wanted rows of each other rank lie: `parts[rank]` of it."""
-    ranks = range(plan.world_size) if transfer.hop is None else [(plan.rank - transfer.hop) % plan.world_size]
-    span = plan.rows.span if transfer.hop is None else plan.rows.local_span
-    places: Places = [[None] * plan.world_size for _ in plan.rows.lengths[plan.rank]]
-    for rank in ranks:
-        for part in parts[rank]:
-            start, stop = span(rank, part)
-            places[part][rank] = rows[start:stop] if start < stop else None
+def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
+    """Where in a transfer's buffer the rows lie that this rank wants of each other rank."""
+    sources = range(plan.world_size) if transfer.hop is None else [(plan.rank - transfer.hop) % plan.world_size]
+    places = _no_places(transfer, plan)
+    for source in sources:
+        for slot, (start, stop) in _pieces(transfer, plan.wanted[source], source, plan, in_buffer=True):
+            places[slot][source] = rows[start:stop]
     return places
 
 
 def own_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
     """Which of this rank's rows go to each other rank."""
-    places: Places = [[None] * plan.world_size for _ in plan.rows.lengths[plan.rank]]
-    for rank in _readers(transfer, plan):
-        for part in plan.given[rank]:
-            start, stop = plan.rows.local_span(plan.rank, part)
-            places[part][rank] = rows[start:stop] if start < stop else None
+    places = _no_places(transfer, plan)
+    for reader in _readers(transfer, plan):
+        for slot, (start, stop) in _pieces(transfer, plan.given[reader], plan.rank, plan):
+            places[slot][reader] = rows[start:stop]
     return places
+
+
+def _pieces(
+    transfer: Transfer, parts: Sequence[int], owner: int, plan: Plan, in_buffer: bool = False
+) -> Iterator[tuple[int, Span]]:
+    """Slots and rows of some parts of a shard: rows of the shard or, `in_buffer`, of the transfer's buffer."""
+    if transfer.hop is None:
+        span = plan.rows.span if in_buffer else plan.rows.local_span
+        yield from ((part, span(owner, part)) for part in parts if plan.rows.lengths[owner][part])
+        return
+    # Neighbours travel as one; so at most every other part begins a piece, which is what `_no_places` counts on.
+    joined: list[Span] = []
+    for part in parts:
+        start, stop = plan.rows.local_span(owner, part)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    yield from ((slot, span) for slot, span in enumerate(joined) if span[0] < span[1])
+
+
+def _no_places(transfer: Transfer, plan: Plan) -> Places:
+    """As many slots as there may be pieces: alike on all ranks, since each is a collective."""
+    parts = len(plan.rows.lengths[plan.rank])
+    return [[None] * plan.world_size for _ in range(parts if transfer.hop is None else (parts + 1) // 2)]
 
 
 def _readers(transfer: Transfer, plan: Plan) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m cp_dtensor.tools.accuracy --output docs/benchmarks/accuracy-4-ranks.md
 
-Every backend, both rotations, forward and backward. References are computed in float64 from the same bfloat16 inputs.
+Every backend and rotation, forward and backward. References are computed in float64 from the same bfloat16 inputs.
 Errors are relative Frobenius norms; the table has the worst rank's.
 """
 
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor.functional import ring_attention
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.rotation.choice import ROTATIONS
 from cp_dtensor.sharding import take_shard
 from cp_dtensor.tools.report import environment, markdown_table
 
@@ -61,7 +62,7 @@ Case = tuple[str, str, Layout, bool, int, int, torch.dtype]
 
 
 def _cases() -> list[Case]:
-    rotations = ("allgather", "alltoall")
+    rotations = tuple(ROTATIONS)
     half = torch.bfloat16
     cases: list[Case] = [
         (backend, rotation, HeadTail(), causal, kv_heads, 128, half)
