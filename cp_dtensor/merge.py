@@ -35,7 +35,7 @@ def merge(
 
     Args:
         out: (B, H, S, D), any floating dtype: sums are in lse's dtype and rounded once. May be `base_out`.
-        lse: (B, H, S), float32 or float64. May be `base_lse`.
+        lse: (B, H, S), float32 or float64; the last dim contiguous, as in all LSEs here. May be `base_lse`.
         base_out: (B, H, S, D).
         base_lse: (B, H, S).
         parts: at most MAX_PARTS; each concerns the rows that it names.

@@ -94,16 +94,15 @@ class Plan:
         return tuple(pulls)
 
 
-def ring_plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, kv_heads: int) -> Plan:
-    """One step per hop, with all heads; memory does not grow with the number of ranks."""
-    heads = (0, kv_heads)
+def ring_plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, kv_heads: int, head_groups: int = 1) -> Plan:
+    """One step per hop; memory does not grow with the number of ranks. Some heads after the others."""
     world_size = groups[0].world_size
-    remote = [
-        Step(heads, Transfer(heads, hop), tiles_against(groups, rank, (rank - hop) % world_size, mask))
-        for hop in range(1, world_size)
-    ]
-    steps = (_local_step(groups, rank, mask, heads), *remote)
-    return _plan(groups, rank, mask, steps, steps)
+    tiles = [tiles_against(groups, rank, (rank - hop) % world_size, mask) for hop in range(world_size)]
+    steps = []
+    for heads in head_spans(kv_heads, head_groups if world_size > 1 else 1):
+        steps.append(Step(heads, None, tiles[0]))
+        steps += [Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size)]
+    return _plan(groups, rank, mask, tuple(steps), tuple(steps))
 
 
 def gathered_plan(
@@ -116,7 +115,7 @@ def gathered_plan(
 
     def steps(counts: Stages) -> Iterator[Step]:
         for local_heads in head_spans(kv_heads, counts.local):
-            yield _local_step(groups, rank, mask, local_heads)
+            yield Step(local_heads, None, tiles_against(groups, rank, rank, mask))
             per_local = -(-counts.remote // counts.local)
             for start, stop in head_spans(local_heads[1] - local_heads[0], per_local):
                 heads = (local_heads[0] + start, local_heads[0] + stop)
@@ -144,10 +143,6 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     count = max(1, min(count, kv_heads))
     edges = [-(-kv_heads * index // count) for index in range(count + 1)]
     return tuple(pairwise(edges))
-
-
-def _local_step(groups: Sequence[GroupSegments], rank: int, mask: Mask, heads: Span) -> Step:
-    return Step(heads, None, tiles_against(groups, rank, rank, mask))
 
 
 def _plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, forward: Steps, backward: Steps) -> Plan:

@@ -39,7 +39,7 @@ def scripts(draw: st.DrawFn, source: Source) -> list[Add]:
 
     def parts(heads: Span) -> list[Part]:
         if draw(st.booleans()):
-            return [source.part(heads, wide=draw(st.booleans()))]
+            return [source.part(heads, stack=draw(st.integers(0, 2)), wide=draw(st.booleans()))]
         spans = st.tuples(st.integers(0, ROWS), st.integers(0, ROWS)).map(lambda edges: (min(edges), max(edges)))
         batches = draw(st.sampled_from([[ALL_BATCH], [(0, 1), (1, 2)]]))
         return [
@@ -202,7 +202,7 @@ PLACES = {
     "overlapping": [((0, 2), (1, 6)), ((0, 2), (0, 3))],
     "one inside of the other": [((0, 2), (0, 6)), ((0, 2), (2, 3)), ((0, 2), (4, 5))],
     "the same rows of other batch rows": [((0, 1), (1, 4)), ((1, 2), (1, 4))],
-    "overlapping in one half": [((0, 1), (1, 4)), ((1, 2), (1, 4)), ((1, 2), (3, 6))],
+    "overlapping in one half": [((1, 2), (1, 4)), ((0, 1), (1, 4)), ((1, 2), (3, 6))],
     "no rows": [((0, 2), (2, 2)), ((0, 2), (0, 4))],
     "none": [],
 }

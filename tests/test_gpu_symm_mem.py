@@ -15,7 +15,7 @@ from processes import Processes
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import Staging
-from cp_dtensor.rotation.choice import ROTATIONS
+from cp_dtensor.rotation.choice import METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 pytestmark = pytest.mark.gpu(2)
@@ -54,13 +54,13 @@ def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[f
     drawn = problem.draw(5, "cuda")
     expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *drawn)]
     local = tuple(shard(tensor, layout, rank, WORLD_SIZE) for tensor in drawn)
-    usual = ROTATIONS["symm_mem"]
+    usual = METHODS["symm_mem"]
     if staged:
-        ROTATIONS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1))
+        METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1))
     try:
         results = _attend(local, problem, layout, dist.group.WORLD, rotate_method="symm_mem")
     finally:
-        ROTATIONS["symm_mem"] = usual
+        METHODS["symm_mem"] = usual
     assert workspace.why_not(dist.group.WORLD, local[0].device) is None
     return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True) if want.numel()]
 

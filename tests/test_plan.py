@@ -29,7 +29,10 @@ def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     """(call, key/value heads, the plans of all ranks)."""
     call, kv_heads = draw(calls(longest=30)), draw(st.integers(1, 5))
     if draw(st.booleans()):
-        return call, kv_heads, [ring_plan(call.groups, rank, call.mask, kv_heads) for rank in range(call.ranks)]
+        head_groups = draw(st.integers(1, 6))
+        return call, kv_heads, [
+            ring_plan(call.groups, rank, call.mask, kv_heads, head_groups) for rank in range(call.ranks)
+        ]  # fmt: skip
     stages = draw(any_stages), draw(any_stages)
     return call, kv_heads, [
         gathered_plan(call.groups, rank, call.mask, kv_heads, *stages) for rank in range(call.ranks)

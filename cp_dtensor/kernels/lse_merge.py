@@ -112,6 +112,7 @@ def launch_merge(
         parts: `(rows, part_out, part_lse)` with part_out (B, H, rows, D) and part_lse (B, H, rows).
     """
     assert len(parts) <= MAX_PARTS
+    assert all(tensor.stride(-1) == 1 for tensor in (lse, base_lse, *(part_lse for _, _, part_lse in parts)))
     batch, heads, rows, head_dim = out.shape
     pointers: list[torch.Tensor] = []
     sizes: list[int] = []

@@ -4,8 +4,9 @@ Rows go straight from their owner to the rank that reads them, which is as many 
 rank, lets each hop leave out what its reader cannot see, and depends on no hop before it. Gradients go straight home,
 in the dtype of K/V and not as float32 sums.
 
-Memory: two shards of K/V, in backward two of gradients and one of contributions as well, whatever the number of ranks.
-Transfers: n - 1 hops of K/V in forward and again in backward, where n - 1 hops of dK/dV go beside them.
+Large shards are worked on by groups of heads, one ring after the other. Memory, whatever the number of ranks: two such
+groups of K/V, in backward two of gradients and one of contributions as well. Transfers: n - 1 hops of K/V in forward
+and again in backward, where n - 1 hops of dK/dV go beside them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ from cp_dtensor.division import CallShape
 from cp_dtensor.plan import Plan, ring_plan
 from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.exchange import ExchangedGrads, ExchangedKv
+from cp_dtensor.schedule import gathered_rows
+
+# More would make tiles too small to fill a GPU.
+_MOST_HEAD_GROUPS = 4
 
 
 @dataclass(frozen=True)
 class AllToAll(Rotation):
     """One hop after the other, and the gradients after them."""
+
+    shard_bytes: int = 32 << 20
+    """K/V of a shard that are worked on at a time: kernels and sums need several times as much memory."""
 
     @property
     def name(self) -> str:
@@ -37,7 +45,10 @@ class AllToAll(Rotation):
         return True
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        return ring_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads)
+        groups = shape.division.groups()
+        longest = max(map(sum, gathered_rows(groups).lengths))
+        head_groups = -(-longest * shape.head_bytes * shape.kv_heads // self.shard_bytes)
+        return ring_plan(groups, rank, shape.mask, shape.kv_heads, min(max(head_groups, 1), _MOST_HEAD_GROUPS))
 
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup

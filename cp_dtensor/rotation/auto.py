@@ -19,6 +19,7 @@ from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 # Attention in bfloat16, forward, and device memory, by the major compute capability.
 _FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
+_TOLERANCE = 1.03
 _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
 
 
@@ -47,11 +48,14 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, shape: CallShape
 
 @lru_cache(maxsize=4096)
 def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> Rotation:
-    """The rotation of the least predicted time of forward and backward on the slowest rank."""
+    """The rotation of (nearly) the least predicted time of forward and backward on the slowest rank."""
     rotations: list[Rotation] = [AllGather(), AllToAll()]
     if shares_memory:
         rotations.insert(0, SymmetricMemory())
-    return min(rotations, key=lambda rotation: slowest_seconds(rotation, shape, world_size, hardware, backward=True))
+    seconds = [slowest_seconds(rotation, shape, world_size, hardware, backward=True) for rotation in rotations]
+    # Those that come first need less memory for large shards, so a small advantage does not count.
+    good_enough = _TOLERANCE * min(seconds)
+    return next(rotation for rotation, each in zip(rotations, seconds, strict=True) if each <= good_enough)
 
 
 def slowest_seconds(

@@ -1,0 +1,90 @@
+"""The cost model behind rotate_method="auto": laws of the prediction, and which rotation it chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_dtensor.division import CallShape, LayoutDivision
+from cp_dtensor.layouts import HeadTail
+from cp_dtensor.masks import Mask
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
+from cp_dtensor.rotation.auto import choose, slowest_seconds
+from cp_dtensor.rotation.base import Rotation
+from cp_dtensor.rotation.cost import Hardware, predicted_seconds
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
+
+HOPPER = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
+ROTATIONS: list[Rotation] = [AllGather(), AllToAll(), SymmetricMemory()]
+each_rotation = pytest.mark.parametrize("rotation", ROTATIONS, ids=lambda rotation: rotation.name)
+
+
+def shape(length: int, ranks: int, q_heads: int = 32, kv_heads: int = 8) -> CallShape:
+    division = LayoutDivision(HeadTail(), length, length, 1, ranks)
+    return CallShape(division, Mask.CAUSAL, 1, q_heads, kv_heads, 128, 128, 2)
+
+
+def seconds(rotation: Rotation, length: int, ranks: int, hardware: Hardware = HOPPER, backward: bool = False) -> float:
+    return slowest_seconds(rotation, shape(length, ranks), ranks, hardware, backward=backward)
+
+
+@each_rotation
+def test_a_long_sequence_takes_the_time_of_its_operations(rotation: Rotation) -> None:
+    """32 heads, 262144 causal tokens: 4 * 32 * 262144^2 * 128 / 2 operations over 8 GPUs take 0.11 s at 620 TFLOP/s."""
+    ideal = 4 * 32 * 262144**2 * 128 / 2 / 8 / HOPPER.flops
+    assert ideal == pytest.approx(0.1135, rel=1e-2)
+    assert seconds(rotation, 262144, 8) == pytest.approx(ideal, rel=0.08)
+
+
+@each_rotation
+def test_a_short_sequence_takes_the_time_of_its_launches(rotation: Rotation) -> None:
+    assert seconds(rotation, 1024, 8) > 3 * HOPPER.launch
+    faster = dataclasses.replace(HOPPER, launch=HOPPER.launch / 10)
+    assert seconds(rotation, 1024, 8, faster) < seconds(rotation, 1024, 8) / 2
+
+
+@each_rotation
+@given(st.integers(8, 17), st.integers(2, 8), st.booleans(), st.sampled_from(["flops", "memory_speed", "link_speed"]))
+def test_better_hardware_is_not_predicted_to_be_slower(
+    rotation: Rotation, log_length: int, ranks: int, backward: bool, what: str
+) -> None:
+    better = dataclasses.replace(HOPPER, **{what: 3 * getattr(HOPPER, what)})
+    before = seconds(rotation, 2**log_length, ranks, HOPPER, backward)
+    assert seconds(rotation, 2**log_length, ranks, better, backward) <= before * (1 + 1e-9)
+
+
+@each_rotation
+def test_a_slow_link_is_what_a_call_waits_for(rotation: Rotation) -> None:
+    slow = dataclasses.replace(HOPPER, link_speed=1e9)
+    moved = 7 / 8 * 32768 * shape(32768, 8).head_bytes * 8
+    assert seconds(rotation, 32768, 8, slow) == pytest.approx(moved / 1e9, rel=0.3)
+
+
+def test_backward_sends_gradients_after_the_last_tile() -> None:
+    slow = dataclasses.replace(HOPPER, link_speed=1e9)
+    plan = AllGather().plan(shape(32768, 8), 0)
+    forward, backward = (predicted_seconds(plan, shape(32768, 8), slow, each, True) for each in (False, True))
+    assert backward > 1.1 * forward
+
+
+@pytest.mark.parametrize("length", [8192, 32768, 131072, 262144])
+def test_memory_that_gpus_share_is_used(length: int) -> None:
+    assert choose(shape(length, 8), 8, HOPPER, shares_memory=True).name == "symm_mem"
+
+
+@pytest.mark.parametrize("length", [1024, 8192, 131072])
+@pytest.mark.parametrize("link_speed", [20e9, 290e9])
+def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -> None:
+    hardware = dataclasses.replace(HOPPER, link_speed=link_speed)
+    chosen = choose(shape(length, 8), 8, hardware, shares_memory=False)
+    best = min(seconds(rotation, length, 8, hardware, True) for rotation in ROTATIONS[:2])
+    assert chosen.name in ("allgather", "alltoall")
+    assert seconds(chosen, length, 8, hardware, True) <= 1.03 * best
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    assert seconds(AllGather(), 8192, 1) > 0
