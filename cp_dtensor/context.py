@@ -42,7 +42,8 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
             are freed on entry.
         layout: which rank owns which tokens, `HeadTail()` if None.
-        rotate_method: "allgather" or "alltoall", the process default if None.
+        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default if
+            None.
         seq_lens: global lengths that attention runs over besides those of the buffers.
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
 

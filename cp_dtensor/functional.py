@@ -49,7 +49,8 @@ def ring_attention(
         scale: factor of the logits, 1 / sqrt(D) if None.
         enable_gqa: allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
         layout: which rank owns which tokens, `HeadTail()` if None.
-        rotate_method: "allgather" or "alltoall", the process default if None.
+        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default if
+            None.
         return_lse: also return the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the group has a CPU backend).

@@ -29,7 +29,8 @@ class ContextParallel(ParallelStyle):
 
     Args:
         layout: which rank owns which tokens, `HeadTail()` if None.
-        rotate_method: "allgather" or "alltoall", the process default (at the time of parallelize_module) if None.
+        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default (at
+            the time of parallelize_module) if None.
         seq_len: global number of tokens, if it is always the same. On GPUs, without it, the ranks exchange their local
             lengths in one small collective per call; on CPUs they always do.
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.

@@ -1,4 +1,4 @@
-"""Executes a schedule: forward and backward of context-parallel attention on local shards.
+"""Executes a plan: forward and backward of context-parallel attention on local shards.
 
 All state of a call is in its `RingCall`, which the autograd node keeps: backward reads nothing else, so it is right
 after a context has been left, in other threads, and whatever the settings are by then.
@@ -80,19 +80,34 @@ def ring_forward(
     )
     transfers = _start_kv(k, v, call, backward=False)
     for step in call.plan.forward:
-        step_k, step_v = _keys_and_values(step, transfers, k, v)
         heads = _query_heads(step.heads, q, k)
-        parts = []
-        for tile in step.tiles:
-            tile_q = _cut(q, tile.batch, heads, tile.q)
-            tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
-            with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                partial = call.backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
-            parts.append(Part(tile.batch, tile.q, partial))
+        parts = _forward_step(step, heads, transfers, q, k, v, call)
         with label("merge"):
             result.add(heads, parts, step.is_last)
+        del parts  # the memory is needed for the next step
     out, lse = result.result()
     return out, lse
+
+
+def _forward_step(
+    step: Step,
+    heads: Span,
+    transfers: KvTransfers | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: RingCall,
+) -> list[Part]:
+    """The partial results of a step's tiles. A function of its own, so that nothing else of the step lives on."""
+    step_k, step_v = _keys_and_values(step, transfers, k, v)
+    parts = []
+    for tile in step.tiles:
+        tile_q = _cut(q, tile.batch, heads, tile.q)
+        tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
+        with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
+            partial = call.backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
+        parts.append(Part(tile.batch, tile.q, partial))
+    return parts
 
 
 def ring_backward(
@@ -117,23 +132,38 @@ def ring_backward(
     grad_kv = _KeyValueGradients(k, v, call)
     transfers = _start_kv(k, v, call, backward=True)
     for step in call.plan.backward:
-        step_k, step_v = _keys_and_values(step, transfers, k, v)
         heads = _query_heads(step.heads, q, k)
-        parts_q, parts_k, parts_v = [], [], []
-        for tile in step.tiles:
-            of_queries = [_cut(x, tile.batch, heads, tile.q) for x in (grad_out, q, out, lse)]
-            tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
-            with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                grads = call.backend.backward(
-                    of_queries[0], of_queries[1], tile_k, tile_v, of_queries[2], of_queries[3], tile.mask, call.scale
-                )
-            parts_q.append(Part(tile.batch, tile.q, grads[:1]))
-            parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
-            parts_v.append(Part(tile.batch, tile.kv, grads[2:]))
+        parts_q, parts_k, parts_v = _backward_step(step, heads, transfers, (grad_out, q, out, lse), k, v, call)
         grad_kv.add(step, parts_k, parts_v)
         with label("sum dQ"):
             grad_q.add(heads, parts_q, step.is_last)
+        del parts_q, parts_k, parts_v  # the memory is needed for the next step
     return grad_q.result()[0], *grad_kv.result()
+
+
+def _backward_step(
+    step: Step,
+    heads: Span,
+    transfers: KvTransfers | None,
+    of_queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: RingCall,
+) -> tuple[list[Part], list[Part], list[Part]]:
+    """What a step's tiles contribute to dQ, dK and dV; `of_queries` are grad_out, q, out and lse."""
+    step_k, step_v = _keys_and_values(step, transfers, k, v)
+    parts_q, parts_k, parts_v = [], [], []
+    for tile in step.tiles:
+        tile_grad_out, tile_q, tile_out, tile_lse = (_cut(x, tile.batch, heads, tile.q) for x in of_queries)
+        tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
+        with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
+            grads = call.backend.backward(
+                tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale
+            )
+        parts_q.append(Part(tile.batch, tile.q, grads[:1]))
+        parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
+        parts_v.append(Part(tile.batch, tile.kv, grads[2:]))
+    return parts_q, parts_k, parts_v
 
 
 def _gradient(of: torch.Tensor, call: RingCall) -> Accumulator:

@@ -88,3 +88,8 @@ def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -
 
 def test_one_rank_alone_sends_nothing() -> None:
     assert seconds(AllGather(), 8192, 1) > 0
+
+
+def test_ranks_without_heads_choose_too() -> None:
+    """As uneven DTensor shards may leave them."""
+    assert choose(shape(8192, 4, q_heads=0, kv_heads=0), 4, HOPPER, shares_memory=True).name == "symm_mem"

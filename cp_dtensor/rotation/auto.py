@@ -53,7 +53,8 @@ def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory:
     if shares_memory:
         rotations.insert(0, SymmetricMemory())
     seconds = [slowest_seconds(rotation, shape, world_size, hardware, backward=True) for rotation in rotations]
-    # Those that come first need less memory for large shards, so a small advantage does not count.
+    # The first takes no multiprocessors, and the gathered ones need less memory for large shards than the ring, so a
+    # small advantage does not count.
     good_enough = _TOLERANCE * min(seconds)
     return next(rotation for rotation, each in zip(rotations, seconds, strict=True) if each <= good_enough)
 

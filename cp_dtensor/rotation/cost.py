@@ -73,7 +73,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
 
 
 def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardware, backward: bool) -> float:
-    heads = (step.heads[1] - step.heads[0]) * shape.q_heads // shape.kv_heads
+    heads = (step.heads[1] - step.heads[0]) * shape.q_heads // max(shape.kv_heads, 1)  # DTensor shards may have none
     seconds = sum(_tile_seconds(tile, heads, shape, hardware, backward) for tile in step.tiles)
     if step.transfer is None:
         return seconds

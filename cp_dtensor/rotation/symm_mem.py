@@ -46,7 +46,11 @@ class SymmetricMemory(Rotation):
         return "symm_mem"
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
-        return self if workspaces.why_not(group, device) is None else AllGather(self.staging)
+        reason = workspaces.why_not(group, device)
+        if reason is None:
+            return self
+        workspaces.tell_fallback(group, reason)
+        return AllGather(self.staging)
 
     @property
     def slows_compute(self) -> bool:

@@ -12,7 +12,7 @@ import socket
 import threading
 from dataclasses import dataclass, field
 from enum import IntEnum
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -97,20 +97,29 @@ class _Workspaces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unavailable: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-        self._checked: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+        # By type of device: a group may have tensors of several.
+        self._reasons: WeakKeyDictionary[dist.ProcessGroup, dict[str, str | None]] = WeakKeyDictionary()
+        self._told: WeakSet[dist.ProcessGroup] = WeakSet()
         self._current: WeakKeyDictionary[dist.ProcessGroup, Workspace] = WeakKeyDictionary()
         self._in_graphs: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
 
     def why_not(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         with self._lock:
-            if group not in self._checked:
-                reason = _why_not(group, device)
-                self._checked[group] = reason is None
-                if reason is not None:
-                    self._unavailable[group] = reason
-                    _log.warning("symmetric memory is not available (%s): using the all-gather rotation", reason)
-            return self._unavailable.get(group)
+            reasons = self._reasons.setdefault(group, {})
+            if device.type not in reasons:
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
+                        "one call before capturing"
+                    )
+                reasons[device.type] = _why_not(group, device)
+            return reasons[device.type]
+
+    def tell_fallback(self, group: dist.ProcessGroup, reason: str) -> None:
+        with self._lock:
+            if group not in self._told:
+                self._told.add(group)
+                _log.warning("symmetric memory is not available (%s): using the all-gather rotation", reason)
 
     def get(self, group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -145,8 +154,17 @@ _workspaces = _Workspaces()
 
 
 def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot share memory, None if they can. The first call for a group is a collective."""
+    """Why the ranks of a group cannot share memory, None if they can. The first call for a group is a collective.
+
+    Raises:
+        RuntimeError: that first call is in the capture of a CUDA graph.
+    """
     return _workspaces.why_not(group, device)
+
+
+def tell_fallback(group: dist.ProcessGroup, reason: str) -> None:
+    """Logs, once for a group, that somebody who asked for symmetric memory gets all-gather."""
+    _workspaces.tell_fallback(group, reason)
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:

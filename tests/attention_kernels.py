@@ -1,0 +1,130 @@
+"""The Triton attention kernel, what it is given, and textbook attention in float64; shared by its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from conftest import GPUS
+
+kernel = pytest.importorskip("cp_dtensor.kernels.attention_forward")
+ForwardConfig, launch = kernel.ForwardConfig, kernel.launch_attention_forward
+
+Tensors = tuple[torch.Tensor, ...]
+INFINITY = float("inf")
+SCALE = 0.3
+# Relative to the largest element; as much as rounding weights to that dtype explains.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+# The kernel runs in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16.
+no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+each_device = pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
+)
+each_way_to_load = pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+each_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+NARROW = {"cpu": torch.float16, "cuda": torch.bfloat16}
+EXACT = {"cpu": torch.float32, "cuda": torch.bfloat16}
+SMALL = ForwardConfig(block_rows=16, block_columns=16, warps=4, stages=2)
+
+
+def draw(
+    device: str,
+    rows: int,
+    columns: int,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (32, 32),
+    dtype: torch.dtype | None = None,
+    batch: int = 1,
+) -> Tensors:
+    """q (B, H, rows, D), k (B, Hkv, columns, D) and v (B, Hkv, columns, Dv)."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    shapes = [(heads[0], rows, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])]
+    drawn = [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return tuple(tensor.to(device, dtype or EXACT[device]) for tensor in drawn)
+
+
+def seen_by(rows: int, columns: int, offset: int | None) -> torch.Tensor:
+    """(rows, columns): whether row i sees column j."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    return torch.ones(rows, columns, dtype=torch.bool) if offset is None else column <= row + offset
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = SCALE) -> Tensors:
+    """The oracle: `(out, lse)` in float64; (0, -inf) for rows that see nothing."""
+    q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
+    group = q.size(1) // k.size(1)
+    logits = (scale * q @ k.repeat_interleave(group, 1).mT).masked_fill(~seen, -INFINITY)
+    lse = logits.logsumexp(-1)
+    weights = (logits - torch.where(lse > -INFINITY, lse, 0.0).unsqueeze(-1)).exp()
+    return weights @ v.repeat_interleave(group, 1), lse
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int | None) -> Tensors:
+    """The oracle of one tile."""
+    return attention(q, k, v, seen_by(q.size(2), k.size(2), offset))
+
+
+def empty_result(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Uninitialised, which in tests is NaN."""
+    return q.new_empty((*q.shape[:3], v.size(3)), dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def computed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offset: int | None,
+    state: Tensors | None = None,
+    *,
+    scale: float = SCALE,
+    dtype: torch.dtype = torch.float32,
+    config: ForwardConfig | None = SMALL,
+) -> Tensors:
+    """The kernel's result in new tensors."""
+    result = empty_result(q, v, dtype)
+    launch(*result, q, k, v, scale, causal_offset=offset, state=state, config=config)
+    return result
+
+
+def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    out, lse = (tensor.cpu().double() for tensor in got)
+    assert out.shape == expected[0].shape
+    if out.numel():
+        error = (out - expected[0]).abs().max() / expected[0].abs().max().clamp(min=1)
+        assert error <= TOLERANCE[dtype], f"error {error:.2e}"  # NaN is not, either
+    unseen = expected[1] == -INFINITY
+    assert (out[unseen] == 0).all()
+    torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-4)
+
+
+def carried(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    offset: int | None,
+    *,
+    in_place: bool,
+    dtype: torch.dtype = torch.float32,
+    config: ForwardConfig = SMALL,
+) -> Tensors:
+    """Attention tile by tile, of `lengths` keys each; the state in float32, the last result in `dtype`."""
+    state = None
+    edges = list(accumulate(lengths, initial=0))
+    for start, stop in pairwise(edges):
+        is_last = stop == edges[-1]
+        result = empty_result(q, v, dtype if is_last else torch.float32)
+        if in_place and state is not None:
+            result = (result[0] if is_last and dtype != torch.float32 else state[0], state[1])
+        tile = k[:, :, start:stop], v[:, :, start:stop]
+        local = None if offset is None else offset - start
+        tile_config = config if start < stop else replace(config, tma=False)
+        launch(*result, q, *tile, SCALE, causal_offset=local, state=state, config=tile_config)
+        state = result
+    assert state is not None
+    return state
