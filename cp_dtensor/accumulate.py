@@ -19,6 +19,7 @@ from cp_dtensor.kernels import MAX_PARTS
 from cp_dtensor.layouts import Span
 from cp_dtensor.merge import merge
 from cp_dtensor.sums import add_parts
+from cp_dtensor.tensors import cut
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -223,10 +224,7 @@ def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _cut(tensors: Tensors, heads: Span, batch: Span, rows: Span) -> Tensors:
-    for dim, (start, stop) in enumerate((batch, heads, rows)):
-        if (start, stop) != (0, tensors[0].size(dim)):
-            tensors = tuple(tensor.narrow(dim, start, stop - start) for tensor in tensors)
-    return tensors
+    return tuple(cut(tensor, batch, heads, rows) for tensor in tensors)
 
 
 def _stack(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from cp_dtensor.plan import Plan
 from cp_dtensor.ring import RingCall
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.base import Rotation, RotationMethod
+from cp_dtensor.tensors import on_device_of
 
 
 class _Decisions:
@@ -87,7 +88,8 @@ def decide(
     shape = CallShape(
         division, mask, q.size(0), problem.q_heads, problem.kv_heads, problem.head_dim, problem.v_head_dim, q.itemsize
     )
-    rotation = AllGather() if group is None else method.for_call(shape, group, q.device)
+    with on_device_of(q):
+        rotation = AllGather() if group is None else method.for_call(shape, group, q.device)
     return Decision(_plan(rotation, shape, rank), rotation, backend, problem.state_dtype)
 
 

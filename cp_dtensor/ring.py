@@ -6,7 +6,8 @@ after a context has been left, in other threads, and whatever the settings are b
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.plan import Plan, Step
 from cp_dtensor.rotation.base import KvTransfers, Rotation
 from cp_dtensor.rotation.rows import unpack_rows
+from cp_dtensor.tensors import cut, in_order_of, no_autocast, on_device_of, unit_stride
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with _no_autocast(q):
+        with no_autocast(q):  # casting has happened before the call; inside, dtypes are chosen with care
             out, lse = ring_forward(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
@@ -53,7 +55,7 @@ class RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        with _no_autocast(q):
+        with no_autocast(q):
             return (*ring_backward(grad_out, q, k, v, out, lse, ctx.call), None)
 
 
@@ -74,7 +76,11 @@ def ring_forward(
     """
     if _nothing_to_do(q):
         return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    with on_device_of(q), _abandoned_on_error(call):
+        return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call)
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall) -> tuple[torch.Tensor, torch.Tensor]:
     result = Accumulator(
         LseMerge(call.state_dtype), (*q.shape[:3], v.size(3)), q, call.state_dtype, may_overwrite=False
     )
@@ -102,8 +108,8 @@ def _forward_step(
     step_k, step_v = _keys_and_values(step, transfers, k, v)
     parts = []
     for tile in step.tiles:
-        tile_q = _cut(q, tile.batch, heads, tile.q)
-        tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
+        tile_q = cut(q, tile.batch, heads, tile.q)
+        tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
             partial = call.backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
         parts.append(Part(tile.batch, tile.q, partial))
@@ -126,8 +132,20 @@ def ring_backward(
     """
     if _nothing_to_do(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    grad_out = _in_order_of(out, grad_out)
+    with on_device_of(q), _abandoned_on_error(call):
+        grad_out = in_order_of(out, grad_out)
+        return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call)
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: RingCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_q = _gradient(q, call)
     grad_kv = _KeyValueGradients(k, v, call)
     transfers = _start_kv(k, v, call, backward=True)
@@ -154,8 +172,8 @@ def _backward_step(
     step_k, step_v = _keys_and_values(step, transfers, k, v)
     parts_q, parts_k, parts_v = [], [], []
     for tile in step.tiles:
-        tile_grad_out, tile_q, tile_out, tile_lse = (_cut(x, tile.batch, heads, tile.q) for x in of_queries)
-        tile_k, tile_v = (_cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
+        tile_grad_out, tile_q, tile_out, tile_lse = (cut(x, tile.batch, heads, tile.q) for x in of_queries)
+        tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
             grads = call.backend.backward(
                 tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale
@@ -237,7 +255,7 @@ def _keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The step's heads of K and V, of which its tiles count rows."""
     if step.transfer is None:
-        return _cut(k, None, step.heads, None), _cut(v, None, step.heads, None)
+        return cut(k, None, step.heads, None), cut(v, None, step.heads, None)
     assert transfers is not None
     with label("wait for K/V"):
         rows = transfers.receive()
@@ -250,29 +268,16 @@ def _query_heads(kv_heads: Span, q: torch.Tensor, k: torch.Tensor) -> Span:
     return kv_heads[0] * group, kv_heads[1] * group
 
 
+@contextmanager
+def _abandoned_on_error(call: RingCall) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if call.group is not None:
+            call.rotation.abandon(call.group)
+        raise
+
+
 def _nothing_to_do(q: torch.Tensor) -> bool:
     """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; so have all of its ring."""
     return 0 in q.shape[:2]
-
-
-def _cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
-    """(B, H, S, ...) to some batch rows, heads and sequence rows, a view; None means all."""
-    for dim, span in enumerate((batch, heads, rows)):
-        if span is not None and span != (0, tensor.size(dim)):
-            tensor = tensor.narrow(dim, span[0], span[1] - span[0])
-    return tensor
-
-
-def _in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
-    """`grad_out` in the memory order of `out`, which cuDNN insists on, so that it is not copied for every tile."""
-    return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
-
-
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
-    """Casting has happened before the call; inside, dtypes are chosen with care."""
-    device_type = like.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()

@@ -81,7 +81,7 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """-1: all ranks that the other degrees leave."""
     context_parallel_degree: int = 1
-    context_parallel_rotate_method: str = "allgather"
+    context_parallel_rotate_method: str = "auto"
     context_parallel_load_balancer: str = "headtail"
     tensor_parallel_degree: int = 1
 

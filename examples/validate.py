@@ -13,7 +13,7 @@ CHOICES = {
     "lr_scheduler.decay_type": ("cosine", "linear"),
     "training.dataset": ("stdlib",),
     "training.mixed_precision_param": ("float32", "bfloat16", "float64"),
-    "parallelism.context_parallel_rotate_method": ("allgather", "alltoall"),
+    "parallelism.context_parallel_rotate_method": ("auto", "symm_mem", "allgather", "alltoall"),
     "parallelism.context_parallel_load_balancer": ("headtail", "none"),
     "activation_checkpoint.mode": ("none", "selective", "full"),
 }

@@ -167,3 +167,49 @@ def _grow_in_capture(rank: int) -> str:
 
 def test_memory_is_not_mapped_in_a_capture(gpus: Processes) -> None:
     assert all(gpus.run(_grow_in_capture))
+
+
+FOUR = 4
+MIXED = [
+    (Problem(256, 256, 1, 4, 2, 64, dtype=torch.float32), Contiguous()),
+    (Problem(512, 512, 1, 4, 2, 64, is_causal=True, dtype=torch.float32), Contiguous()),
+    (Problem(3, 3, 1, 4, 2, 64, is_causal=True, dtype=torch.float32), HeadTail()),
+    (Problem(512, 512, 1, 4, 2, 64, is_causal=True, dtype=torch.float32), HeadTail()),
+    (Problem(256, 256, 2, 4, 2, 64, is_causal=True, dtype=torch.float32), MirroredBatch()),
+]
+
+
+def _mixed(rank: int, rounds: int) -> list[str]:
+    """Calls whose readers differ, one after the other: each has to wait for the readers of the one before."""
+    draw = random.Random(rank)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    wrong = []
+    for seed in range(rounds):
+        cases = [
+            (problem, layout, tuple(shard(tensor, layout, rank, FOUR) for tensor in problem.draw(seed, "cuda")))
+            for problem, layout in MIXED
+        ]
+        outcomes = {}
+        for method in ("allgather", "symm_mem"):
+            results = []
+            torch.cuda.synchronize()
+            for number, (problem, layout, inputs) in enumerate(cases):
+                with torch.cuda.stream(streams[number % 2 if method == "symm_mem" else 0]):
+                    _delay(draw)
+                    results.append(_attend(inputs, problem, layout, dist.group.WORLD, rotate_method=method))
+            torch.cuda.synchronize()
+            outcomes[method] = results
+        for number, (ours, want) in enumerate(zip(outcomes["symm_mem"], outcomes["allgather"], strict=True)):
+            close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, want, strict=True))
+            wrong += [] if close else [f"seed {seed}, case {number}"]
+    return wrong
+
+
+@pytest.mark.gpu(FOUR)
+def test_calls_with_other_readers_and_streams_wait_for_one_another() -> None:
+    processes = Processes(FOUR, timeout=120, backend="nccl")
+    try:
+        for wrong in processes.run(_mixed, 30):
+            assert not wrong, wrong
+    finally:
+        processes.stop()

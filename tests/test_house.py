@@ -27,6 +27,7 @@ LAYERS = {
     "merge": 1,
     "sums": 1,
     "accumulate": 1,
+    "tensors": 1,
     "kernels": 1,
     "rotation": 2,
     "arguments": 3,

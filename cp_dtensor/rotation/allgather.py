@@ -61,6 +61,9 @@ class AllGather(Rotation):
     def slows_compute(self) -> bool:
         return True
 
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        pass  # collectives leave nothing behind
+
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
 

@@ -44,6 +44,9 @@ class AllToAll(Rotation):
     def slows_compute(self) -> bool:
         return True
 
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        pass  # collectives leave nothing behind
+
     def plan(self, shape: CallShape, rank: int) -> Plan:
         groups = shape.division.groups()
         longest = max(map(sum, gathered_rows(groups).lengths))

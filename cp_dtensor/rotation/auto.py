@@ -14,7 +14,7 @@ from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import Hardware, predicted_seconds
-from cp_dtensor.rotation.links import link_speed
+from cp_dtensor.rotation.links import Links, links_of
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 # Attention in bfloat16, forward, and device memory, by the major compute capability.
@@ -43,7 +43,7 @@ class Auto(RotationMethod):
 
 def hardware_of(group: dist.ProcessGroup, device: torch.device, shape: CallShape) -> Hardware:
     """What the ranks of a group compute and communicate with. The first call for a group is a collective."""
-    return _hardware(device, shape.itemsize, link_speed(group, device))
+    return _hardware(shape.itemsize, links_of(group, device))
 
 
 @lru_cache(maxsize=4096)
@@ -72,8 +72,7 @@ def slowest_seconds(
 
 
 @lru_cache(maxsize=64)
-def _hardware(device: torch.device, itemsize: int, speed: float) -> Hardware:
-    properties = torch.cuda.get_device_properties(device)
-    generation = min(max(properties.major, min(_FLOPS)), max(_FLOPS))
+def _hardware(itemsize: int, links: Links) -> Hardware:
+    generation = min(max(links.capability, min(_FLOPS)), max(_FLOPS))
     flops = _FLOPS[generation] * (1.0 if itemsize <= 2 else 0.05)
-    return Hardware(flops, _MEMORY_SPEED[generation], properties.multi_processor_count, speed)
+    return Hardware(flops, _MEMORY_SPEED[generation], links.multiprocessors, links.speed)

@@ -81,6 +81,10 @@ class Rotation(RotationMethod):
         """The steps of a call on one rank, in the order that suits this rotation."""
 
     @abstractmethod
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        """Forgets a call that has raised in the middle, on all ranks alike, so that the next one can work."""
+
+    @abstractmethod
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:

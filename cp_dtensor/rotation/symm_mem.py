@@ -4,7 +4,8 @@ Each rank publishes its rows of K/V in symmetric memory; the others pull what th
 their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits, so the
 attention that runs meanwhile has all of them.
 
-Order, for each pair of ranks and both kinds of rows (see `workspace.Flag`):
+Order, for each pair of ranks and both kinds of rows (see `workspace.Flag`), whether or not the pair exchanges rows in
+this call, since the call before may have:
 
     owner:   wait TAKEN; write the rows; raise READY at the reader
     reader:  wait READY; pull;           raise TAKEN at the owner
@@ -56,6 +57,9 @@ class SymmetricMemory(Rotation):
     def slows_compute(self) -> bool:
         return False
 
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        workspaces.abandon(group)
+
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
 
@@ -95,12 +99,12 @@ class _PulledKv(KvTransfers):
         self._is_pulled = False
 
     def _publish(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
-        workspace, stream = self._workspace, self._stream.cuda_stream
-        readers = _peers(self._plan, self._plan.given)
-        if readers:
-            workspace.wait(Flag.KV_TAKEN, readers).submit(stream)
+        workspace = self._workspace
+        workspace.follow(self._stream)
+        workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
+        if any(self._plan.given):
             pack_stages(k, v, stages, workspace.kv().view(k.dtype), self._pitch)
-            workspace.tell(Flag.KV_READY, readers).submit(stream)
+        workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)
 
     def _room_for_next(self) -> torch.Tensor | None:
         """Memory for the next stage; the event says when nobody uses it for something else any more."""
@@ -113,18 +117,17 @@ class _PulledKv(KvTransfers):
     def _pull(self, rows: torch.Tensor) -> None:
         workspace, width = self._workspace, self._widths[self._next_stage]
         stage_start = self._pitch * sum(self._widths[: self._next_stage])
-        sources = _peers(self._plan, self._plan.wanted)
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
             stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
             if self._next_stage == 0:
-                workspace.wait(Flag.KV_READY, sources).submit(stream)
+                workspace.wait(Flag.KV_READY).submit(stream)
             for peer, row, peer_row, count in self._plan.pulls:
                 published = workspace.kv_address(peer) + stage_start
                 copy_bytes(stream, target + row * width, published + peer_row * width, count * width)
             self._next_stage += 1
             if self._next_stage == len(self._widths):
-                workspace.tell(Flag.KV_TAKEN, sources).submit(stream)
+                workspace.tell(Flag.KV_TAKEN).submit(stream)
             workspace.kv_arrived.record(workspace.kv_stream)
 
     def receive(self) -> torch.Tensor:
@@ -149,7 +152,8 @@ class _PulledGrads(GradTransfers):
 
     def buffer(self) -> torch.Tensor:
         plan, workspace = self._plan, self._workspace
-        workspace.wait(Flag.GRAD_TAKEN, _peers(plan, plan.wanted)).submit(self._stream.cuda_stream)
+        workspace.follow(self._stream)
+        workspace.wait(Flag.GRAD_TAKEN).submit(self._stream.cuda_stream)
         width = row_width(self._k, self._v, self._stages[0])
         count = plan.rows.total * width * self._k.itemsize
         return workspace.grads()[:count].view(self._k.dtype).view(-1, width)
@@ -158,11 +162,10 @@ class _PulledGrads(GradTransfers):
         plan, workspace = self._plan, self._workspace
         columns = row_width(self._k, self._v, self._stages.popleft())
         width = columns * self._k.itemsize
-        owners, sources = _peers(plan, plan.wanted), _peers(plan, plan.given)
-        workspace.tell(Flag.GRAD_READY, owners).submit(self._stream.cuda_stream)
+        workspace.tell(Flag.GRAD_READY).submit(self._stream.cuda_stream)
         copies, contributions = [], []
         for part, length in enumerate(plan.rows.lengths[plan.rank]):
-            ranks = [source for source in sources if part in plan.given[source]]
+            ranks = [source for source in range(plan.world_size) if part in plan.given[source]]
             if ranks and length:
                 stack = self._k.new_empty(len(ranks), length, columns)
                 contributions.append(Contribution(plan.rows.local_span(plan.rank, part), stack))
@@ -173,10 +176,10 @@ class _PulledGrads(GradTransfers):
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
             stream = workspace.grad_stream.cuda_stream
-            workspace.wait(Flag.GRAD_READY, sources).submit(stream)
+            workspace.wait(Flag.GRAD_READY).submit(stream)
             for target, source, start, count in copies:
                 copy_bytes(stream, target, workspace.grads_address(source) + start, count)
-            workspace.tell(Flag.GRAD_TAKEN, sources).submit(stream)
+            workspace.tell(Flag.GRAD_TAKEN).submit(stream)
             # Before this stage is received the one before it is, so two events in turns are enough.
             arrived = workspace.grads_arrived[len(self._stages) % 2]
             arrived.record(workspace.grad_stream)
@@ -186,8 +189,3 @@ class _PulledGrads(GradTransfers):
         contributions, arrived = self._in_flight.popleft()
         self._stream.wait_event(arrived)
         return contributions
-
-
-def _peers(plan: Plan, parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks with any parts."""
-    return tuple(rank for rank in range(plan.world_size) if parts[rank])

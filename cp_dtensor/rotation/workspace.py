@@ -12,6 +12,8 @@ import socket
 import threading
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -51,24 +53,36 @@ class Workspace:
     memory_is_free: torch.cuda.Event
     kv_arrived: torch.cuda.Event
     grads_arrived: tuple[torch.cuda.Event, torch.cuda.Event]
-    _made: dict[tuple[Flag, tuple[int, ...], bool], FlagOperations] = field(default_factory=dict)
+    _last_stream: list[torch.cuda.Stream] = field(default_factory=list)
 
-    def wait(self, flag: Flag, peers: tuple[int, ...]) -> FlagOperations:
-        """Waits until all `peers` have raised a flag for this rank."""
-        return self._operations(flag, peers, True)
+    def wait(self, flag: Flag) -> FlagOperations:
+        """Waits until all other ranks have raised a flag for this one."""
+        return self._waits[flag]
 
-    def tell(self, flag: Flag, peers: tuple[int, ...]) -> FlagOperations:
-        """Raises this rank's flag for all `peers`."""
-        return self._operations(flag, peers, False)
+    def tell(self, flag: Flag) -> FlagOperations:
+        """Raises this rank's flag for all other ranks."""
+        return self._raises[flag]
 
-    def _operations(self, flag: Flag, peers: tuple[int, ...], waits: bool) -> FlagOperations:
-        key = (flag, peers, waits)
-        if key not in self._made:
-            if waits:
-                self._made[key] = await_flags([self._flag(self.rank, flag, peer) for peer in peers])
-            else:
-                self._made[key] = raise_flags([self._flag(peer, flag, self.rank) for peer in peers])
-        return self._made[key]
+    @cached_property
+    def _waits(self) -> list[FlagOperations]:
+        return [await_flags([self._flag(self.rank, flag, peer) for peer in self._peers]) for flag in Flag]
+
+    @cached_property
+    def _raises(self) -> list[FlagOperations]:
+        return [raise_flags([self._flag(peer, flag, self.rank) for peer in self._peers]) for flag in Flag]
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Orders what is published on `stream` behind what was published before, on whatever stream.
+
+        Peers pull in the order of calls, so that is the order in which rows have to be written.
+        """
+        if self._last_stream and self._last_stream[0] != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._last_stream[0])
+        self._last_stream[:] = [stream]
 
     def _flag(self, holder: int, flag: Flag, raised_by: int) -> int:
         """Address of a flag in `holder`'s memory."""
@@ -101,19 +115,23 @@ class _Workspaces:
         self._reasons: WeakKeyDictionary[dist.ProcessGroup, dict[str, str | None]] = WeakKeyDictionary()
         self._told: WeakSet[dist.ProcessGroup] = WeakSet()
         self._current: WeakKeyDictionary[dist.ProcessGroup, Workspace] = WeakKeyDictionary()
-        self._in_graphs: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
+        # What a captured graph uses, whose replays have these very addresses, and what was abandoned half-way, which
+        # peers may still be reading.
+        self._kept: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
+
+    # The lock is not held during collectives: calls of several groups may be in another order on other ranks.
 
     def why_not(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         with self._lock:
             reasons = self._reasons.setdefault(group, {})
-            if device.type not in reasons:
-                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
-                        "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
-                        "one call before capturing"
-                    )
-                reasons[device.type] = _why_not(group, device)
-            return reasons[device.type]
+        if device.type not in reasons:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
+                    "one call before capturing"
+                )
+            reasons[device.type] = _why_not(group, device)
+        return reasons[device.type]
 
     def tell_fallback(self, group: dist.ProcessGroup, reason: str) -> None:
         with self._lock:
@@ -125,27 +143,42 @@ class _Workspaces:
         capturing = torch.cuda.is_current_stream_capturing()
         with self._lock:
             held = self._current.get(group)
-            if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
-                if capturing:
-                    raise RuntimeError(
-                        "the symm_mem rotation has to map memory, which a CUDA graph cannot capture: run one forward "
-                        "and backward of this size before capturing"
-                    )
-                if held is not None:
-                    kv_bytes, grad_bytes = max(kv_bytes, held.kv_bytes), max(grad_bytes, held.grad_bytes)
-                    # Peers may be reading the old memory until all have come here.
-                    torch.cuda.synchronize(device)
-                    dist.barrier(group)
-                    torch.cuda.synchronize(device)
+        if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
+            if capturing:
+                raise RuntimeError(
+                    "the symm_mem rotation has to map memory, which a CUDA graph cannot capture: run one forward "
+                    "and backward of this size before capturing"
+                )
+            if held is not None:
+                kv_bytes, grad_bytes = max(kv_bytes, held.kv_bytes), max(grad_bytes, held.grad_bytes)
+                # Peers may be reading the old memory until all have come here.
+                torch.cuda.synchronize(device)
+                dist.barrier(group)
+                torch.cuda.synchronize(device)
+                with self._lock:
                     del self._current[group], held
-                held = self._current[group] = _map(group, device, _round_up(kv_bytes), _round_up(grad_bytes))
-            if capturing and held not in self._in_graphs.setdefault(group, []):
-                self._in_graphs[group].append(held)  # a replay uses these very addresses, whatever has grown since
-            return held
+            held = _map(group, device, _round_up(kv_bytes), _round_up(grad_bytes))
+            with self._lock:
+                self._current[group] = held
+        if capturing:
+            self._keep(group, held)
+        return held
+
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        with self._lock:
+            held = self._current.pop(group, None)
+        if held is not None:
+            self._keep(group, held)
+
+    def _keep(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
+        with self._lock:
+            kept = self._kept.setdefault(group, [])
+            if workspace not in kept:
+                kept.append(workspace)
 
     def allocated_bytes(self, device: torch.device) -> int:
         with self._lock:
-            held = [*self._current.values(), *(one for several in self._in_graphs.values() for one in several)]
+            held = [*self._current.values(), *(one for several in self._kept.values() for one in several)]
             own = {id(one): one.buffer.bytes_of[one.rank] for one in held}
             return sum(memory.numel() for memory in own.values() if memory.device == device)
 
@@ -174,6 +207,11 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
         RuntimeError: memory has to be mapped while a CUDA graph is captured.
     """
     return _workspaces.get(group, device, kv_bytes, grad_bytes)
+
+
+def abandon(group: dist.ProcessGroup) -> None:
+    """Gives the group's workspace up, whose flags are in an unknown state, so that the next call maps another."""
+    _workspaces.abandon(group)
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -208,32 +246,45 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
 
 def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Found out together, so that every rank comes to the same answer."""
-    local = None
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"
     if not uses_nccl(group, device):
         return "it needs a process group with an NCCL backend"
-    if not device_streams.is_available():
-        local = "the CUDA driver has no stream memory operations"
-    here = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), local)
-    everyone: list[tuple[str, str, str | None]] = [here] * group.size()
-    dist.all_gather_object(everyone, here, group=group)
+    local = None if device_streams.is_available() else "the CUDA driver has no stream memory operations"
+    facts = (_host(), str(torch.cuda.get_device_properties(device).uuid), local or _unreachable_peer(device))
+    everyone: list[tuple[str, str, str | None]] = [facts] * group.size()
+    dist.all_gather_object(everyone, facts, group=group)
     hosts, devices, reasons = zip(*everyone, strict=True)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} hosts"
     if len(set(devices)) < group.size():
         return "some ranks share a device"
-    return next((reason for reason in reasons if reason is not None), None) or _unreachable_peer(device, group)
+    return next((reason for reason in reasons if reason is not None), None) or _failed_trial(group, device)
 
 
-def _unreachable_peer(device: torch.device, group: dist.ProcessGroup) -> str | None:
+def _host() -> str:
+    """What tells hosts apart, also where they are called alike."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _failed_trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Maps a little memory: what processes may share, containers among them, shows only so."""
+    reason = None
+    try:
+        symmetric_buffer(_GRANULE, device, group)
+    except RuntimeError as error:
+        reason = f"mapping memory failed: {error}"
+    everyone: list[str | None] = [reason] * group.size()
+    dist.all_gather_object(everyone, reason, group=group)
+    return next((each for each in everyone if each is not None), None)
+
+
+def _unreachable_peer(device: torch.device) -> str | None:
     index = torch.cuda.current_device() if device.index is None else device.index
-    visible = range(torch.cuda.device_count())
-    unreachable = [peer for peer in visible if peer != index and not torch.cuda.can_device_access_peer(index, peer)]
-    mine = f"device {index} cannot access device {unreachable[0]}" if unreachable else None
-    everyone: list[str | None] = [mine] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return next((reason for reason in everyone if reason is not None), None)
+    peers = [peer for peer in range(torch.cuda.device_count()) if peer != index]
+    unreachable = [peer for peer in peers if not torch.cuda.can_device_access_peer(index, peer)]
+    return f"device {index} cannot access device {unreachable[0]}" if unreachable else None
 
 
 def _round_up(count: int) -> int:

@@ -249,6 +249,9 @@ class _Delivered(Rotation):
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
         return self
 
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        pass
+
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return self._plan
 

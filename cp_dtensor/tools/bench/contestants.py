@@ -19,6 +19,8 @@ from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.functional import ring_attention
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation import workspace
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import hardware_of, slowest_seconds
 from cp_dtensor.rotation.choice import METHODS
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
@@ -182,6 +184,6 @@ def _predicted_ms(rotate_method: str, case: Case, pass_name: str, device: torch.
 
 def _our_workspace(rotate_method: str, device: torch.device) -> int:
     """Symmetric memory, which torch's allocator does not count. It is kept from call to call, shared by all calls."""
-    if rotate_method in _TORCH_ROTATIONS:  # which never use it, though others may have left some
+    if rotate_method in (AllGather().name, AllToAll().name):  # never use it, though others may have left some
         return 0
     return workspace.allocated_bytes(device)

@@ -1,0 +1,40 @@
+"""Views, memory order and devices of (B, H, S, D) tensors."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from cp_dtensor.layouts import Span
+
+
+def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
+    """(B, H, S, ...) to some batch rows, heads and sequence rows, a view; None means all."""
+    for dim, span in enumerate((batch, heads, rows)):
+        if span is not None and span != (0, tensor.size(dim)):
+            tensor = tensor.narrow(dim, span[0], span[1] - span[0])
+    return tensor
+
+
+def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+    """`grad_out` in the memory order of `out`, which cuDNN insists on, so that it is not copied for every tile."""
+    return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
+
+
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if its last dim is not contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
+    """No casting of what is computed on the tensor's device."""
+    device_type = like.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes a CUDA tensor's device the current one, which streams, events and kernels are taken from."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
