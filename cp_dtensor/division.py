@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Mask
 from cp_dtensor.schedule import GroupSegments, group_segments
+
+BACKWARD_FLOPS = 2.5
+"""Operations of backward over those of forward: five matrix products instead of two."""
 
 
 class Division(ABC):
@@ -45,6 +49,15 @@ class CallShape:
     v_head_dim: int
     itemsize: int
     """Bytes of an element."""
+
+    def flops(self, groups: Sequence[GroupSegments]) -> float:
+        """Operations of forward, all ranks together; masked halves do not count."""
+        q_len, kv_len = (
+            sum(segment.length for segments in by_rank for segment in segments)
+            for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
+        )
+        half = 0.5 if self.mask is Mask.CAUSAL else 1.0
+        return 2.0 * half * self.batch_size * self.q_heads * q_len * kv_len * (self.head_dim + self.v_head_dim)
 
     @property
     def head_bytes(self) -> int:

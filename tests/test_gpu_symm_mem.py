@@ -56,7 +56,7 @@ def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[f
     local = tuple(shard(tensor, layout, rank, WORLD_SIZE) for tensor in drawn)
     usual = METHODS["symm_mem"]
     if staged:
-        METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1))
+        METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1, 1e-3))
     try:
         results = _attend(local, problem, layout, dist.group.WORLD, rotate_method="symm_mem")
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,12 +32,14 @@ from cp_dtensor.rotation.choice import METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
-BY_HEAD = Staging(stage_bytes=1, grad_stage_bytes=1, grad_local_bytes=1)
+# Stages however little work they have.
+fine = functools.partial(Staging, flops_per_stage=1e-3)
+BY_HEAD = fine(stage_bytes=1, grad_stage_bytes=1, grad_local_bytes=1)
 STAGINGS = {
     "by head": BY_HEAD,
-    "forward in one": Staging(grad_stage_bytes=1, grad_local_bytes=1),
-    "backward in one": Staging(stage_bytes=1),
-    "own shard in one": Staging(stage_bytes=1, grad_stage_bytes=1),
+    "forward in one": fine(grad_stage_bytes=1, grad_local_bytes=1),
+    "backward in one": fine(stage_bytes=1),
+    "own shard in one": fine(stage_bytes=1, grad_stage_bytes=1),
 }
 
 
@@ -69,18 +72,19 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
     )
     total = max(1, problem.kv_len * problem.batch * kv_heads * 2 * 2 * 8)  # bytes of all ranks' K/V
     limits = st.builds(lambda count: -(-total // count), st.integers(1, 6))
-    staging = data.draw(st.builds(Staging, limits, limits, limits))
+    staging = data.draw(st.builds(fine, limits, limits, limits))
     check_staged(staging, problem, data.draw(st.integers(1, 5)), data.draw(st.sampled_from(LAYOUTS)))
 
 
 @pytest.mark.parametrize(
     ("staging", "forward", "backward"),
     [
-        (Staging(), Stages(1, 1), Stages(1, 1)),
-        (Staging(stage_bytes=4 * 3072 - 1), Stages(1, 2), Stages(1, 1)),
-        (Staging(stage_bytes=3072, grad_stage_bytes=2 * 3072), Stages(1, 4), Stages(1, 2)),
-        (Staging(stage_bytes=2 * 3072, grad_stage_bytes=1), Stages(1, 2), Stages(1, 4)),
-        (Staging(grad_local_bytes=2 * 3072), Stages(1, 1), Stages(2, 2)),
+        (fine(), Stages(1, 1), Stages(1, 1)),
+        (fine(stage_bytes=4 * 3072 - 1), Stages(1, 2), Stages(1, 1)),
+        (fine(stage_bytes=3072, grad_stage_bytes=2 * 3072), Stages(1, 4), Stages(1, 2)),
+        (fine(stage_bytes=2 * 3072, grad_stage_bytes=1), Stages(1, 2), Stages(1, 4)),
+        (fine(grad_local_bytes=2 * 3072), Stages(1, 1), Stages(2, 2)),
+        (Staging(stage_bytes=1, grad_stage_bytes=1), Stages(1, 1), Stages(1, 1)),  # too little work to cut
         (BY_HEAD, Stages(1, 4), Stages(4, 4)),
     ],
     ids=str,
@@ -97,7 +101,7 @@ def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stage
     assert exchanges == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
 
 
-@pytest.mark.parametrize(("method", "ranks"), [(AllGather(Staging(1, 1)), 2), (AllToAll(), 3)], ids=["by head", "ring"])
+@pytest.mark.parametrize(("method", "ranks"), [(AllGather(fine(1, 1)), 2), (AllToAll(), 3)], ids=["by head", "ring"])
 def test_transfers_are_under_way_while_tiles_are_computed(
     method: Rotation, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +144,7 @@ def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
             options = {"rotate_method": "allgather"}
             return run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), options)
 
-    for at_once, by_head in zip(results(Staging()), results(BY_HEAD), strict=True):
+    for at_once, by_head in zip(results(fine()), results(BY_HEAD), strict=True):
         assert all(map(torch.equal, at_once, by_head))
 
 
@@ -176,7 +180,7 @@ def fallen_back(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "cp_dtensor"]
 
 
-@pytest.mark.parametrize("staging", [Staging(), BY_HEAD], ids=["at once", "by head"])
+@pytest.mark.parametrize("staging", [fine(), BY_HEAD], ids=["at once", "by head"])
 def test_symmetric_memory_falls_back_to_all_gather_where_there_is_none(staging: Staging) -> None:
     problem = Problem(37, 37, batch=2, q_heads=4, kv_heads=2, is_causal=True)
     methods = {"symm_mem": SymmetricMemory(staging), "allgather": AllGather(staging)}

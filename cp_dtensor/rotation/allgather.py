@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.division import CallShape
+from cp_dtensor.division import BACKWARD_FLOPS, CallShape
 from cp_dtensor.plan import Plan, Stages, gathered_plan
 from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.exchange import ExchangedGrads, ExchangedKv
@@ -30,15 +30,21 @@ class Staging:
     grad_local_bytes: int = 128 << 20
     """K/V of all ranks for each cut of the local tile in backward, of which kernels keep several copies in float32."""
 
+    flops_per_stage: float = 0.6e12
+    """Operations of a rank that a stage should have at least (a millisecond on an H200): launches cost host time."""
+
     def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
         """Of forward and of backward."""
-        total = gathered_rows(shape.division.groups()).total * shape.head_bytes * shape.kv_heads
+        groups = shape.division.groups()
+        total = gathered_rows(groups).total * shape.head_bytes * shape.kv_heads
+        worthwhile = shape.flops(groups) / groups[0].world_size / self.flops_per_stage
 
-        def count(limit: int) -> int:
-            return max(1, min(shape.kv_heads, -(-total // limit)))
+        def count(limit: int, most: float) -> int:
+            return max(1, min(shape.kv_heads, -(-total // limit), int(most)))
 
-        local = min(4, count(self.grad_local_bytes))
-        return Stages(1, count(self.stage_bytes)), Stages(local, max(local, count(self.grad_stage_bytes)))
+        local = min(4, count(self.grad_local_bytes, BACKWARD_FLOPS * worthwhile))
+        remote = count(self.grad_stage_bytes, BACKWARD_FLOPS * worthwhile)
+        return Stages(1, count(self.stage_bytes, worthwhile)), Stages(local, max(local, remote))
 
 
 DEFAULT_STAGING = Staging()

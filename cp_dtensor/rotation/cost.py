@@ -46,7 +46,8 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
         shape: what it was made for.
         hardware: of every rank.
         backward: which pass.
-        slows_compute: whether transfers take multiprocessors (see `Rotation.slows_compute`).
+        slows_compute: whether transfers are kernels, which take multiprocessors (see `Rotation.slows_compute`) and
+            another launch.
     """
     steps = plan.backward if backward else plan.forward
     arrivals = [step.transfer for step in steps if step.transfer is not None]
@@ -55,7 +56,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
     sending = 0.0
     for step in steps:
         launch = hardware.launch * (1.7 if backward else 1.0)
-        host += launch * (1 + len(step.tiles))
+        host += launch * (1 + len(step.tiles) + (slows_compute and step.transfer is not None))
         start = max(host, gpu)
         busy_until = link
         if step.transfer is not None:

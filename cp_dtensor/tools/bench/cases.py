@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cp_dtensor.division import BACKWARD_FLOPS
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Striped
 
 PASSES = ("fwd", "fwdbwd")
@@ -13,8 +14,6 @@ PASSES = ("fwd", "fwdbwd")
 
 PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 LAYOUTS: dict[str, Layout] = {"HeadTail": HeadTail(), "Contiguous": Contiguous(), "Striped": Striped()}
-BACKWARD_FLOPS = 2.5
-"""Of the forward's: five matrix products instead of two."""
 
 
 @dataclass(frozen=True)
