@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 from cp_dtensor.division import BACKWARD_FLOPS, CallShape
 from cp_dtensor.plan import Plan, Stages, gathered_plan
-from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
-from cp_dtensor.rotation.exchange import ExchangedGrads, ExchangedKv
+from cp_dtensor.rotation.exchange import ExchangedRotation
 from cp_dtensor.schedule import gathered_rows
 
 
@@ -51,7 +47,7 @@ DEFAULT_STAGING = Staging()
 
 
 @dataclass(frozen=True)
-class AllGather(Rotation):
+class AllGather(ExchangedRotation):
     """Gather K/V by groups of heads, and bring dK/dV home likewise."""
 
     staging: Staging = DEFAULT_STAGING
@@ -60,23 +56,5 @@ class AllGather(Rotation):
     def name(self) -> str:
         return "allgather"
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
-        return self
-
-    @property
-    def slows_compute(self) -> bool:
-        return True
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        pass  # collectives leave nothing behind
-
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
-
-    def start_kv(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
-    ) -> KvTransfers:
-        return ExchangedKv(k, v, plan, plan.backward if backward else plan.forward, group)
-
-    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
-        return ExchangedGrads(k, v, plan, group)

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 from cp_dtensor.division import CallShape
 from cp_dtensor.plan import Plan, ring_plan
-from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
-from cp_dtensor.rotation.exchange import ExchangedGrads, ExchangedKv
+from cp_dtensor.rotation.exchange import ExchangedRotation
 from cp_dtensor.schedule import gathered_rows
 
 # More would make tiles too small to fill a GPU.
@@ -27,7 +23,7 @@ _MOST_HEAD_GROUPS = 4
 
 
 @dataclass(frozen=True)
-class AllToAll(Rotation):
+class AllToAll(ExchangedRotation):
     """One hop after the other, and the gradients after them."""
 
     shard_bytes: int = 32 << 20
@@ -37,26 +33,8 @@ class AllToAll(Rotation):
     def name(self) -> str:
         return "alltoall"
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
-        return self
-
-    @property
-    def slows_compute(self) -> bool:
-        return True
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        pass  # collectives leave nothing behind
-
     def plan(self, shape: CallShape, rank: int) -> Plan:
         groups = shape.division.groups()
         longest = max(map(sum, gathered_rows(groups).lengths))
         head_groups = -(-longest * shape.head_bytes * shape.kv_heads // self.shard_bytes)
         return ring_plan(groups, rank, shape.mask, shape.kv_heads, min(max(head_groups, 1), _MOST_HEAD_GROUPS))
-
-    def start_kv(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
-    ) -> KvTransfers:
-        return ExchangedKv(k, v, plan, plan.backward if backward else plan.forward, group)
-
-    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
-        return ExchangedGrads(k, v, plan, group)

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import label, start_all_to_all, uses_nccl
+from cp_dtensor.division import CallShape
 from cp_dtensor.layouts import Span
 from cp_dtensor.plan import Plan, Step, Transfer
-from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers
+from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.rows import pack_rows, row_width
 
 # Rows for (or from) each rank, None where there are none: `places[slot][rank]`. A slot is one collective.
@@ -136,6 +137,28 @@ class ExchangedGrads(GradTransfers):
         exchange, contributions = self._in_flight.popleft()
         exchange.wait()
         return contributions
+
+
+class ExchangedRotation(Rotation):
+    """What rotations by exchange have in common; they differ in their plans."""
+
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        return self
+
+    @property
+    def slows_compute(self) -> bool:
+        return True
+
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        pass  # collectives leave nothing behind
+
+    def start_kv(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+    ) -> KvTransfers:
+        return ExchangedKv(k, v, plan, plan.backward if backward else plan.forward, group)
+
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+        return ExchangedGrads(k, v, plan, group)
 
 
 def buffer_rows(transfer: Transfer, plan: Plan) -> int:
