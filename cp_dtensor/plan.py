@@ -36,6 +36,14 @@ class Transfer:
     heads: Span
     hop: int | None
 
+    def sources(self, rank: int, world_size: int) -> Sequence[int]:
+        """The ranks whose rows `rank` may get (of its own it wants none)."""
+        return range(world_size) if self.hop is None else ((rank - self.hop) % world_size,)
+
+    def readers(self, rank: int, world_size: int) -> Sequence[int]:
+        """The ranks that may get rows of `rank`."""
+        return range(world_size) if self.hop is None else ((rank + self.hop) % world_size,)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -183,12 +191,9 @@ def _has_gaps(
 ) -> bool:
     if step.transfer is None:
         return False
-    hop = step.transfer.hop
-    if hop is None:
-        brought = [rows.span(source, part) for source in range(rows.world_size) for part in wanted[source]]
-    else:
-        source = (rank - hop) % rows.world_size
-        brought = [rows.local_span(source, part) for part in wanted[source]]
+    span = rows.span if step.transfer.hop is None else rows.local_span
+    sources = step.transfer.sources(rank, rows.world_size)
+    brought = [span(source, part) for source in sources for part in wanted[source]]
     return any(
         not _covers([tile.kv for tile in step.tiles if tile.batch == batch], span)
         for batch in batches

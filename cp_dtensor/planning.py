@@ -42,6 +42,11 @@ class Decision(NamedTuple):
     backend: LocalAttention
     state_dtype: torch.dtype
 
+    def call(self, group: dist.ProcessGroup | None, scale: float) -> RingCall:
+        """The call in a group; a rank that is alone has nothing to send."""
+        ring = group if self.plan.world_size > 1 else None
+        return RingCall(self.plan, ring, self.rotation, self.backend, scale, self.state_dtype)
+
 
 _MOST_DECISIONS = 4096
 _decisions = _Decisions()
@@ -71,7 +76,7 @@ def decide_call(
         ring = group if world_size > 1 else None
         backend = choose_backend(problem, allowed)
         found = decisions[key] = decide(division, mask, ring, group.rank(), method, backend, problem, q)
-    return RingCall(found.plan, group, found.rotation, found.backend, scale, found.state_dtype)
+    return found.call(group, scale)
 
 
 def decide(

@@ -30,7 +30,7 @@ class RingCall:
 
     plan: Plan
     group: dist.ProcessGroup | None
-    """May be None where nothing travels."""
+    """None where nothing travels."""
     rotation: Rotation
     backend: LocalAttention
     scale: float
@@ -84,7 +84,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall) 
     result = Accumulator(
         LseMerge(call.state_dtype), (*q.shape[:3], v.size(3)), q, call.state_dtype, may_overwrite=False
     )
-    transfers = _start_kv(k, v, call, backward=False)
+    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, False, call.group)
     for step in call.plan.forward:
         heads = _query_heads(step.heads, q, k)
         parts = _forward_step(step, heads, transfers, q, k, v, call)
@@ -148,7 +148,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_q = _gradient(q, call)
     grad_kv = _KeyValueGradients(k, v, call)
-    transfers = _start_kv(k, v, call, backward=True)
+    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
     for step in call.plan.backward:
         heads = _query_heads(step.heads, q, k)
         parts_q, parts_k, parts_v = _backward_step(step, heads, transfers, (grad_out, q, out, lse), k, v, call)
@@ -195,9 +195,7 @@ class _KeyValueGradients:
         self._k, self._v = k, v
         self._state_dtype = call.state_dtype
         self._sums = [_gradient(x, call) for x in (k, v)]
-        self._transfers = None
-        if call.group is not None and call.plan.world_size > 1:
-            self._transfers = call.rotation.start_grads(k, v, call.plan, call.group)
+        self._transfers = None if call.group is None else call.rotation.start_grads(k, v, call.plan, call.group)
         self._in_flight: Step | None = None
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
@@ -242,12 +240,6 @@ class _KeyValueGradients:
         with label("sum dK/dV"):
             self._sums[0].add(step.heads, parts_k, step.is_last)
             self._sums[1].add(step.heads, parts_v, step.is_last)
-
-
-def _start_kv(k: torch.Tensor, v: torch.Tensor, call: RingCall, backward: bool) -> KvTransfers | None:
-    if call.group is None or call.plan.world_size == 1:
-        return None
-    return call.rotation.start_kv(k, v, call.plan, backward, call.group)
 
 
 def _keys_and_values(

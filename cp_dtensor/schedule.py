@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from cp_dtensor.layouts import Layout, Segment, Span
@@ -66,6 +67,11 @@ class GatheredRows:
     def total(self) -> int:
         """Rows of the buffer."""
         return sum(map(sum, self.lengths))
+
+    @cached_property
+    def longest(self) -> int:
+        """Rows of the longest shard."""
+        return max(map(sum, self.lengths))
 
     def span(self, rank: int, part: int) -> Span:
         """Rows of the buffer that hold `rank`'s part."""

@@ -76,7 +76,7 @@ def plan_dtensor_call(
     mask = Mask.CAUSAL if is_causal else Mask.FULL
     backend = backend or choose_backend(problem)
     decision = decide(division, mask, group, rank, rotation_by_name(None), backend, problem, q)
-    return RingCall(decision.plan, group, decision.rotation, backend, scale, decision.state_dtype)
+    return decision.call(group, scale)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,12 @@ class Staging:
     """K/V of a stage in backward, where the gradients of the last stage are not hidden."""
     grad_local_bytes: int = 128 << 20
     """K/V of all ranks for each cut of the local tile in backward, of which kernels keep several copies in float32."""
-
     flops_per_stage: float = 0.6e12
     """Operations of a rank that a stage should have at least (a millisecond on an H200): launches cost host time."""
+
+    def plan(self, shape: CallShape, rank: int) -> Plan:
+        """The steps of a call on one rank, everybody else's K/V at once."""
+        return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.stages(shape))
 
     def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
         """Of forward and of backward."""
@@ -57,4 +60,4 @@ class AllGather(ExchangedRotation):
         return "allgather"
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
+        return self.staging.plan(shape, rank)

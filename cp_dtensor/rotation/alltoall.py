@@ -35,6 +35,6 @@ class AllToAll(ExchangedRotation):
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         groups = shape.division.groups()
-        longest = max(map(sum, gathered_rows(groups).lengths))
+        longest = gathered_rows(groups).longest
         head_groups = -(-longest * shape.head_bytes * shape.kv_heads // self.shard_bytes)
         return ring_plan(groups, rank, shape.mask, shape.kv_heads, min(max(head_groups, 1), _MOST_HEAD_GROUPS))

@@ -104,13 +104,10 @@ def _transfer_seconds(transfer: Transfer, plan: Plan, shape: CallShape, hardware
 
 def _transfer_rows(transfer: Transfer, plan: Plan) -> int:
     """Rows that come in, or that go out, whichever are more."""
-
-    def at(distance: int) -> range | list[int]:
-        return range(plan.world_size) if transfer.hop is None else [(plan.rank + distance) % plan.world_size]
-
-    hop = transfer.hop or 0
-    incoming = sum(plan.rows.lengths[source][part] for source in at(-hop) for part in plan.wanted[source])
-    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in at(hop) for part in plan.given[reader])
+    sources = transfer.sources(plan.rank, plan.world_size)
+    readers = transfer.readers(plan.rank, plan.world_size)
+    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.wanted[source])
+    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.given[reader])
     return max(incoming, outgoing)
 
 

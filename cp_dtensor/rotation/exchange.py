@@ -120,7 +120,7 @@ class ExchangedGrads(GradTransfers):
             incoming = _no_places(transfer, plan)
             contributions = []
             by_place: dict[tuple[int, Span], list[int]] = {}
-            for reader in _readers(transfer, plan):
+            for reader in transfer.readers(plan.rank, plan.world_size):
                 for place in _pieces(transfer, plan.given[reader], plan.rank, plan):
                     by_place.setdefault(place, []).append(reader)
             for (slot, rows), readers in by_place.items():
@@ -163,16 +163,13 @@ class ExchangedRotation(Rotation):
 
 def buffer_rows(transfer: Transfer, plan: Plan) -> int:
     """Rows of the buffer that a transfer fills."""
-    if transfer.hop is None:
-        return plan.rows.total
-    return sum(plan.rows.lengths[(plan.rank - transfer.hop) % plan.world_size])
+    return sum(sum(plan.rows.lengths[source]) for source in transfer.sources(plan.rank, plan.world_size))
 
 
 def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
     """Where in a transfer's buffer the rows lie that this rank wants of each other rank."""
-    sources = range(plan.world_size) if transfer.hop is None else [(plan.rank - transfer.hop) % plan.world_size]
     places = _no_places(transfer, plan)
-    for source in sources:
+    for source in transfer.sources(plan.rank, plan.world_size):
         for slot, (start, stop) in _pieces(transfer, plan.wanted[source], source, plan, in_buffer=True):
             places[slot][source] = rows[start:stop]
     return places
@@ -181,7 +178,7 @@ def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
 def own_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
     """Which of this rank's rows go to each other rank."""
     places = _no_places(transfer, plan)
-    for reader in _readers(transfer, plan):
+    for reader in transfer.readers(plan.rank, plan.world_size):
         for slot, (start, stop) in _pieces(transfer, plan.given[reader], plan.rank, plan):
             places[slot][reader] = rows[start:stop]
     return places
@@ -210,8 +207,3 @@ def _no_places(transfer: Transfer, plan: Plan) -> Places:
     """As many slots as there may be pieces: alike on all ranks, since each is a collective."""
     parts = len(plan.rows.lengths[plan.rank])
     return [[None] * plan.world_size for _ in range(parts if transfer.hop is None else (parts + 1) // 2)]
-
-
-def _readers(transfer: Transfer, plan: Plan) -> Sequence[int]:
-    """The ranks that a transfer takes this rank's rows to."""
-    return range(plan.world_size) if transfer.hop is None else [(plan.rank + transfer.hop) % plan.world_size]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from cp_dtensor._torch_private import label
 from cp_dtensor.division import CallShape
-from cp_dtensor.plan import Plan, Step, gathered_plan
+from cp_dtensor.plan import Plan, Step
 from cp_dtensor.rotation import workspace as workspaces
 from cp_dtensor.rotation.allgather import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers, Rotation
@@ -61,7 +61,7 @@ class SymmetricMemory(Rotation):
         workspaces.abandon(group)
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.staging.stages(shape))
+        return self.staging.plan(shape, rank)
 
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
@@ -74,8 +74,7 @@ class SymmetricMemory(Rotation):
 
 
 def _workspace(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup) -> Workspace:
-    longest = max(map(sum, plan.rows.lengths))
-    kv_bytes = longest * row_width(k, v, (0, k.size(1))) * k.itemsize
+    kv_bytes = plan.rows.longest * row_width(k, v, (0, k.size(1))) * k.itemsize
     widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
     grad_bytes = plan.rows.total * widest * k.itemsize if backward else 0
     return workspaces.workspace(group, k.device, kv_bytes, grad_bytes)
@@ -89,7 +88,7 @@ class _PulledKv(KvTransfers):
         self._stream = torch.cuda.current_stream(k.device)
         stages = [step.heads for step in steps if step.transfer is not None]
         # Every rank's stages stand where they would stand for the longest shard.
-        self._pitch = max(map(sum, plan.rows.lengths))
+        self._pitch = plan.rows.longest
         self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
         self._next_stage = 0
         with label("publish K/V"):
