@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.layouts import HeadTail
 from cp_dtensor.masks import Mask
-from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import choose, slowest_seconds
 from cp_dtensor.rotation.base import Rotation
@@ -74,6 +75,16 @@ def test_backward_sends_gradients_after_the_last_tile() -> None:
 @pytest.mark.parametrize("length", [8192, 32768, 131072, 262144])
 def test_memory_that_gpus_share_is_used(length: int) -> None:
     assert choose(shape(length, 8), 8, HOPPER, shares_memory=True).name == "symm_mem"
+
+
+@pytest.mark.parametrize(("ranks", "length"), list(itertools.product([2, 4, 8], [8192, 32768, 131072])))
+def test_many_key_heads_are_staged_so_that_stages_fill_the_gpu(ranks: int, length: int) -> None:
+    """Their transfers are four times as long, and one head of a short shard leaves most multiprocessors idle."""
+    many = shape(length, ranks, kv_heads=32)
+    predicted = [slowest_seconds(rotation, many, ranks, HOPPER, backward=True) for rotation in ROTATIONS]
+    assert predicted[2] <= 1.03 * min(predicted)
+    in_one = AllGather(Staging(stage_bytes=1 << 60, grad_stage_bytes=1 << 60, grad_local_bytes=1 << 60))
+    assert predicted[0] <= 1.02 * slowest_seconds(in_one, many, ranks, HOPPER, backward=True)
 
 
 @pytest.mark.parametrize("length", [1024, 8192, 131072])

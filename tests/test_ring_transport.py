@@ -30,7 +30,11 @@ def process_default() -> Iterator[None]:
 
 @pytest.fixture
 def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "allgather", AllGather(Staging(1, 1, flops_per_stage=1e-3)))
+    monkeypatch.setitem(
+        METHODS,
+        "allgather",
+        AllGather(Staging(1, 1, flops_per_stage=1e-3, grad_flops_per_stage=1e-3, queries_per_stage=1)),
+    )
 
 
 def attend(rank: int, problem: Problem, layout: Layout, backward: bool, options: dict[str, Any]) -> torch.Tensor:

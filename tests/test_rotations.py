@@ -33,7 +33,7 @@ from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
 # Stages however little work they have.
-fine = functools.partial(Staging, flops_per_stage=1e-3)
+fine = functools.partial(Staging, flops_per_stage=1e-3, grad_flops_per_stage=1e-3, queries_per_stage=1)
 BY_HEAD = fine(stage_bytes=1, grad_stage_bytes=1, grad_local_bytes=1)
 STAGINGS = {
     "by head": BY_HEAD,
@@ -160,7 +160,9 @@ def all_to_all_in_place(
 
 
 @pytest.mark.parametrize(
-    "method", [AllGather(BY_HEAD), AllGather(), AllToAll()], ids=["by head", "allgather", "alltoall"]
+    "method",
+    [AllGather(BY_HEAD), AllGather(), AllToAll(), AllToAll(shard_bytes=1, flops_per_hop=1e-3)],
+    ids=["by head", "allgather", "alltoall", "rings by head"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -25,8 +25,12 @@ class Staging:
     """K/V of a stage in backward, where the gradients of the last stage are not hidden."""
     grad_local_bytes: int = 128 << 20
     """K/V of all ranks for each cut of the local tile in backward, of which kernels keep several copies in float32."""
-    flops_per_stage: float = 0.6e12
-    """Operations of a rank that a stage should have at least (a millisecond on an H200): launches cost host time."""
+    flops_per_stage: float = 0.3e12
+    """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
+    grad_flops_per_stage: float = 0.6e12
+    """The same in backward, whose launches cost about twice as much."""
+    queries_per_stage: int = 1 << 15
+    """Query rows of a stage, all heads together, that fill a GPU: about two waves of blocks of 128 on an H200."""
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         """The steps of a call on one rank, everybody else's K/V at once."""
@@ -35,15 +39,20 @@ class Staging:
     def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
         """Of forward and of backward."""
         groups = shape.division.groups()
-        total = gathered_rows(groups).total * shape.head_bytes * shape.kv_heads
-        worthwhile = shape.flops(groups) / groups[0].world_size / self.flops_per_stage
+        rows, world_size = gathered_rows(groups), groups[0].world_size
+        total = rows.total * shape.head_bytes * shape.kv_heads
+        flops = shape.flops(groups) / world_size
+        filling = rows.total // world_size * shape.batch_size * shape.q_heads // self.queries_per_stage
 
-        def count(limit: int, most: float) -> int:
-            return max(1, min(shape.kv_heads, -(-total // limit), int(most)))
+        def count(limit: int, worthwhile: float) -> int:
+            most = max(1, min(shape.kv_heads, -(-total // limit), int(worthwhile), filling))
+            # Stages of equal size fill a GPU equally well.
+            return next((few for few in range(most, most // 2, -1) if shape.kv_heads % few == 0), most)
 
-        local = min(4, count(self.grad_local_bytes, BACKWARD_FLOPS * worthwhile))
-        remote = count(self.grad_stage_bytes, BACKWARD_FLOPS * worthwhile)
-        return Stages(1, count(self.stage_bytes, worthwhile)), Stages(local, max(local, remote))
+        worthwhile = BACKWARD_FLOPS * flops / self.grad_flops_per_stage
+        local = min(4, count(self.grad_local_bytes, worthwhile))
+        remote = count(self.grad_stage_bytes, worthwhile)
+        return Stages(1, count(self.stage_bytes, flops / self.flops_per_stage)), Stages(local, max(local, remote))
 
 
 DEFAULT_STAGING = Staging()

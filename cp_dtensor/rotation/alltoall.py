@@ -28,6 +28,8 @@ class AllToAll(ExchangedRotation):
 
     shard_bytes: int = 32 << 20
     """K/V of a shard that are worked on at a time: kernels and sums need several times as much memory."""
+    flops_per_hop: float = 0.3e12
+    """Operations that a hop of some heads should have at least (half a millisecond on an H200): launches cost time."""
 
     @property
     def name(self) -> str:
@@ -35,6 +37,7 @@ class AllToAll(ExchangedRotation):
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         groups = shape.division.groups()
-        longest = gathered_rows(groups).longest
-        head_groups = -(-longest * shape.head_bytes * shape.kv_heads // self.shard_bytes)
-        return ring_plan(groups, rank, shape.mask, shape.kv_heads, min(max(head_groups, 1), _MOST_HEAD_GROUPS))
+        smallest_that_fit = -(-gathered_rows(groups).longest * shape.head_bytes * shape.kv_heads // self.shard_bytes)
+        worthwhile = shape.flops(groups) / groups[0].world_size ** 2 / self.flops_per_hop
+        head_groups = max(1, min(smallest_that_fit, int(worthwhile), _MOST_HEAD_GROUPS))
+        return ring_plan(groups, rank, shape.mask, shape.kv_heads, head_groups)

@@ -20,6 +20,8 @@ _BLOCK = 128
 _TRANSFER_TAX = 0.15
 # Backward has five matrix products where forward has two, and its kernels are slower.
 _BACKWARD_FLOPS = 2.8
+# Host time of a launch of backward over one of forward (from the benchmark tables).
+_BACKWARD_LAUNCH = 2.4
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
     link = _transfer_seconds(arrivals[0], plan, shape, hardware) if arrivals else 0.0
     sending = 0.0
     for step in steps:
-        launch = hardware.launch * (1.7 if backward else 1.0)
+        launch = hardware.launch * (_BACKWARD_LAUNCH if backward else 1.0)
         host += launch * (1 + len(step.tiles) + (slows_compute and step.transfer is not None))
         start = max(host, gpu)
         busy_until = link
