@@ -1,0 +1,1 @@
+"""Context parallelism under the names that other packages and frameworks have for it."""
