@@ -2,7 +2,7 @@
 
 from cp_dtensor.context import context_parallel
 from cp_dtensor.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
-from cp_dtensor.functional import ring_attention
+from cp_dtensor.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.parallel_style import ContextParallel
 from cp_dtensor.rotation.choice import set_rotate_method
@@ -16,6 +16,7 @@ __all__ = [
     "MirroredBatch",
     "Striped",
     "context_parallel",
+    "context_parallel_attention",
     "context_parallel_shard",
     "context_parallel_unshard",
     "disable_context_parallel_dispatcher",
@@ -23,4 +24,5 @@ __all__ = [
     "local_positions",
     "ring_attention",
     "set_rotate_method",
+    "ulysses_attention",
 ]

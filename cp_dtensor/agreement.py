@@ -15,10 +15,9 @@ from functools import lru_cache
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
-from cp_dtensor import _torch_private
 from cp_dtensor.layouts import Layout
+from cp_dtensor.rotation.ranks import SequenceRanks
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class CallFacts:
     is_causal: bool
     scale: float
     layout: str
+    method: str
     rotate_method: str
     requires_grad: bool
 
@@ -59,20 +59,18 @@ _TEXT_WORDS = 5  # 40 bytes tell all layouts, dtypes and rotations apart
 _LOCAL_FIELDS = ("q_length", "kv_length")
 
 
-def exchange(facts: CallFacts, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, int]]:
-    """Tells all ranks of the group what each one says; returns the local (q, kv) lengths of every rank.
+def exchange(facts: CallFacts, ranks: SequenceRanks, device: torch.device) -> list[tuple[int, int]]:
+    """Tells all ranks what each one says; returns the local (q, kv) lengths of every rank.
 
-    Runs on the host where the group has a CPU backend; otherwise on `device`, which it waits for.
+    Runs on the host where their groups have a CPU backend; otherwise on `device`, which it waits for.
 
     Raises:
         ValueError: on every rank alike, if the ranks disagree; names the ranks and what they say.
     """
     mine = torch.tensor(facts.encoded(), dtype=torch.int64)
-    if not _torch_private.has_cpu_backend(group):
+    if not ranks.have_cpu_backend:
         mine = mine.to(device)
-    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    _torch_private.all_gather_single(everyone, mine, group=group)
-    said = [CallFacts.decoded(words) for words in everyone.view(-1, mine.numel()).tolist()]
+    said = [CallFacts.decoded(words) for words in ranks.gather(mine).tolist()]
     _refuse_disagreement(said)
     return [(other.q_length, other.kv_length) for other in said]
 

@@ -8,34 +8,96 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_dtensor.rotation.ranks import SequenceRanks
 
-def group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group of a context-parallel axis.
+METHODS = ("auto", "ring", "ulysses", "hybrid")
+"""Ways to split the work over the ranks that share a sequence."""
+Mesh = DeviceMesh | dist.ProcessGroup
+_SEQUENCE_AXES = ("ring", "ulysses", "cp", "sp", "seq", "context")
+
+
+def sequence_ranks(mesh: Mesh) -> SequenceRanks:
+    """The ranks that share a sequence.
 
     Args:
-        mesh: a DeviceMesh of one dim, or a process group.
+        mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with "ring",
+            "ulysses", "cp", "sp", "seq" or "context", so that nobody shards a sequence over a data-parallel axis by
+            mistake. The one called "ulysses" is the inner axis, otherwise the second: its ranks own neighbouring parts
+            of the sequence.
 
     Raises:
-        TypeError: neither.
-        ValueError: a mesh of several dims, or one that this rank is not part of.
+        TypeError: anything else.
+        ValueError: a mesh of other dims, or one that this rank is not part of.
         NotImplementedError: a mesh of other devices than CPUs and CUDA devices.
     """
     if isinstance(mesh, dist.ProcessGroup):
-        return mesh
+        return SequenceRanks(mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"expected mesh to be a DeviceMesh of one dim or a ProcessGroup, got {type(mesh).__name__}")
+        raise TypeError(
+            f"expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "
+            f"sequence; got {type(mesh).__name__}"
+        )
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(name.startswith(_SEQUENCE_AXES) for name in names))):
         hint = f"mesh[{names[-1]!r}]" if names else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
         raise ValueError(
-            f"expected a mesh of one dim, the context-parallel axis; got {mesh.ndim} dims "
-            f"(names {names}, shape {tuple(mesh.shape)}). Pass one axis of it, such as {hint}"
+            "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
+            f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
+            f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass one axis of it, such as {hint}"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
-    return mesh.get_group()
+    if mesh.ndim == 1:
+        return SequenceRanks(mesh.get_group())
+    inner = inner_axis(mesh)
+    return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner))
+
+
+def inner_axis(mesh: DeviceMesh) -> int:
+    """Which of two axes is the inner one."""
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    return names.index("ulysses") if "ulysses" in names else 1
+
+
+def checked_method(method: str) -> str:
+    """The name of a method.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method: got {method!r}, expected one of {', '.join(map(repr, METHODS))}")
+    return method
+
+
+def ranks_and_method(mesh: Mesh, method: str) -> tuple[SequenceRanks, str]:
+    """The ranks, and the method that they can do; an axis of one rank counts as none.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `sequence_ranks`; an unknown method, or one that needs another
+            number of axes.
+    """
+    checked_method(method)
+    ranks = sequence_ranks(mesh)
+    if ranks.inner is None:
+        if method == "hybrid":
+            raise ValueError(
+                f'method "hybrid" expects a mesh of two dims, got one axis of {ranks.size} ranks: make one with '
+                'init_device_mesh(..., mesh_dim_names=("ring", "ulysses"))'
+            )
+        return ranks, method
+    if method == "ulysses":
+        raise ValueError(
+            f'method "ulysses" expects a mesh of one dim, got two axes of {ranks.outer.size()} x {ranks.inner.size()} '
+            'ranks: pass one axis, or use "hybrid"'
+        )
+    if ranks.inner.size() == 1:
+        return SequenceRanks(ranks.outer), "ring" if method == "hybrid" else method
+    if ranks.outer.size() == 1:
+        return SequenceRanks(ranks.inner), "ulysses" if method == "hybrid" else method
+    return ranks, method
 
 
 def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ContextDecorator, ExitStack
+from dataclasses import replace
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor.arguments import group_of
+from cp_dtensor.arguments import Mesh
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
-from cp_dtensor.functional import RingSettings, checked_layout, checked_length
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region, innermost_region
-from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.shard_attention import AttentionSettings, checked_length
 from cp_dtensor.sharding import checked_buffers, checked_sequence
 
 
@@ -32,7 +30,8 @@ class context_parallel(ContextDecorator):
     one's mesh and settings hold inside of it.
 
     Args:
-        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group.
+        mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
+            dims, of which the one called "ulysses" is the inner axis, otherwise the second.
         buffers: tensors that every rank has whole, of any dtype. Leaf tensors may require grad: inside they are leaves
             of the local shape, and on exit `.grad` has the full shape, zero outside of this rank's tokens, so that its
             sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with
@@ -41,9 +40,10 @@ class context_parallel(ContextDecorator):
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
             are freed on entry.
+        method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
         layout: which rank owns which tokens, `HeadTail()` if None.
-        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default if
-            None.
+        rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
+            `set_rotate_method`); the process default if None.
         seq_lens: global lengths that attention runs over besides those of the buffers.
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
 
@@ -58,33 +58,30 @@ class context_parallel(ContextDecorator):
 
     def __init__(
         self,
-        mesh: DeviceMesh | dist.ProcessGroup,
+        mesh: Mesh,
         *,
         buffers: Sequence[torch.Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
+        method: str = "auto",
         layout: Layout | None = None,
         rotate_method: str | None = None,
         seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
-        group = group_of(mesh)
-        layout = checked_layout(layout)
+        self._settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
+        layout = self._settings.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)
         kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         for index, tensor in enumerate(tensors):
             refuse_non_leaf(index, tensor)
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank, world_size = self._settings.ranks.rank, self._settings.ranks.size
         self._buffers = [
             Buffer(tensor, dim, layout, rank, world_size, restore=id(tensor) not in kept_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        self._group = group
-        self._layout = layout
-        self._rotation = rotation_by_name(rotate_method)
         self._seq_lens = frozenset(checked_length(length) for length in seq_lens)
-        self._debug = debug
         self._open: ExitStack | None = None
         self._region: Region | None = None
         self._entered_before = False
@@ -97,9 +94,9 @@ class context_parallel(ContextDecorator):
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
         lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
-        differs_by_row = self._buffers and len(self._layout.batch_groups(2)) > 1
+        differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
-        settings = RingSettings(self._group, self._layout, self._rotation, lengths or None, self._debug, batch_size)
+        settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size)
         region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
         with ExitStack() as stack:
             stack.enter_context(region.entered())

@@ -39,6 +39,12 @@ class Segment:
         """Whether the positions are one unbroken range."""
         return self.length <= self.block or self.block == self.period
 
+    @property
+    def last(self) -> int:
+        """The last position; `start - 1` of an empty segment."""
+        index = self.length - 1
+        return self.start + (index // self.block) * self.period + index % self.block if self.length else self.start - 1
+
     def positions(self) -> range | list[int]:
         """Global positions in local order."""
         if self.is_contiguous:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import group_of
-from cp_dtensor.functional import RingSettings, checked_layout, checked_length
+from cp_dtensor.arguments import Mesh, checked_method
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region
 from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.shard_attention import AttentionSettings, checked_layout, checked_length
 
 
 class ContextParallel(ParallelStyle):
@@ -28,6 +27,7 @@ class ContextParallel(ParallelStyle):
     inputs; pass it shards, from `context_parallel_shard` say.
 
     Args:
+        method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default (at
             the time of parallelize_module) if None.
@@ -42,6 +42,7 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self,
         *,
+        method: str = "auto",
         layout: Layout | None = None,
         rotate_method: str | None = None,
         seq_len: int | None = None,
@@ -49,16 +50,17 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         self._layout = checked_layout(layout)
+        self._method = checked_method(method)
         self._rotate_method = rotate_method
         rotation_by_name(rotate_method)  # refuses unknown names here already
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._debug = debug
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | dist.ProcessGroup) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _RegionForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
-        rotation = rotation_by_name(self._rotate_method)
-        region = Region(RingSettings(group_of(device_mesh), self._layout, rotation, self._lengths, self._debug))
+        settings = AttentionSettings.of(device_mesh, self._method, self._layout, self._rotate_method, debug=self._debug)
+        region = Region(replace(settings, declared_lengths=self._lengths))
         module.forward = _RegionForward(module, vars(module).get("forward"), region)
         return module
 

@@ -1,101 +1,151 @@
-"""Decides a call: from how the sequence is sharded and what is asked to a `RingCall`. Plans are cached by value."""
+"""Decides how a call's work is spread: as a ring, by heads, by both, or as a ring of rings."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.division import CallShape, Division, LayoutDivision
-from cp_dtensor.layouts import Layout
+from cp_dtensor.decisions import RingDecision, TwoLevelDecision, UlyssesDecision
+from cp_dtensor.division import CallShape, Division
+from cp_dtensor.head_division import HeadDivision, divide_heads
+from cp_dtensor.layouts import Layout, Span
 from cp_dtensor.local_attention.base import LocalAttention, Problem
-from cp_dtensor.local_attention.policy import allowed_backends, choose_backend
 from cp_dtensor.masks import Mask
-from cp_dtensor.plan import Plan
-from cp_dtensor.ring import RingCall
+from cp_dtensor.plan import Plan, ring_plan
 from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation, RotationMethod
-from cp_dtensor.tensors import on_device_of
+from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.schedule import tiles_against
+from cp_dtensor.tensors import on_device
+from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
 
 
-class _Decisions:
-    """What has been decided for each group: looking it up is all that a call of a known shape costs."""
+@dataclass(frozen=True)
+class CallRequest:
+    """What is asked for, before anything is decided; the same on every rank."""
 
-    def __init__(self) -> None:
-        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[object, Decision]] = WeakKeyDictionary()
-
-    def of(self, group: dist.ProcessGroup) -> dict[object, Decision]:
-        decisions = self._by_group.get(group)
-        if decisions is None or len(decisions) > _MOST_DECISIONS:  # lengths that change at every call
-            decisions = self._by_group[group] = {}
-        return decisions
-
-
-class Decision(NamedTuple):
-    """A `RingCall` but for its group and scale, which a cache by group may not hold or has too many of."""
-
-    plan: Plan
-    rotation: Rotation
+    division: Division
+    """Over all ranks of the sequence."""
+    mask: Mask
+    problem: Problem
+    batch_size: int
+    itemsize: int
+    """Bytes of an element."""
+    device: torch.device
     backend: LocalAttention
-    state_dtype: torch.dtype
+    method: RotationMethod
 
-    def call(self, group: dist.ProcessGroup | None, scale: float) -> RingCall:
-        """The call in a group; a rank that is alone has nothing to send."""
-        ring = group if self.plan.world_size > 1 else None
-        return RingCall(self.plan, ring, self.rotation, self.backend, scale, self.state_dtype)
-
-
-_MOST_DECISIONS = 4096
-_decisions = _Decisions()
-
-
-def decide_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    lengths: tuple[int, int],
-    is_causal: bool,
-    scale: float,
-    method: RotationMethod,
-    group: dist.ProcessGroup,
-) -> RingCall:
-    """The call on checked local shards of (queries, keys) that have these global lengths."""
-    allowed = allowed_backends()
-    decisions = _decisions.of(group)
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, layout, lengths, bool(is_causal), method, allowed)
-    found = decisions.get(key)
-    if found is None:
-        world_size = group.size()
-        problem = describe_problem(q, k, v, staircase=is_causal and has_stairs(layout, lengths[1], world_size))
-        division = LayoutDivision(layout, *lengths, q.size(0), world_size)
-        mask = Mask.CAUSAL if is_causal else Mask.FULL
-        ring = group if world_size > 1 else None
-        backend = choose_backend(problem, allowed)
-        found = decisions[key] = decide(division, mask, ring, group.rank(), method, backend, problem, q)
-    return found.call(group, scale)
+    @property
+    def shape(self) -> CallShape:
+        """The facts that plans and costs depend on."""
+        problem = self.problem
+        return CallShape(
+            self.division,
+            self.mask,
+            self.batch_size,
+            problem.q_heads,
+            problem.kv_heads,
+            problem.head_dim,
+            problem.v_head_dim,
+            self.itemsize,
+        )
 
 
-def decide(
-    division: Division,
-    mask: Mask,
-    group: dist.ProcessGroup | None,
+@dataclass(frozen=True)
+class HeadStaging:
+    """How finely Ulysses cuts the work by heads, so that exchanges hide under computation."""
+
+    flops_per_stage: float = 0.3e12
+    """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
+    most: int = 4
+
+    def stages(self, shape: CallShape, world_size: int) -> int:
+        """As many as are worthwhile and divide a rank's query heads."""
+        groups = shape.division.groups()
+        worthwhile = int(shape.flops(groups) / groups[0].world_size / self.flops_per_stage)
+        heads = max(shape.q_heads // world_size, 1)
+        return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
+
+
+DEFAULT_HEAD_STAGING = HeadStaging()
+
+
+def decide_ring(request: CallRequest, group: dist.ProcessGroup | None, rank: int) -> RingDecision:
+    """A ring of the ranks that the request divides the sequence over. `group` is None where K/V need not travel."""
+    return _ring(request.shape, request, group, rank)
+
+
+def decide_ulysses(request: CallRequest, ranks: SequenceRanks, staging: HeadStaging | None = None) -> UlyssesDecision:
+    """By heads over the inner axis, as a ring over the outer one; by heads alone if there is only one axis."""
+    axis, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, ranks.outer)
+    return ulysses_decision(request, axis.size(), axis.rank(), ring, 0 if ring is None else ring.rank(), staging)
+
+
+def ulysses_decision(
+    request: CallRequest,
+    world_size: int,
     rank: int,
-    method: RotationMethod,
-    backend: LocalAttention,
-    problem: Problem,
-    q: torch.Tensor,
-) -> Decision:
-    """Decides on local queries `q` and their like. `group` is None where K/V need not travel."""
-    shape = CallShape(
-        division, mask, q.size(0), problem.q_heads, problem.kv_heads, problem.head_dim, problem.v_head_dim, q.itemsize
+    ring: dist.ProcessGroup | None,
+    ring_rank: int,
+    staging: HeadStaging | None = None,
+) -> UlyssesDecision:
+    """The same, of ranks that are named one by one."""
+    shape = request.shape
+    staging = DEFAULT_HEAD_STAGING if staging is None else staging
+    heads = divide_heads(shape.q_heads, shape.kv_heads, world_size, staging.stages(shape, world_size))
+    united = UnitedDivision(request.division, world_size)
+    inner = []
+    for stage in range(heads.stages):
+        units = heads.units(rank, stage)
+        inner_shape = _with_heads(replace(shape, division=united), heads, units)
+        inner.append(_ring(inner_shape, request, ring, ring_rank))
+    return UlyssesDecision(
+        heads, united.query_rows(ring_rank), united.key_rows(ring_rank), tuple(inner), request.problem.state_dtype
     )
-    with on_device_of(q):
-        rotation = AllGather() if group is None else method.for_call(shape, group, q.device)
-    return Decision(_plan(rotation, shape, rank), rotation, backend, problem.state_dtype)
+
+
+def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDecision:
+    """A ring over the outer axis of rings over the inner one."""
+    assert ranks.inner is not None
+    shape, inner_size = request.shape, ranks.inner_size
+    outer_rank, inner_rank = ranks.outer.rank(), ranks.inner.rank()
+    # Direct hops between ranks of the same place. All heads at once: each hop is a whole inner ring.
+    division = OuterDivision(request.division, inner_size, inner_rank)
+    plan = ring_plan(division.groups(), outer_rank, shape.mask, shape.kv_heads)
+    outer = RingDecision(plan, shape, AllToAll(), request.backend, request.problem.state_dtype)
+    inner: list[RingDecision | None] = []
+    for step in plan.forward:
+        hop = 0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop
+        source = (outer_rank - hop) % ranks.outer.size()
+        within = InnerDivision(request.division, inner_size, outer_rank, source)
+        if _has_tiles(within, shape.mask, inner_size):
+            inner.append(_ring(replace(shape, division=within), request, ranks.inner, inner_rank))
+        else:
+            inner.append(None)
+    return TwoLevelDecision(outer, tuple(inner))
+
+
+def _ring(shape: CallShape, request: CallRequest, group: dist.ProcessGroup | None, rank: int) -> RingDecision:
+    with on_device(request.device):
+        alone = group is None or group.size() == 1
+        rotation = AllGather() if group is None or alone else request.method.for_call(shape, group, request.device)
+    return RingDecision(_plan(rotation, shape, rank), shape, rotation, request.backend, request.problem.state_dtype)
+
+
+def _with_heads(shape: CallShape, heads: HeadDivision, units: Span) -> CallShape:
+    first, last = heads.query_heads(units)
+    return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])
+
+
+@lru_cache(maxsize=4096)
+def _has_tiles(division: Division, mask: Mask, world_size: int) -> bool:
+    """Whether any rank's queries see any rank's keys; alike on each."""
+    groups, ranks = division.groups(), range(world_size)
+    return any(tiles_against(groups, rank, source, mask) for rank in ranks for source in ranks)
 
 
 @lru_cache(maxsize=4096)

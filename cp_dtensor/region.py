@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch_private
@@ -25,9 +24,9 @@ from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.buffers import LocalContents
 from cp_dtensor.dtensor.attention import local_only_sdpa
 from cp_dtensor.dtensor.dispatcher import dispatcher_installation
-from cp_dtensor.functional import RingSettings, attend
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
+from cp_dtensor.shard_attention import AttentionSettings, attend
 
 _KEY = "cp_dtensor_region"
 _AMBIGUOUS = (
@@ -41,7 +40,7 @@ _AMBIGUOUS = (
 class Region:
     """The settings of an open region."""
 
-    settings: RingSettings
+    settings: AttentionSettings
     buffers: tuple[LocalContents, ...] = ()
 
     @contextmanager
@@ -98,7 +97,7 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
-        return local_only_sdpa(call, dist.get_process_group_ranks(region.settings.group), partial(_plain_sdpa, region))
+        return local_only_sdpa(call, region.settings.ranks.global_ranks(), partial(_plain_sdpa, region))
     return _plain_sdpa(region, call)
 
 

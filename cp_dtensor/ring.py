@@ -1,4 +1,4 @@
-"""Executes a plan: forward and backward of context-parallel attention on local shards.
+"""Executes a plan: forward and backward of ring attention on local shards.
 
 All state of a call is in its `RingCall`, which the autograd node keeps: backward reads nothing else, so it is right
 after a context has been left, in other threads, and whatever the settings are by then.
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import label
 from cp_dtensor.accumulate import Accumulator, Addition, LseMerge, Part, place_sums
+from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.layouts import Span
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.plan import Plan, Step
 from cp_dtensor.rotation.base import KvTransfers, Rotation
 from cp_dtensor.rotation.rows import unpack_rows
-from cp_dtensor.tensors import cut, in_order_of, no_autocast, on_device_of, unit_stride
+from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
 
 
 @dataclass(frozen=True)
-class RingCall:
-    """One attention call, fully decided: the plan, the group, and which implementations do the work."""
+class RingCall(AttentionCall):
+    """A ring: queries stay, K/V travel."""
 
     plan: Plan
     group: dist.ProcessGroup | None
@@ -36,27 +36,17 @@ class RingCall:
     scale: float
     state_dtype: torch.dtype
 
-
-class RingAttention(torch.autograd.Function):
-    """Autograd node of `RingCall`. Second derivatives are not defined."""
-
-    @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with no_autocast(q):  # casting has happened before the call; inside, dtypes are chosen with care
-            out, lse = ring_forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        out, lse = ring_forward(q, k, v, self)
+        return out, lse, (q, k, v, out, lse)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with no_autocast(q):
-            return (*ring_backward(grad_out, q, k, v, out, lse, ctx.call), None)
+    def backward(
+        self, grad_out: torch.Tensor, saved: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, out, lse = saved
+        return ring_backward(grad_out, q, k, v, out, lse, self)
 
 
 def ring_forward(
@@ -74,9 +64,9 @@ def ring_forward(
         out: (B, H, S, Dv) in q's dtype.
         lse: (B, H, S), natural log of the softmax denominator over all keys, in `call.state_dtype`.
     """
-    if _nothing_to_do(q):
+    if nothing_to_do(q):
         return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
-    with on_device_of(q), _abandoned_on_error(call):
+    with on_device_of(q), abandoned_on_error(call):
         return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call)
 
 
@@ -105,7 +95,7 @@ def _forward_step(
     call: RingCall,
 ) -> list[Part]:
     """The partial results of a step's tiles. A function of its own, so that nothing else of the step lives on."""
-    step_k, step_v = _keys_and_values(step, transfers, k, v)
+    step_k, step_v = keys_and_values(step, transfers, k, v)
     parts = []
     for tile in step.tiles:
         tile_q = cut(q, tile.batch, heads, tile.q)
@@ -130,9 +120,9 @@ def ring_backward(
     Sums over tiles and ranks are in `call.state_dtype` and are rounded once. What a rank contributes to another's dK/dV
     travels in the dtype of K/V, in which the kernels produce it.
     """
-    if _nothing_to_do(q):
+    if nothing_to_do(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    with on_device_of(q), _abandoned_on_error(call):
+    with on_device_of(q), abandoned_on_error(call):
         grad_out = in_order_of(out, grad_out)
         return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call)
 
@@ -146,8 +136,8 @@ def _backward(
     lse: torch.Tensor,
     call: RingCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_q = _gradient(q, call)
-    grad_kv = _KeyValueGradients(k, v, call)
+    grad_q = gradient_accumulator(q, call)
+    grad_kv = KeyValueGradients(k, v, call)
     transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
     for step in call.plan.backward:
         heads = _query_heads(step.heads, q, k)
@@ -169,7 +159,7 @@ def _backward_step(
     call: RingCall,
 ) -> tuple[list[Part], list[Part], list[Part]]:
     """What a step's tiles contribute to dQ, dK and dV; `of_queries` are grad_out, q, out and lse."""
-    step_k, step_v = _keys_and_values(step, transfers, k, v)
+    step_k, step_v = keys_and_values(step, transfers, k, v)
     parts_q, parts_k, parts_v = [], [], []
     for tile in step.tiles:
         tile_grad_out, tile_q, tile_out, tile_lse = (cut(x, tile.batch, heads, tile.q) for x in of_queries)
@@ -184,17 +174,18 @@ def _backward_step(
     return parts_q, parts_k, parts_v
 
 
-def _gradient(of: torch.Tensor, call: RingCall) -> Accumulator:
+def gradient_accumulator(of: torch.Tensor, call: RingCall) -> Accumulator:
+    """Sums what tiles and ranks contribute to the gradient of a tensor."""
     return Accumulator(Addition(call.state_dtype), tuple(of.shape), of, call.state_dtype, may_overwrite=True)
 
 
-class _KeyValueGradients:
+class KeyValueGradients:
     """dK and dV of this rank: from its own tiles, and, one step later, what the other ranks contribute."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, call: RingCall) -> None:
         self._k, self._v = k, v
         self._state_dtype = call.state_dtype
-        self._sums = [_gradient(x, call) for x in (k, v)]
+        self._sums = [gradient_accumulator(x, call) for x in (k, v)]
         self._transfers = None if call.group is None else call.rotation.start_grads(k, v, call.plan, call.group)
         self._in_flight: Step | None = None
 
@@ -242,7 +233,7 @@ class _KeyValueGradients:
             self._sums[1].add(step.heads, parts_v, step.is_last)
 
 
-def _keys_and_values(
+def keys_and_values(
     step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The step's heads of K and V, of which its tiles count rows."""
@@ -261,7 +252,8 @@ def _query_heads(kv_heads: Span, q: torch.Tensor, k: torch.Tensor) -> Span:
 
 
 @contextmanager
-def _abandoned_on_error(call: RingCall) -> Iterator[None]:
+def abandoned_on_error(call: RingCall) -> Iterator[None]:
+    """What has raised half-way must not be in the way of the next call."""
     try:
         yield
     except BaseException:
@@ -270,6 +262,6 @@ def _abandoned_on_error(call: RingCall) -> Iterator[None]:
         raise
 
 
-def _nothing_to_do(q: torch.Tensor) -> bool:
+def nothing_to_do(q: torch.Tensor) -> bool:
     """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; so have all of its ring."""
     return 0 in q.shape[:2]

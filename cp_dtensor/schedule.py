@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from cp_dtensor.layouts import Layout, Segment, Span
 from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
@@ -67,6 +67,12 @@ class GatheredRows:
     def total(self) -> int:
         """Rows of the buffer."""
         return sum(map(sum, self.lengths))
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(rank, part) of all segments that have rows, as they stand in the buffer."""
+        filled = [(rank, part) for rank, row in enumerate(self.lengths) for part, length in enumerate(row) if length]
+        return sorted(filled, key=lambda place: self.starts[place[0]][place[1]])
 
     @cached_property
     def longest(self) -> int:
@@ -132,7 +138,11 @@ def wanted_parts(groups: Iterable[GroupSegments], rank: int, source: int, mask: 
 
 def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
     """The buffer that `gathered_tiles` speaks of. All batch groups have the same lengths."""
-    by_rank = groups[0].kv_by_rank
+    return rows_in_order(groups[0].kv_by_rank)
+
+
+def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
+    """A buffer of the rows of all ranks, segments in the order of their positions."""
     lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
     places = [(rank, part) for rank, segments in enumerate(by_rank) for part in range(len(segments))]
     places.sort(key=lambda place: by_rank[place[0]][place[1]].start)
@@ -146,7 +156,7 @@ def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
     """Tiles between the local rows of two shards, with `source` and `batch` left for the caller."""
-    if mask is Mask.CAUSAL and q == kv:  # local order is global order, so the whole shard is one triangle
+    if mask is Mask.CAUSAL and q == kv and _in_order(q):  # the whole shard is one triangle
         length = sum(segment.length for segment in q)
         return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
     tiles = []
@@ -160,6 +170,11 @@ def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) 
             kv_row += kv_segment.length
         q_row += q_segment.length
     return tiles
+
+
+def _in_order(segments: tuple[Segment, ...]) -> bool:
+    """Whether local order is the order of positions."""
+    return all(one.last < other.start for one, other in pairwise(segment for segment in segments if segment.length))
 
 
 def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:

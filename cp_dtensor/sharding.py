@@ -6,17 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
-from cp_dtensor._torch_private import all_gather_single, has_cpu_backend, reduce_scatter_single
-from cp_dtensor.arguments import group_of
-from cp_dtensor.functional import checked_layout, checked_length
+from cp_dtensor.arguments import Mesh, sequence_ranks
 from cp_dtensor.layouts import Layout, Segment
-
-Mesh = DeviceMesh | dist.ProcessGroup
+from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.shard_attention import checked_layout, checked_length
 
 
 def context_parallel_shard(
@@ -25,7 +21,8 @@ def context_parallel_shard(
     """This rank's shards of tensors that every rank has whole.
 
     Args:
-        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group.
+        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
+            share the sequence.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         seq_dims: the sequence dim of each, negative counts from the end.
         layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch.
@@ -37,10 +34,9 @@ def context_parallel_shard(
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    group, layout = group_of(mesh), checked_layout(layout)
+    ranks, layout = sequence_ranks(mesh), checked_layout(layout)
     dims = checked_buffers(buffers, seq_dims, layout)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    return [take_shard(tensor, dim, layout, rank, world_size) for tensor, dim in zip(buffers, dims, strict=True)]
+    return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
 def context_parallel_unshard(
@@ -70,10 +66,10 @@ def context_parallel_unshard(
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
-    group, layout = group_of(mesh), checked_layout(layout)
+    ranks, layout = sequence_ranks(mesh), checked_layout(layout)
     dims = checked_buffers(buffers, seq_dims, layout)
     return [
-        _Unshard.apply(tensor, dim, layout, group, grad == "partial") for tensor, dim in zip(buffers, dims, strict=True)
+        _Unshard.apply(tensor, dim, layout, ranks, grad == "partial") for tensor, dim in zip(buffers, dims, strict=True)
     ]
 
 
@@ -100,11 +96,11 @@ def local_positions(
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    group, layout = group_of(mesh), checked_layout(layout)
+    ranks, layout = sequence_ranks(mesh), checked_layout(layout)
     seq_len = checked_length(seq_len)
     if batch_size is not None and checked_length(batch_size, "batch_size") == 0:
         raise ValueError("expected batch_size to be at least 1, got 0")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = ranks.rank, ranks.size
     if batch_size is None:
         if len(layout.batch_groups(2)) > 1:
             raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
@@ -187,38 +183,36 @@ def _indexable(tensor: torch.Tensor) -> torch.Tensor:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, group: dist.ProcessGroup, sum_gradients: bool
+        ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks, sum_gradients: bool
     ) -> torch.Tensor:
-        lengths = _local_lengths(shard.size(dim), group, shard.device)
+        lengths = _local_lengths(shard.size(dim), ranks, shard.device)
         seq_len = agreement.global_length(lengths, layout, "shard")
-        ctx.settings = (dim, layout, group, sum_gradients, lengths)
+        ctx.settings = (dim, layout, ranks, sum_gradients, lengths)
         whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
-        for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, group)):
+        for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, ranks)):
             put_shard(whole, part.movedim(0, dim), dim, layout, rank, len(lengths))
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, layout, group, sum_gradients, lengths = ctx.settings
-        world_size, rank = len(lengths), dist.get_rank(group)
+        dim, layout, ranks, sum_gradients, lengths = ctx.settings
+        world_size, rank = len(lengths), ranks.rank
         if not sum_gradients or world_size == 1:
             return take_shard(grad, dim, layout, rank, world_size), None, None, None, None
         parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
-        padded = torch.cat([_padded(part, max(lengths)) for part in parts])
-        home = padded.new_empty(max(lengths), *padded.shape[1:])
-        reduce_scatter_single(home, padded, group=group)
+        home = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
         return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None
 
 
-def _gathered(rows: torch.Tensor, lengths: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
     """The rows (dim 0) of every rank."""
     if len(lengths) == 1:
         return [rows]
     padded = _padded(rows, max(lengths))
-    gathered = padded.new_empty(len(lengths) * max(lengths), *rows.shape[1:])
-    if gathered.numel():  # alike on every rank; as bytes, since groups do not know every dtype
-        all_gather_single(gathered.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
-    shards = gathered.unflatten(0, (len(lengths), max(lengths)))
+    if not padded.numel():  # alike on every rank
+        return [padded] * len(lengths)
+    # As bytes, since groups do not know every dtype.
+    shards = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(len(lengths), *padded.shape)
     return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
 
 
@@ -227,13 +221,9 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
-def _local_lengths(length: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def _local_lengths(length: int, ranks: SequenceRanks, device: torch.device) -> list[int]:
     """The local lengths of all ranks."""
-    world_size = dist.get_world_size(group)
-    mine = torch.tensor([length], device=None if has_cpu_backend(group) else device)
-    everyone = mine.new_empty(world_size)
-    all_gather_single(everyone, mine, group=group)
-    return everyone.tolist()
+    return ranks.gather(torch.tensor(length, device=None if ranks.have_cpu_backend else device)).tolist()
 
 
 def _rows_and_positions(

@@ -35,6 +35,11 @@ def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes a CUDA tensor's device the current one, which streams, events and kernels are taken from."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    return on_device(tensor.device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(device)

@@ -38,7 +38,7 @@ from cp_dtensor import (
     enable_context_parallel_dispatcher,
     set_rotate_method,
 )
-from cp_dtensor.ring import RingAttention
+from cp_dtensor.attention_call import Attention
 
 
 @pytest.fixture(params=["allgather", "alltoall"])
@@ -220,7 +220,7 @@ def test_inputs_of_other_than_four_dims_are_as_with_the_dispatcher_off(shape: tu
 @pytest.mark.usefixtures("_dispatcher")
 @pytest.mark.parametrize("placements", [(DP, TP), (TP, TP), (DP, DP), (R, TP)], ids=str)
 def test_batch_and_head_shards_attend_without_a_ring(placements: Placements, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RingAttention, "forward", None)  # not callable
+    monkeypatch.setattr(Attention, "forward", None)  # not callable
     run_ranks(4, check_problems, (2, 2), [GROUPED], (placements,) * 3, placements)
 
 

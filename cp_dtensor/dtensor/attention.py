@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,18 +12,19 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.attention_call import Attention, AttentionCall
 from cp_dtensor.division import Division
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
-from cp_dtensor.functional import positive_scale, softmax_scale
 from cp_dtensor.interception import SdpaArguments
-from cp_dtensor.layouts import Segment, TorchChunk
+from cp_dtensor.layouts import Segment
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.policy import choose_backend
 from cp_dtensor.masks import Mask
-from cp_dtensor.planning import decide, describe_problem
-from cp_dtensor.ring import RingAttention, RingCall
+from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
 from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import GroupSegments
+from cp_dtensor.shard_attention import positive_scale, softmax_scale
 
 
 def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
@@ -43,11 +45,13 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
     check_qkv(q, k, v, call.enable_gqa)
     mesh = q.device_mesh
-    plan = plan_placements(q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1))
+    plan = plan_placements(
+        q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1), mesh.mesh_dim_names
+    )
     local_q, scale = positive_scale(_to_local(q, plan.q, plan.q), softmax_scale(q, call.scale))
     local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
-    ring_call = plan_dtensor_call(local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale)
-    out, _ = RingAttention.apply(local_q, local_k, local_v, ring_call)
+    decided = plan_dtensor_call(local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale)
+    out, _ = Attention.apply(local_q, local_k, local_v, decided, False)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
 
 
@@ -62,43 +66,53 @@ def plan_dtensor_call(
     is_causal: bool,
     scale: float,
     backend: LocalAttention | None = None,
-) -> RingCall:
+) -> AttentionCall:
     """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-
-    if plan.ring_axis is None:
-        group, rank = None, 0
-    else:
-        group, rank = mesh.get_group(plan.ring_axis), coordinate[plan.ring_axis]
-    division = _DTensorDivision(q_len, kv_len, q.size(0), plan.q, tuple(mesh.shape), tuple(coordinate), plan.ring_axis)
     problem = describe_problem(q, k, v, staircase=False)
-    mask = Mask.CAUSAL if is_causal else Mask.FULL
-    backend = backend or choose_backend(problem)
-    decision = decide(division, mask, group, rank, rotation_by_name(None), backend, problem, q)
-    return decision.call(group, scale)
+    request = CallRequest(
+        division=_DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate)),
+        mask=Mask.CAUSAL if is_causal else Mask.FULL,
+        problem=problem,
+        batch_size=q.size(0),
+        itemsize=q.element_size(),
+        device=q.device,
+        backend=backend or choose_backend(problem),
+        method=rotation_by_name(None),
+    )
+    if not plan.axes:
+        return decide_ring(request, None, 0).call(None, scale)
+    ranks = SequenceRanks(*(mesh.get_group(axis) for axis in plan.axes))
+    if plan.ulysses_axis is None:
+        return decide_ring(request, ranks.outer, ranks.rank).call(ranks, scale)
+    return decide_ulysses(request, ranks).call(ranks, scale)
 
 
 @dataclass(frozen=True)
 class _DTensorDivision(Division):
-    """Queries as placed, keys and values in the chunks of one mesh axis."""
+    """Rows as placed, over the ranks of some mesh axes; the last axis counts fastest."""
 
     q_len: int
     kv_len: int
     batch_size: int
-    q_placements: tuple[Placement, ...]
+    plan: AttentionPlacements
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    ring_axis: int | None
 
     def groups(self) -> tuple[GroupSegments, ...]:
-        ranks = range(1 if self.ring_axis is None else self.mesh_shape[self.ring_axis])
-        kv_by_rank = tuple(TorchChunk().segments(self.kv_len, rank, len(ranks)) for rank in ranks)
-        return (GroupSegments((0, self.batch_size), tuple(map(self._queries, ranks)), kv_by_rank),)
+        places = list(product(*(range(self.mesh_shape[axis]) for axis in self.plan.axes)))
+        q_by_rank, kv_by_rank = (
+            tuple(self._rows(length, placements, place) for place in places)
+            for length, placements in ((self.q_len, self.plan.q), (self.kv_len, self.plan.kv))
+        )
+        return (GroupSegments((0, self.batch_size), q_by_rank, kv_by_rank),)
 
-    def _queries(self, rank: int) -> tuple[Segment, ...]:
-        there = [rank if axis == self.ring_axis else place for axis, place in enumerate(self.coordinate)]
-        return (local_segment(self.q_len, self.q_placements, self.mesh_shape, there),)
+    def _rows(self, length: int, placements: tuple[Placement, ...], place: tuple[int, ...]) -> tuple[Segment, ...]:
+        there = list(self.coordinate)
+        for axis, index in zip(self.plan.axes, place, strict=True):
+            there[axis] = index
+        return (local_segment(length, placements, self.mesh_shape, there),)
 
 
 def from_local(
@@ -136,7 +150,7 @@ def _on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
 
 
 def local_only_sdpa(
-    call: SdpaArguments, ring_ranks: Sequence[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
+    call: SdpaArguments, ring_ranks: Collection[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
 ) -> torch.Tensor | None:
     """SDPA of DTensors whose mesh crosses the ring in one rank only (over heads or batch): of their local tensors.
 

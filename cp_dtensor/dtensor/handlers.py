@@ -17,10 +17,10 @@ from cp_dtensor.arguments import refuse_unsupported_sdpa
 from cp_dtensor.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, on_seq
 from cp_dtensor.dtensor.strategies import BACKWARD_OPS
-from cp_dtensor.functional import softmax_scale
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.local_attention.policy import backend_by_name
 from cp_dtensor.ring import RingCall, ring_backward, ring_forward
+from cp_dtensor.shard_attention import softmax_scale
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -95,7 +95,9 @@ def _plan(
     if scale <= 0:
         raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
     lengths = (bound["query"].size(2), bound["key"].size(2))
-    return plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend), plan
+    call = plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend)
+    assert isinstance(call, RingCall)  # strategies shard keys and values over one axis only
+    return call, plan
 
 
 def _refuse_masks(op: Any, bound: Arguments) -> None:

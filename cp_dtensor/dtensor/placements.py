@@ -21,7 +21,14 @@ class AttentionPlacements:
     grad_kv: tuple[Placement, ...]
     """As `kv`, but Partial where ranks with different queries hold the same keys."""
     ring_axis: int | None
-    """The mesh axis around which K/V travel; None if every rank already holds the keys that its queries see."""
+    """The mesh axis around which K/V travel; None if there is no such axis."""
+    ulysses_axis: int | None = None
+    """The mesh axis over which rows are exchanged for heads, if there is one."""
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes whose ranks share the sequence, the outer one first."""
+        return tuple(axis for axis in (self.ring_axis, self.ulysses_axis) if axis is not None)
 
 
 def on_seq(placement: Placement) -> bool:
@@ -41,24 +48,28 @@ def plan_placements(
     mesh_shape: Sequence[int],
     q_heads: int,
     kv_heads: int,
+    axis_names: Sequence[str] | None = None,
 ) -> AttentionPlacements:
     """Decides the placements, axis by axis.
 
-    Sequence: q stays or becomes sharded. K/V that are sharded along the sequence stay so on the first such axis, the
-    ring, and are gathered over further ones; K/V that are replicated stay so. Batch and heads: all three sharded alike
-    (heads only if every rank gets whole groups of query heads with their key head). Anything else: replicated.
+    Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis called "ulysses", or on two
+    axes, then that axis, or the second, is for Ulysses. K/V that are sharded along the sequence stay so there and on
+    the first other such axis, the ring, and are gathered over further ones; K/V that are replicated stay so. Batch and
+    heads: all three sharded alike (heads only if every rank gets whole groups of query heads with their key head).
+    Anything else: replicated.
     """
     plan_q: list[Placement] = []
     plan_kv: list[Placement] = []
     grad_kv: list[Placement] = []
     ring_axis = None
     head_shards = 1
+    ulysses_axis = _ulysses_axis(q, k, v, axis_names)
     for axis, (on_q, on_k, on_v) in enumerate(zip(q, k, v, strict=True)):
         kv_on_seq = on_seq(on_k) or on_seq(on_v)
         if on_seq(on_q) or kv_on_seq:
             plan_q.append(Shard(SEQ_DIM))
-            if kv_on_seq and ring_axis is None:
-                ring_axis = axis
+            if axis == ulysses_axis or (kv_on_seq and ring_axis is None):
+                ring_axis = ring_axis if axis == ulysses_axis else axis
                 plan_kv.append(Shard(SEQ_DIM))
                 grad_kv.append(Shard(SEQ_DIM))
             else:
@@ -76,7 +87,18 @@ def plan_placements(
         plan_q.append(choice)
         plan_kv.append(choice)
         grad_kv.append(choice)
-    return AttentionPlacements(tuple(plan_q), tuple(plan_kv), tuple(grad_kv), ring_axis)
+    return AttentionPlacements(tuple(plan_q), tuple(plan_kv), tuple(grad_kv), ring_axis, ulysses_axis)
+
+
+def _ulysses_axis(
+    q: Sequence[Placement], k: Sequence[Placement], v: Sequence[Placement], axis_names: Sequence[str] | None
+) -> int | None:
+    """Rows can be exchanged for heads over axes on which all three are sharded along the sequence."""
+    axes = [axis for axis, placements in enumerate(zip(q, k, v, strict=True)) if all(map(on_seq, placements))]
+    named = [axis for axis in axes if axis_names and axis_names[axis] == "ulysses"]
+    if named:
+        return named[0]
+    return axes[1] if len(axes) > 1 else None
 
 
 def local_segment(

@@ -1,0 +1,64 @@
+"""The ranks that share a sequence: those of one mesh axis, or of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch_private import all_gather_single, has_cpu_backend, reduce_scatter_single
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """Rank = outer rank * inner size + inner rank. Collectives of all of them go over one axis after the other."""
+
+    outer: dist.ProcessGroup
+    inner: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that share the sequence."""
+        return self.outer.rank() if self.inner is None else self.outer.rank() * self.inner.size() + self.inner.rank()
+
+    @property
+    def size(self) -> int:
+        """How many share the sequence."""
+        return self.outer.size() * self.inner_size
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks of the inner axis, 1 if there is none."""
+        return 1 if self.inner is None else self.inner.size()
+
+    @property
+    def have_cpu_backend(self) -> bool:
+        """Whether CPU tensors can be gathered."""
+        return all(has_cpu_backend(group) for group in self._groups)
+
+    @property
+    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return (self.outer,) if self.inner is None else (self.inner, self.outer)
+
+    def global_ranks(self) -> set[int]:
+        """The ranks of both axes through this one, as the default process group counts them."""
+        return {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """(...) of equal shape on every rank to (ranks, ...)."""
+        gathered = mine.contiguous()
+        for group in self._groups:
+            everyone = gathered.new_empty(group.size(), *gathered.shape)
+            all_gather_single(everyone.view(-1), gathered.view(-1), group=group)
+            gathered = everyone
+        return gathered.view(self.size, *mine.shape)
+
+    def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
+        """(ranks, ...) to this rank's (...), summed over the ranks."""
+        home = blocks.contiguous()
+        for group in reversed(self._groups):
+            block = home.new_empty(home.numel() // group.size())
+            reduce_scatter_single(block, home.view(-1), group=group)
+            home = block
+        return home.view(blocks.shape[1:])

@@ -1,0 +1,100 @@
+"""From shards and settings to a call: which way of splitting the work, looked up where it has been decided before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor.attention_call import AttentionCall
+from cp_dtensor.decisions import Decision
+from cp_dtensor.division import LayoutDivision
+from cp_dtensor.layouts import Layout
+from cp_dtensor.local_attention.policy import allowed_backends, choose_backend
+from cp_dtensor.masks import Mask
+from cp_dtensor.planning import (
+    CallRequest,
+    decide_ring,
+    decide_two_level,
+    decide_ulysses,
+    describe_problem,
+    has_stairs,
+)
+from cp_dtensor.rotation.base import RotationMethod
+from cp_dtensor.rotation.ranks import SequenceRanks
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a caller wants a sequence to be divided and the work to be spread."""
+
+    layout: Layout
+    method: str
+    """One of `arguments.METHODS`."""
+    rotation: RotationMethod
+    """How K/V travel in rings."""
+
+
+class _Decisions:
+    """What has been decided for each group: looking it up is all that a call of a known shape costs."""
+
+    def __init__(self) -> None:
+        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[object, Decision]] = WeakKeyDictionary()
+
+    def of(self, group: dist.ProcessGroup) -> dict[object, Decision]:
+        decisions = self._by_group.get(group)
+        if decisions is None or len(decisions) > _MOST_DECISIONS:  # lengths that change at every call
+            decisions = self._by_group[group] = {}
+        return decisions
+
+
+_MOST_DECISIONS = 4096
+_decisions = _Decisions()
+
+
+def decide_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    splitting: Splitting,
+    lengths: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    ranks: SequenceRanks,
+) -> AttentionCall:
+    """The call on checked local shards of (queries, keys) that have these global lengths."""
+    allowed = allowed_backends()
+    decisions = _decisions.of(ranks.outer)
+    place = (ranks.rank, ranks.size, ranks.inner_size)
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, bool(is_causal), allowed, place)
+    found = decisions.get(key)
+    if found is None:
+        problem = describe_problem(
+            q, k, v, staircase=is_causal and has_stairs(splitting.layout, lengths[1], ranks.size)
+        )
+        request = CallRequest(
+            division=LayoutDivision(splitting.layout, *lengths, q.size(0), ranks.size),
+            mask=Mask.CAUSAL if is_causal else Mask.FULL,
+            problem=problem,
+            batch_size=q.size(0),
+            itemsize=q.element_size(),
+            device=q.device,
+            backend=choose_backend(problem, allowed),
+            method=splitting.rotation,
+        )
+        found = decisions[key] = decide(request, splitting.method, ranks)
+    return found.call(ranks, scale)
+
+
+def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:
+    """The decision for a method that fits the ranks; "auto" takes the one that is predicted to be fastest."""
+    if method == "auto":
+        method = "ring" if ranks.inner is None else "hybrid"
+    if ranks.size == 1:
+        return decide_ring(request, None, 0)
+    if method == "ring":
+        one_axis = ranks.inner is None
+        return decide_ring(request, ranks.outer, ranks.rank) if one_axis else decide_two_level(request, ranks)
+    return decide_ulysses(request, ranks)

@@ -1,0 +1,126 @@
+"""How a sequence is divided over two axes, and what that is to each of them. Integers only.
+
+The division of the whole is over all ranks, rank = outer rank * inner size + inner rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cp_dtensor.division import Division
+from cp_dtensor.layouts import Segment
+from cp_dtensor.schedule import GatheredRows, GroupSegments, rows_in_order
+
+Segments = tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class UnitedDivision(Division):
+    """To the outer axis, after the inner one has brought its ranks' rows together (Ulysses inside of a ring)."""
+
+    whole: Division
+    inner_size: int
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        whole = self.whole.groups()
+        queries = self._united([group.q_by_rank for group in whole])
+        keys = self._united([group.kv_by_rank for group in whole])
+        return tuple(
+            replace(group, q_by_rank=q_by_rank, kv_by_rank=kv_by_rank)
+            for group, q_by_rank, kv_by_rank in zip(whole, queries, keys, strict=True)
+        )
+
+    def query_rows(self, outer_rank: int) -> GatheredRows:
+        """Where the inner ranks' queries lie once they are together."""
+        return rows_in_order(self._block(self.whole.groups()[0].q_by_rank, outer_rank))
+
+    def key_rows(self, outer_rank: int) -> GatheredRows:
+        """Where the inner ranks' keys and values lie once they are together."""
+        return rows_in_order(self._block(self.whole.groups()[0].kv_by_rank, outer_rank))
+
+    def _united(self, of_groups: list[tuple[Segments, ...]]) -> list[tuple[Segments, ...]]:
+        """For each batch group every outer rank's segments. Rows stand as the first batch group has them in order."""
+        united = []  # by outer rank, then by segment, then by batch group
+        for outer_rank in range(len(of_groups[0]) // self.inner_size):
+            blocks = [self._block(by_rank, outer_rank) for by_rank in of_groups]
+            united.append(
+                _joined([[block[i][part] for block in blocks] for i, part in rows_in_order(blocks[0]).places])
+            )
+        most = max(map(len, united))  # as many on every rank
+        nothing = [Segment.contiguous(0, 0)] * len(of_groups)
+        padded = [segments + [nothing] * (most - len(segments)) for segments in united]
+        return [
+            tuple(tuple(of_group[index] for of_group in segments) for segments in padded)
+            for index in range(len(of_groups))
+        ]
+
+    def _block(self, by_rank: tuple[Segments, ...], outer_rank: int) -> tuple[Segments, ...]:
+        return _block(by_rank, outer_rank, self.inner_size)
+
+
+@dataclass(frozen=True)
+class OuterDivision(Division):
+    """To the outer axis of a two-level ring: keys go to the one rank of each inner axis that has the same place in it.
+
+    There they are seen by the queries of that whole inner axis.
+    """
+
+    whole: Division
+    inner_size: int
+    inner_rank: int
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        def queries(by_rank: tuple[Segments, ...]) -> tuple[Segments, ...]:
+            blocks = [_block(by_rank, outer, self.inner_size) for outer in range(len(by_rank) // self.inner_size)]
+            return tuple(tuple(segment for segments in block for segment in segments) for block in blocks)
+
+        return tuple(
+            replace(
+                group,
+                q_by_rank=queries(group.q_by_rank),
+                kv_by_rank=group.kv_by_rank[self.inner_rank :: self.inner_size],
+            )
+            for group in self.whole.groups()
+        )
+
+
+@dataclass(frozen=True)
+class InnerDivision(Division):
+    """To an inner axis of a two-level ring: its own queries, and the keys of an inner axis that came from `source`."""
+
+    whole: Division
+    inner_size: int
+    outer_rank: int
+    source: int
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        return tuple(
+            replace(
+                group,
+                q_by_rank=_block(group.q_by_rank, self.outer_rank, self.inner_size),
+                kv_by_rank=_block(group.kv_by_rank, self.source, self.inner_size),
+            )
+            for group in self.whole.groups()
+        )
+
+
+def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> tuple[Segments, ...]:
+    return by_rank[outer_rank * inner_size : (outer_rank + 1) * inner_size]
+
+
+def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
+    """Neighbours as one, where together they are an unbroken range in every batch group."""
+    joined: list[list[Segment]] = []
+    for here in segments:
+        if joined and all(_continues(before, segment) for before, segment in zip(joined[-1], here, strict=True)):
+            joined[-1] = [
+                Segment.contiguous(before.start, segment.start + segment.length)
+                for before, segment in zip(joined[-1], here, strict=True)
+            ]
+        else:
+            joined.append(here)
+    return joined
+
+
+def _continues(before: Segment, segment: Segment) -> bool:
+    return before.is_contiguous and segment.is_contiguous and before.start + before.length == segment.start

@@ -1,0 +1,135 @@
+"""Every way to split the work, on ranks that are threads, held against one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import Problem, reference, shard
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention, planning
+from cp_dtensor.planning import HeadStaging
+
+Tensors = tuple[torch.Tensor, ...]
+LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+each_mask = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+# (names, shape, method): every factorisation of 4, 6 and 8 ranks, in either order of axes.
+RING_ULYSSES, ULYSSES_RING = ("ring", "ulysses"), ("ulysses", "ring")
+MESHES = [
+    *((("cp",), (ranks,), method) for ranks in (4, 6, 8) for method in ("ulysses", "ring", "auto")),
+    *(
+        (names, shape, method)
+        for shape in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2))
+        for names in (RING_ULYSSES, ULYSSES_RING)
+        for method in ("hybrid", "ring")
+    ),
+    (("cp_node", "cp_gpu"), (2, 2), "auto"),
+    (RING_ULYSSES, (1, 4), "hybrid"),
+    (RING_ULYSSES, (4, 1), "hybrid"),
+    (RING_ULYSSES, (1, 4), "ring"),
+]
+
+
+def place(coordinate: list[int], names: tuple[str, ...], shape: tuple[int, ...]) -> int:
+    """Rank in the sequence: the axis called "ulysses", or the second, counts fastest."""
+    if len(shape) == 1:
+        return coordinate[0]
+    inner = names.index("ulysses") if "ulysses" in names else 1
+    return coordinate[1 - inner] * shape[inner] + coordinate[inner]
+
+
+def attend(
+    rank: int,
+    tensors: Tensors,
+    problem: Problem,
+    layout: Layout,
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+) -> tuple[int, Tensors]:
+    """This rank's place, and (out, dq, dk, dv, lse)."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    here, size = place(list(coordinate), names, shape), mesh.size()
+    q, k, v, grad_out = (shard(tensor, layout, here, size) for tensor in tensors)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out, lse = context_parallel_attention(
+        q, k, v, mesh=mesh, layout=layout, is_causal=problem.is_causal, scale=problem.scale,
+        enable_gqa=problem.q_heads != problem.kv_heads, return_lse=True, **options,
+    )  # fmt: skip
+    out.backward(grad_out)
+    return here, (out.detach(), q.grad, k.grad, v.grad, lse)
+
+
+def reference_lse(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+    logits = q @ k.repeat_interleave(problem.q_heads // problem.kv_heads, 1).mT * scale
+    if problem.is_causal:
+        hidden = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    return torch.logsumexp(logits, dim=-1)
+
+
+def check(
+    problem: Problem, layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], seed: int = 0, **options: Any
+) -> None:
+    tensors = problem.draw(seed)
+    expected = (*reference(problem, *tensors), reference_lse(problem, *tensors[:2]))
+    size = torch.Size(shape).numel()
+    for here, result in run_ranks(size, attend, tensors, problem, layout, names, shape, options):
+        for name, got, whole in zip(("out", "dq", "dk", "dv", "lse"), result, expected, strict=True):
+            wanted = shard(whole, layout, here, size)
+            torch.testing.assert_close(
+                got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, what=f"{name} of place {here}": f"{what}: {text}"
+            )
+
+
+@pytest.mark.parametrize(("names", "shape", "method"), MESHES, ids=lambda value: str(value).replace("'", ""))
+@each_layout
+@each_mask
+def test_every_method_equals_one_device(
+    is_causal: bool, layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], method: str
+) -> None:
+    """With lengths that divide by nothing, GQA, and more ranks than key heads."""
+    problem = Problem(53, 53, batch=3, q_heads=8, kv_heads=4, head_dim=4, is_causal=is_causal)
+    check(problem, layout, names, shape, method=method)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads"), [(8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 2), (5, 5), (12, 4), (3, 1), (1, 1)]
+)
+@pytest.mark.parametrize(("names", "shape"), [(("cp",), (4,)), (RING_ULYSSES, (2, 3)), (ULYSSES_RING, (4, 2))])
+def test_any_number_of_heads(q_heads: int, kv_heads: int, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    problem = Problem(26, 26, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=4, is_causal=True)
+    check(problem, HeadTail(), names, shape, method="ulysses" if len(shape) == 1 else "hybrid")
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 2), (12, 4), (9, 3)])
+@each_mask
+def test_stages_of_heads_change_nothing(
+    is_causal: bool, q_heads: int, kv_heads: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages))
+    problem = Problem(29, 29, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=4, is_causal=is_causal)
+    check(problem, HeadTail(), ("cp",), (2,), method="ulysses")
+    check(problem, HeadTail(), RING_ULYSSES, (2, 2), method="hybrid")
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 31), (31, 5), (3, 3), (1, 1), (2, 40)])
+@pytest.mark.parametrize(
+    ("names", "shape", "method"),
+    [(("cp",), (4,), "ulysses"), (RING_ULYSSES, (2, 2), "hybrid"), (RING_ULYSSES, (2, 2), "ring")],
+)
+@each_mask
+def test_cross_attention_and_lengths_below_the_number_of_ranks(
+    is_causal: bool, names: tuple[str, ...], shape: tuple[int, ...], method: str, q_len: int, kv_len: int
+) -> None:
+    problem = Problem(q_len, kv_len, q_heads=4, kv_heads=2, head_dim=4, is_causal=is_causal, scale=-0.3)
+    check(problem, HeadTail(), names, shape, method=method)
