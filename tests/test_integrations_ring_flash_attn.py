@@ -250,7 +250,7 @@ def test_groups_and_kinds_that_do_not_fit() -> None:
     q = torch.randn(2, 4, 6, 8)
     with pytest.raises(ValueError, match="group=None"):
         function("ring")(q, q, q)
-    with pytest.raises(TypeError, match="DeviceMesh of one dim or a ProcessGroup, got int"):
+    with pytest.raises(TypeError, match=r"ProcessGroup.*got int"):
         function("ring")(q, q, q, group=0)
 
     def body(rank: int) -> None:
