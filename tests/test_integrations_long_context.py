@@ -103,9 +103,10 @@ def test_out_and_gradients_are_those_of_one_device(
 
 @each_mask
 @each_type
-@pytest.mark.parametrize("length", [3, 17, 30])
+@pytest.mark.parametrize("length", [1, 3, 4, 17, 30])
 def test_any_length(ring_impl_type: str, length: int, causal: bool) -> None:
-    check(ring_impl_type, Problem(length, length, is_causal=causal), 2, 2)
+    for ulysses, ring in ((2, 2), (1, 3), (3, 1)):
+        check(ring_impl_type, Problem(length, length, is_causal=causal), ulysses, ring)
     check(ring_impl_type, Problem(length, length, is_causal=causal), 2, 2, seq_len=length)
 
 
@@ -140,9 +141,8 @@ def test_tokens_of_each_rank_are_those_of_that_package(ring_impl_type: str, ulys
 
 
 @given(
-    st.sampled_from([Contiguous(), HeadTail(), Striped(1)]),
-    st.integers(0, 60), st.integers(1, 4), st.integers(1, 4),
-)  # fmt: skip
+    st.sampled_from([Contiguous(), HeadTail(), Striped(1)]), *[st.integers(*span) for span in ((0, 60), (1, 4), (1, 4))]
+)
 def test_cut_layouts_cover_every_position_once(ring_layout: Layout, length: int, ulysses: int, ring: int) -> None:
     layout, world_size = UlyssesCut(ring_layout, ulysses), ulysses * ring
     seen = []
@@ -163,7 +163,7 @@ def test_cut_layouts_cover_every_position_once(ring_layout: Layout, length: int,
         assert sorted(parts) == sorted(whole)
 
 
-def test_a_cut_through_blocks_is_refused() -> None:
+def test_cutting_blocks_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="blocks of 1 token"):
         UlyssesCut(Striped(2), 2).segments(16, 0, 4)
 

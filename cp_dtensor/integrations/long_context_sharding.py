@@ -56,11 +56,11 @@ class UlyssesCut(Layout):
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
     """What `segment` has of its tokens `start, ..., stop - 1`."""
     start, stop = (min(max(index, 0), segment.length) for index in (start, stop))
-    if segment.is_contiguous:
-        return Segment.contiguous(segment.start + start, segment.start + stop)
-    if segment.block != 1:
+    if segment.block == 1:  # stripes stay stripes, however short
+        return Segment(segment.start + start * segment.period, stop - start, 1, segment.period)
+    if not segment.is_contiguous:
         raise NotImplementedError(f"expected contiguous segments or blocks of 1 token, got {segment}")
-    return Segment(segment.start + start * segment.period, stop - start, 1, segment.period)
+    return Segment.contiguous(segment.start + start, segment.start + stop)
 
 
 _RING_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
