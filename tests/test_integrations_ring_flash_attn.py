@@ -144,6 +144,21 @@ def test_a_group_and_an_axis_of_a_mesh() -> None:
     run_ranks(4, body)
 
 
+@each_kind
+def test_a_ring_of_rings(kind: str) -> None:
+    problem = Problem(21, 21, batch=2, is_causal=True)
+    *qkv, _ = whole = problem.draw(0)
+    out = heads_last(reference(problem, *whole)[0])
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_node", "cp_gpu"))
+        got = function(kind)(*(shard(heads_last(tensor), kind, mesh) for tensor in qkv), causal=True, group=mesh)
+        assert_close(got, shard_by_positions(out, KINDS[kind], rank, 4, 1))
+        assert torch.equal(unshard(shard(out, kind, mesh), kind, mesh), out)
+
+    run_ranks(4, body)
+
+
 def test_positional_arguments_are_in_that_package_s_order() -> None:
     options = [
         "dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes", "deterministic", "return_attn_probs",

@@ -101,7 +101,8 @@ class AttentionKind:
             alibi_slopes: None; others are refused.
             deterministic: True is refused on GPUs, where gradients may be summed in any order.
             return_attn_probs: also return the log-sum-exp.
-            group: the context-parallel axis, a process group or a DeviceMesh of one dim; the default group if None.
+            group: the context-parallel axis, a process group or a DeviceMesh of one dim, or of two for a ring of rings;
+                the default group if None.
             softcap: 0.0; other values are refused.
             seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
                 their local lengths in one small collective (on the host where the group has a CPU backend).
