@@ -1,0 +1,66 @@
+"""The names of torch's experimental context parallel, by cp_dtensor.
+
+    from cp_dtensor.integrations.torch_experimental import context_parallel, set_rotate_method
+    # was: from torch.distributed.tensor.experimental import context_parallel
+    # and: from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+or, with the program left as it is, `redirect_imports()` before its own imports. Signatures are those of torch 2.11 to
+2.15, underscores included, since that is what programs import.
+"""
+
+from cp_dtensor._torch_private.experimental_modules import flex_cp_allgather
+from cp_dtensor.integrations.torch_experimental.block_masks import _create_cp_block_mask
+from cp_dtensor.integrations.torch_experimental.context import (
+    _disable_context_parallel_dispatcher,
+    _enable_context_parallel_dispatcher,
+    context_parallel,
+)
+from cp_dtensor.integrations.torch_experimental.load_balancers import (
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+)
+from cp_dtensor.integrations.torch_experimental.merger import _SDPAMerger
+from cp_dtensor.integrations.torch_experimental.options import (
+    _CausalBehavior,
+    _ContextParallelOptions,
+    _cp_options,
+    _is_causal_behavior,
+    _RotateMethod,
+    set_rotate_method,
+)
+from cp_dtensor.integrations.torch_experimental.parallel_style import _ContextParallel
+from cp_dtensor.integrations.torch_experimental.redirection import redirect_imports
+from cp_dtensor.integrations.torch_experimental.sharding import _context_parallel_shard, context_parallel_unshard
+from cp_dtensor.integrations.torch_experimental.templated import (
+    _AttentionOp,
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
+
+__all__ = [
+    "_AttentionOp",
+    "_CausalBehavior",
+    "_ContextParallel",
+    "_ContextParallelOptions",
+    "_HeadTailLoadBalancer",
+    "_LoadBalancer",
+    "_PTRRLoadBalancer",
+    "_PerDocumentHeadTailLoadBalancer",
+    "_RotateMethod",
+    "_SDPAMerger",
+    "_context_parallel_shard",
+    "_cp_options",
+    "_create_cp_block_mask",
+    "_disable_context_parallel_dispatcher",
+    "_enable_context_parallel_dispatcher",
+    "_is_causal_behavior",
+    "_templated_ring_attention",
+    "_templated_ring_attention_backward",
+    "context_parallel",
+    "context_parallel_unshard",
+    "flex_cp_allgather",
+    "redirect_imports",
+    "set_rotate_method",
+]
