@@ -23,8 +23,9 @@ class UnitedDivision(Division):
 
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
-        queries = self._united([group.q_by_rank for group in whole])
-        keys = self._united([group.kv_by_rank for group in whole])
+        unbroken = all(map(_is_unbroken, whole))
+        queries = self._united([group.q_by_rank for group in whole], unbroken)
+        keys = self._united([group.kv_by_rank for group in whole], unbroken)
         return tuple(
             replace(group, q_by_rank=q_by_rank, kv_by_rank=kv_by_rank)
             for group, q_by_rank, kv_by_rank in zip(whole, queries, keys, strict=True)
@@ -38,16 +39,18 @@ class UnitedDivision(Division):
         """Where the inner ranks' keys and values lie once they are together."""
         return rows_in_order(self._block(self.whole.groups()[0].kv_by_rank, outer_rank))
 
-    def _united(self, of_groups: list[tuple[Segments, ...]]) -> list[tuple[Segments, ...]]:
-        """For each batch group every outer rank's segments. Rows stand as the first batch group has them in order."""
+    def _united(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
+        """For each batch group every outer rank's segments. Rows stand as the first batch group has them in order.
+
+        Where there are stripes, all segments stay stripes, short ones too: causal tiles are between equal stripes.
+        """
         united = []  # by outer rank, then by segment, then by batch group
         for outer_rank in range(len(of_groups[0]) // self.inner_size):
             blocks = [self._block(by_rank, outer_rank) for by_rank in of_groups]
-            united.append(
-                _joined([[block[i][part] for block in blocks] for i, part in rows_in_order(blocks[0]).places])
-            )
+            segments = [[block[i][part] for block in blocks] for i, part in rows_in_order(blocks[0]).places]
+            united.append(_joined(segments) if unbroken else segments)
         most = max(map(len, united))  # as many on every rank
-        nothing = [Segment.contiguous(0, 0)] * len(of_groups)
+        nothing = [replace(by_rank[0][0], length=0) for by_rank in of_groups]
         padded = [segments + [nothing] * (most - len(segments)) for segments in united]
         return [
             tuple(tuple(of_group[index] for of_group in segments) for segments in padded)
@@ -123,4 +126,9 @@ def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
 
 
 def _continues(before: Segment, segment: Segment) -> bool:
-    return before.is_contiguous and segment.is_contiguous and before.start + before.length == segment.start
+    return before.start + before.length == segment.start
+
+
+def _is_unbroken(group: GroupSegments) -> bool:
+    """Whether the rows of a batch group are ranges, with no stripes among them."""
+    return all(segment.is_contiguous for segments in (*group.q_by_rank, *group.kv_by_rank) for segment in segments)
