@@ -146,11 +146,9 @@ class _Blocks:
         start = 0
         for tensor, dim in zip(tensors, self._dims, strict=True):
             shape = (len(heads), self._batch, count, self._length, dim)
-            stride_b, stride_h, stride_s, _ = tensor.stride()
+            stride_h = tensor.stride(1)
             of_tensor = tensor.as_strided(
-                shape,
-                (step * stride_h, stride_b, stride_h, stride_s, 1),
-                tensor.storage_offset() + heads[0][0] * stride_h,
+                shape, (step * stride_h, *tensor.stride()), tensor.storage_offset() + heads[0][0] * stride_h
             )
             width = self._widths[0]
             of_block = self._memory.as_strided(

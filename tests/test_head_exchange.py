@@ -1,0 +1,227 @@
+"""Rows for heads and back, on ranks that are threads: every element arrives where it belongs, and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import kinds as collective_kinds
+from collectives import recorded_collectives
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import shard
+from ranks import run_ranks
+from schedules import any_layout
+
+from cp_dtensor.head_division import divide_heads
+from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Span
+from cp_dtensor.rotation import exchange
+from cp_dtensor.rotation.heads import HeadRows, ToHeads, ToRows, _Blocks
+from cp_dtensor.schedule import rows_in_order
+
+Bundle = list[torch.Tensor]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Tensors of one bundle: how long, divided how, and which heads go to which rank."""
+
+    length: int
+    layout: Layout
+    heads: tuple[Span, ...]
+    dims: tuple[int, ...]
+    """Head dims, one for each tensor."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.heads)
+
+    @property
+    def head_rows(self) -> HeadRows:
+        return HeadRows(rows_in_order(self._by_rank), self.heads)
+
+    def in_order(self, whole: torch.Tensor) -> torch.Tensor:
+        """All rows as they should stand after the exchange: pieces of shards, by where they begin in the sequence."""
+        rows = self.head_rows.rows
+        pieces = [
+            shard(whole, self.layout, rank, self.ranks)[:, :, slice(*rows.local_span(rank, part))]
+            for rank, part in rows.places
+        ]
+        return torch.cat([whole[:, :, :0], *pieces], dim=2)
+
+    def whole(self, batch: int, dtype: torch.dtype) -> Bundle:
+        """Elements tell where they stand."""
+        shapes = [(batch, self.heads[-1][1], self.length, dim) for dim in self.dims]
+        return [
+            (torch.arange(torch.Size(shape).numel()).view(shape) + 1000 * index + 1).to(dtype)
+            for index, shape in enumerate(shapes)
+        ]
+
+    @property
+    def _by_rank(self) -> list[Any]:
+        return [self.layout.segments(self.length, rank, self.ranks) for rank in range(self.ranks)]
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# Memory in other orders than that of the dims; the last one has no unit stride anywhere.
+MEMORY: dict[str, Change] = {
+    "as it is": as_it_is,
+    "row after row": lambda tensor: tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "as projections leave it": lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a larger one": lambda tensor: torch.nn.functional.pad(tensor, (1, 2, 1, 0, 1, 1))[:, 1:-1, 1:, 1:-2],
+    "every other element": lambda tensor: tensor.repeat_interleave(2, dim=3)[..., ::2],
+    "head dim first": lambda tensor: tensor.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+}
+any_memory = st.sampled_from(list(MEMORY.values()))
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def there_and_back(
+    rank: int, kinds: Sequence[Kind], batch: int, dtype: torch.dtype, before: Change, after: Change
+) -> None:
+    """Checks what this rank gets by heads, and that all comes back; `before` and `after` say in which memory."""
+    group, world_size = dist.group.WORLD, kinds[0].ranks
+    whole = [kind.whole(batch, dtype) for kind in kinds]
+    mine = [
+        [before(shard(tensor, kind.layout, rank, world_size)) for tensor in tensors]
+        for kind, tensors in zip(kinds, whole, strict=True)
+    ]
+    head_rows = [kind.head_rows for kind in kinds]
+    by_heads = ToHeads(mine, head_rows, group).wait()
+    for kind, got, tensors in zip(kinds, by_heads, whole, strict=True):
+        start, stop = kind.heads[rank]
+        for actual, tensor in zip(got, tensors, strict=True):
+            assert torch.equal(actual, kind.in_order(tensor)[:, start:stop])
+    targets = [[after(torch.full_like(tensor, -1)) for tensor in tensors] for tensors in mine]
+    ToRows([[after(tensor) for tensor in tensors] for tensors in by_heads], head_rows, group).wait(targets)
+    for got, tensors in zip(targets, mine, strict=True):
+        assert all(map(torch.equal, got, tensors))
+
+
+def all_to_all_in_place(
+    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
+    works = [
+        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
+        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
+    ]
+    return lambda: [work.wait() for work in works]
+
+
+each_way = pytest.mark.parametrize("in_place", [False, True], ids=["packed", "in place"])
+
+
+@contextmanager
+def travelling(in_place: bool) -> Iterator[None]:
+    """How rows travel: in one contiguous collective, or as with NCCL straight between their places."""
+    with pytest.MonkeyPatch.context() as patch:
+        if in_place:
+            patch.setattr(exchange, "uses_nccl", lambda group, device: True)
+            patch.setattr(exchange, "start_all_to_all", all_to_all_in_place)
+        yield
+
+
+def spans(counts: Sequence[int]) -> tuple[Span, ...]:
+    """Consecutive spans of these lengths."""
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return tuple((start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+@st.composite
+def any_kind(draw: st.DrawFn, ranks: int) -> Kind:
+    """Of any heads for each rank, none perhaps, evenly or not."""
+    counts = draw(st.one_of(st.integers(0, 3).map(lambda count: [count] * ranks), _counts(ranks)))
+    dims = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    return Kind(draw(st.integers(0, 12)), draw(any_layout), spans(counts), tuple(dims))
+
+
+def _counts(ranks: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks)
+
+
+@each_way
+@settings(max_examples=80)
+@given(data=st.data())
+def test_rows_for_heads_and_back_is_the_identity(in_place: bool, data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    bundles = data.draw(st.lists(any_kind(ranks), min_size=1, max_size=3))
+    before, after = data.draw(any_memory), data.draw(any_memory)
+    batch, dtype = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(DTYPES))
+    with travelling(in_place):
+        run_ranks(ranks, there_and_back, bundles, batch, dtype, before, after)
+
+
+@each_way
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change) -> None:
+    """Queries of 8 heads, and in one bundle keys and values of 4 heads and other head dims."""
+    queries = Kind(11, HeadTail(), spans([2, 2, 2, 2]), (3,))
+    keys = Kind(7, HeadTail(), spans([1, 1, 1, 1]), (3, 5))
+    for before, after in ((memory, as_it_is), (as_it_is, memory)):
+        with travelling(in_place):
+            run_ranks(4, there_and_back, [queries, keys], 2, dtype, before, after)
+
+
+@each_way
+@pytest.mark.parametrize(("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 3, 3)])
+def test_divided_heads_arrive_stage_by_stage(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
+    """Heads of one stage are regular parts of all heads, not the first ones."""
+    division, ranks = divide_heads(q_heads, kv_heads, 3, stages), 3
+
+    def body(rank: int) -> None:
+        (whole,) = Kind(10, Contiguous(), spans([q_heads, 0, 0]), (4,)).whole(2, torch.float64)
+        mine = shard(whole, Contiguous(), rank, ranks)
+        back = torch.full_like(mine, -1)
+        for stage in range(division.stages):
+            heads = tuple(division.query_heads(division.units(each, stage)) for each in range(ranks))
+            kind = Kind(10, Contiguous(), heads, (4,)).head_rows
+            ((stage_q,),) = ToHeads([[mine]], [kind], dist.group.WORLD).wait()
+            assert torch.equal(stage_q, whole[:, heads[rank][0] : heads[rank][1]])
+            ToRows([[stage_q]], [kind], dist.group.WORLD).wait([[back]])
+        assert torch.equal(back, mine)
+
+    with travelling(in_place):
+        run_ranks(ranks, body)
+
+
+@given(st.data())
+def test_copies_of_all_blocks_at_once_are_those_of_one_after_the_other(data: st.DataObject) -> None:
+    """Blocks of equally many heads, at equal distances, take one copy for each tensor."""
+    ranks, count, rows = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    distance = count + data.draw(st.integers(0, 2))
+    heads = [(rank * distance, rank * distance + count) for rank in range(ranks)]
+    is_regular = data.draw(st.booleans())
+    if not is_regular:
+        heads[-1] = (heads[-1][0], heads[-1][1] + 1)
+    memory = data.draw(any_memory)
+    tensors = [
+        memory(torch.randn(2, heads[-1][1], rows, dim, dtype=torch.float64))
+        for dim in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    ]
+    blocks = _Blocks(tensors, [stop - start for start, stop in heads], rows)
+    pairs = list(blocks.pairs(tensors, heads))
+    assert len(pairs) == len(tensors) * (1 if is_regular else ranks)
+    for of_tensor, of_block in pairs:
+        of_block.copy_(of_tensor)
+    for block, (start, stop) in enumerate(heads):
+        for tensor, view in zip(tensors, blocks.views(block), strict=True):
+            assert torch.equal(view, tensor[:, start:stop])
+
+
+def test_heads_and_rows_travel_in_one_collective_each_whatever_they_are() -> None:
+    """Also where this rank has neither heads nor rows."""
+    kinds = [Kind(2, HeadTail(), spans([2, 0, 1]), (4,)), Kind(1, HeadTail(), spans([0, 0, 1]), (4, 2))]
+    with recorded_collectives() as collectives:
+        run_ranks(3, there_and_back, kinds, 1, torch.float64, as_it_is, as_it_is)
+    assert [collective_kinds(collectives, rank) for rank in range(3)] == [["AllToAllBase"] * 2] * 3
