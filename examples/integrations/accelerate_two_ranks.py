@@ -1,0 +1,133 @@
+"""accelerate's context parallel, computed by cp_dtensor: one call before accelerate is imported, and nothing else.
+
+    pip install -c constraints.txt -e '.[integrations]'
+    torchrun --nproc-per-node 2 examples/integrations/accelerate_two_ranks.py
+
+Every rank also trains the same model on whole sequences, by itself, and the losses and gradients are compared. It runs
+on CPUs over gloo, where accelerate averages gradients by DDP; on GPUs, pass `parallelism_config=` and an FSDP2 plugin
+to `Accelerator` as accelerate documents it.
+"""
+
+from __future__ import annotations
+
+from cp_dtensor.integrations.torch_experimental import redirect_imports
+
+redirect_imports()  # accelerate imports torch's context parallel when a model is prepared
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import ParallelismConfig, TorchContextParallelConfig  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, STEPS = 61, 32, 4, 48, 2, 4
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, S, width) to the same."""
+        qkv = self.qkv(self.norms[0](hidden)).unflatten(2, (3, HEADS, -1))
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.norms[1](hidden))
+
+
+class Model(nn.Module):
+    """A small language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean loss of (B, S) tokens at (B, S) positions."""
+        hidden = self.blocks(self.tokens(tokens) + self.positions(positions))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def fresh_model() -> Model:
+    """The same weights each time, in float64, so that nothing but rounding in the last places differs."""
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def data() -> DataLoader:
+    """(B, S) tokens and the tokens that follow them."""
+    text = torch.randint(VOCABULARY, (BATCH * STEPS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=BATCH)
+
+
+def one_rank() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Loss and gradients of each step, on whole sequences."""
+    model = fresh_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    history = []
+    for tokens, labels in data():
+        loss = model(tokens, torch.arange(LENGTH).expand(BATCH, -1), labels)
+        loss.backward()
+        history.append((loss.detach(), [torch.clone(x.grad) for x in model.parameters() if x.grad is not None]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return history
+
+
+def accelerator_on_cpus(config: ParallelismConfig) -> Accelerator:
+    """`Accelerator(cpu=True, parallelism_config=config)`, which accelerate refuses although all that follows works."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = config.get_device_mesh("cpu")
+    return accelerator
+
+
+def main() -> None:
+    """Trains with accelerate and compares.
+
+    Raises:
+        AssertionError: a loss or a gradient differs from that of one rank.
+    """
+    accelerator = accelerator_on_cpus(
+        ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy="alltoall"))
+    )
+    model = fresh_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    expected = one_rank()
+    steps = 0
+    for step, (tokens, labels) in enumerate(loader):
+        positions = torch.arange(LENGTH).repeat(BATCH, 1)
+        buffers = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(
+            buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+        ):
+            loss = model(tokens, positions, labels)  # of half of each sequence
+            accelerator.backward(loss)
+        assert tokens.shape == (BATCH, LENGTH // 2)
+        whole_loss, whole_grads = expected[step]
+        mean_loss = accelerator.reduce(loss.detach(), "mean")
+        torch.testing.assert_close(mean_loss, whole_loss, rtol=1e-10, atol=1e-10)
+        for parameter, grad in zip(model.parameters(), whole_grads, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-10)
+        accelerator.print(f"step {step}: loss {mean_loss.item():.6f}, one rank {whole_loss.item():.6f}")
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    assert steps == STEPS
+    accelerator.print("losses and gradients are those of one rank")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
