@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from problems import Problem, reference, shard
-from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from method_checks import RING_ULYSSES, ULYSSES_RING, check
+from problems import Problem
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention, planning
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, planning
 from cp_dtensor.planning import HeadStaging
 
-Tensors = tuple[torch.Tensor, ...]
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 each_mask = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 # (names, shape, method): every factorisation of 4, 6 and 8 ranks, in either order of axes.
-RING_ULYSSES, ULYSSES_RING = ("ring", "ulysses"), ("ulysses", "ring")
 MESHES = [
     *((("cp",), (ranks,), method) for ranks in (4, 6, 8) for method in ("ulysses", "ring", "auto")),
     *(
@@ -32,62 +26,6 @@ MESHES = [
     (RING_ULYSSES, (4, 1), "hybrid"),
     (RING_ULYSSES, (1, 4), "ring"),
 ]
-
-
-def place(coordinate: list[int], names: tuple[str, ...], shape: tuple[int, ...]) -> int:
-    """Rank in the sequence: the axis called "ulysses", or the second, counts fastest."""
-    if len(shape) == 1:
-        return coordinate[0]
-    inner = names.index("ulysses") if "ulysses" in names else 1
-    return coordinate[1 - inner] * shape[inner] + coordinate[inner]
-
-
-def attend(
-    rank: int,
-    tensors: Tensors,
-    problem: Problem,
-    layout: Layout,
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    options: dict[str, Any],
-) -> tuple[int, Tensors]:
-    """This rank's place, and (out, dq, dk, dv, lse)."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    here, size = place(list(coordinate), names, shape), mesh.size()
-    q, k, v, grad_out = (shard(tensor, layout, here, size) for tensor in tensors)
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    out, lse = context_parallel_attention(
-        q, k, v, mesh=mesh, layout=layout, is_causal=problem.is_causal, scale=problem.scale,
-        enable_gqa=problem.q_heads != problem.kv_heads, return_lse=True, **options,
-    )  # fmt: skip
-    out.backward(grad_out)
-    return here, (out.detach(), q.grad, k.grad, v.grad, lse)
-
-
-def reference_lse(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
-    logits = q @ k.repeat_interleave(problem.q_heads // problem.kv_heads, 1).mT * scale
-    if problem.is_causal:
-        hidden = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool).triu(1)
-        logits = logits.masked_fill(hidden, float("-inf"))
-    return torch.logsumexp(logits, dim=-1)
-
-
-def check(
-    problem: Problem, layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], seed: int = 0, **options: Any
-) -> None:
-    tensors = problem.draw(seed)
-    expected = (*reference(problem, *tensors), reference_lse(problem, *tensors[:2]))
-    size = torch.Size(shape).numel()
-    for here, result in run_ranks(size, attend, tensors, problem, layout, names, shape, options):
-        for name, got, whole in zip(("out", "dq", "dk", "dv", "lse"), result, expected, strict=True):
-            wanted = shard(whole, layout, here, size)
-            torch.testing.assert_close(
-                got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, what=f"{name} of place {here}": f"{what}: {text}"
-            )
 
 
 @pytest.mark.parametrize(("names", "shape", "method"), MESHES, ids=lambda value: str(value).replace("'", ""))
