@@ -167,7 +167,8 @@ def test_without_buffers_and_not_causal() -> None:
     run_ranks(2, body)
 
 
-FULLGRAPH = pytest.param(True, marks=pytest.mark.xfail(reason="torch counts compiled frames, and regions run eagerly"))
+# From torch 2.13 on, fullgraph=True wants a compiled frame in each call, and regions run eagerly.
+FULLGRAPH = pytest.param(True, marks=pytest.mark.xfail(strict=False))
 
 
 @pytest.mark.parametrize("fullgraph", [False, FULLGRAPH])

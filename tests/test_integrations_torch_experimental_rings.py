@@ -141,6 +141,26 @@ def test_torchs_op(problem: Problem, op: Any, balanced: bool) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("scale", [-0.4, 0.3])
+def test_scale_and_grouped_heads_of_torchs_op(scale: float) -> None:
+    problem = Problem(q_len=12, kv_len=12, q_heads=4, is_causal=True, scale=scale)
+    q, k, v, grad_out = problem.draw(5)
+    expected = reference(problem, q, k, v, grad_out)
+
+    def body(rank: int) -> None:
+        local_q, local_k, local_v, local_grad = (shard(x, HeadTail(), rank, 2) for x in (q, k, v, grad_out))
+        ring, local = (dist.group.WORLD, 2), (local_q, local_k, local_v)
+        out, lse = _templated_ring_attention(*ring, CPU_FLASH, *local, is_causal=True, scale=scale)
+        grads = _templated_ring_attention_backward(
+            *ring, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, local_grad, "grad_out", *local,
+            out, lse, True, scale=scale,
+        )  # fmt: skip
+        for actual, whole in zip((out, *grads), expected, strict=True):
+            close(actual, shard(whole, HeadTail(), rank, 2))
+
+    run_ranks(2, body)
+
+
 def test_refusals() -> None:
     q, k, v, _ = CAUSAL.draw(0)
 
@@ -189,6 +209,41 @@ def test_over_gloo() -> None:
     processes = Processes(2)
     try:
         processes.run(over_gloo)
+    finally:
+        processes.stop()
+
+
+def fused_ops_over_nccl(rank: int) -> None:
+    problem = Problem(256, 256, batch=2, q_heads=4, kv_heads=4, head_dim=64, is_causal=True, dtype=torch.bfloat16)
+    wholes = problem.draw(6, "cuda")
+    expected = reference(problem, *wholes)
+    local = [shard(x, HeadTail(), rank, 2) for x in wholes]
+    for kind in ("flash", "efficient", "cudnn"):
+        names = {"flash": "grad_out", "efficient": "grad_out_", "cudnn": "grad_out"}
+        op = getattr(aten, f"_scaled_dot_product_{kind}_attention")
+        backward_op = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
+        of_kind = {} if kind == "flash" else {"attn_bias": None, "compute_log_sumexp": True}
+
+        def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, op: Any = op, **kwargs: Any) -> Any:
+            return op(q, k, v, **kwargs)
+
+        for each in (op, own):  # by our ring, and called as an op of the program's own
+            out, lse, *_ = _templated_ring_attention(
+                dist.group.WORLD, 2, each, *local[:3], is_causal=True, dropout_p=0.0, **of_kind
+            )
+            grads = _templated_ring_attention_backward(
+                dist.group.WORLD, 2, backward_op, local[3], names[kind], *local[:3], out, lse, True, dropout_p=0.0
+            )
+            for actual, whole in zip((out, *grads[:3]), expected, strict=True):
+                error = (actual.double() - shard(whole, HeadTail(), rank, 2)).norm() / whole.norm()
+                assert error < 5e-3, (kind, error)
+
+
+@pytest.mark.gpu(2)
+def test_fused_ops_over_nccl() -> None:
+    processes = Processes(2, backend="nccl")
+    try:
+        processes.run(fused_ops_over_nccl)
     finally:
         processes.stop()
 
