@@ -20,7 +20,7 @@ from schedules import any_layout
 
 from cp_dtensor.head_division import divide_heads
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Span
-from cp_dtensor.rotation import exchange
+from cp_dtensor.rotation import exchange, heads
 from cp_dtensor.rotation.heads import HeadRows, ToHeads, ToRows, _Blocks
 from cp_dtensor.schedule import rows_in_order
 
@@ -225,3 +225,28 @@ def test_heads_and_rows_travel_in_one_collective_each_whatever_they_are() -> Non
     with recorded_collectives() as collectives:
         run_ranks(3, there_and_back, kinds, 1, torch.float64, as_it_is, as_it_is)
     assert [collective_kinds(collectives, rank) for rank in range(3)] == [["AllToAllBase"] * 2] * 3
+
+
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+def test_what_lies_row_after_row_is_sent_from_where_it_lies(memory: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing but what the exchange itself packs is copied; other orders are."""
+    sent: list[torch.Tensor] = []
+
+    class Recorded(exchange.Exchange):
+        def __init__(self, incoming: Any, outgoing: Any, *args: Any) -> None:
+            sent.extend(rows for by_rank in outgoing for rows in by_rank if rows is not None)
+            super().__init__(incoming, outgoing, *args)
+
+    def body(rank: int) -> None:
+        kind = Kind(6, Contiguous(), spans([2]), (4,))
+        (whole,) = kind.whole(2, torch.float64)
+        by_heads, target = memory(whole), torch.full_like(whole, -1)
+        ToRows([[by_heads]], [kind.head_rows], dist.group.WORLD).wait([[target]])
+        assert torch.equal(target, whole)
+        in_place = by_heads.permute(2, 0, 1, 3).is_contiguous()
+        assert in_place == (memory is MEMORY["row after row"])
+        (rows,) = sent
+        assert (rows.data_ptr() == by_heads.data_ptr()) == in_place
+
+    monkeypatch.setattr(heads, "Exchange", Recorded)
+    run_ranks(1, body)

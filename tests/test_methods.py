@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from collectives import recorded_collectives
 from method_checks import RING_ULYSSES, ULYSSES_RING, check
 from problems import Problem
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, planning
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+    context_parallel_attention,
+    planning,
+)
 from cp_dtensor.planning import HeadStaging
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
@@ -71,3 +83,23 @@ def test_cross_attention_and_lengths_below_the_number_of_ranks(
 ) -> None:
     problem = Problem(q_len, kv_len, q_heads=4, kv_heads=2, head_dim=4, is_causal=is_causal, scale=-0.3)
     check(problem, HeadTail(), names, shape, method=method)
+
+
+def test_a_step_of_which_nobody_sees_anything_takes_no_inner_ring() -> None:
+    """2 x 2 ranks: each takes one hop of the outer ring, and inner rings of one hop against each node that it sees."""
+
+    def forward(rank: int, layout: Layout) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=RING_ULYSSES)
+        q = torch.zeros(1, 2, 2, 4)
+        context_parallel_attention(
+            q, q, q, mesh=mesh, method="ring", layout=layout, is_causal=True, seq_len=8, rotate_method="alltoall"
+        )
+
+    def exchanges(layout: Layout) -> int:
+        with recorded_collectives() as recorded:
+            run_ranks(4, forward, layout)
+        assert {collective.kind for collective in recorded} == {"AllToAllBase"}
+        return len(recorded)
+
+    assert exchanges(HeadTail()) == 4 * (1 + 2)
+    assert exchanges(Contiguous()) == 4 * (1 + 2) - 2  # the first node sees nothing of the second
