@@ -34,7 +34,7 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
         return SequenceRanks(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "
+            "expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "
             f"sequence; got {type(mesh).__name__}"
         )
     if mesh.device_type not in ("cpu", "cuda"):

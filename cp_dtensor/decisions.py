@@ -17,8 +17,9 @@ from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.plan import Plan
 from cp_dtensor.ring import RingCall
 from cp_dtensor.rotation.base import Rotation
+from cp_dtensor.rotation.head_exchange import HeadExchange
+from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.schedule import GatheredRows
 from cp_dtensor.two_level import TwoLevelCall
 from cp_dtensor.ulysses import UlyssesCall
 
@@ -51,17 +52,18 @@ class UlyssesDecision(Decision):
     """Ulysses over the inner axis around a ring over the outer one; or over the only axis there is."""
 
     heads: HeadDivision
-    query_rows: GatheredRows
-    key_rows: GatheredRows
+    kinds: tuple[tuple[HeadRows, HeadRows], ...]
+    """For each stage of heads: of queries, and of keys and values."""
     inner: tuple[RingDecision, ...]
-    """One for each stage of heads."""
+    """For each stage."""
+    exchange: HeadExchange
     state_dtype: torch.dtype
 
     def call(self, ranks: SequenceRanks | None, scale: float) -> UlyssesCall:
         assert ranks is not None
         group, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
         inner = tuple(decision.call(ring, scale) for decision in self.inner)
-        return UlyssesCall(group, self.heads, self.query_rows, self.key_rows, inner, self.state_dtype)
+        return UlyssesCall(group, self.heads, self.kinds, inner, self.exchange, self.state_dtype)
 
 
 @dataclass(frozen=True)

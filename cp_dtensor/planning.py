@@ -18,6 +18,9 @@ from cp_dtensor.plan import Plan, ring_plan
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation, RotationMethod
+from cp_dtensor.rotation.head_exchange import CollectiveHeads
+from cp_dtensor.rotation.head_exchange_symm_mem import shared_memory_heads
+from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import tiles_against
 from cp_dtensor.tensors import on_device
@@ -79,32 +82,37 @@ def decide_ring(request: CallRequest, group: dist.ProcessGroup | None, rank: int
     return _ring(request.shape, request, group, rank)
 
 
-def decide_ulysses(request: CallRequest, ranks: SequenceRanks, staging: HeadStaging | None = None) -> UlyssesDecision:
+def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecision:
     """By heads over the inner axis, as a ring over the outer one; by heads alone if there is only one axis."""
     axis, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, ranks.outer)
-    return ulysses_decision(request, axis.size(), axis.rank(), ring, 0 if ring is None else ring.rank(), staging)
-
-
-def ulysses_decision(
-    request: CallRequest,
-    world_size: int,
-    rank: int,
-    ring: dist.ProcessGroup | None,
-    ring_rank: int,
-    staging: HeadStaging | None = None,
-) -> UlyssesDecision:
-    """The same, of ranks that are named one by one."""
+    rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank()
     shape = request.shape
-    staging = DEFAULT_HEAD_STAGING if staging is None else staging
-    heads = divide_heads(shape.q_heads, shape.kv_heads, world_size, staging.stages(shape, world_size))
-    united = UnitedDivision(request.division, world_size)
-    inner = []
-    for stage in range(heads.stages):
-        units = heads.units(rank, stage)
-        inner_shape = _with_heads(replace(shape, division=united), heads, units)
-        inner.append(_ring(inner_shape, request, ring, ring_rank))
+    stages = DEFAULT_HEAD_STAGING.stages(shape, axis.size())
+    heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), stages)
+    united = UnitedDivision(request.division, axis.size())
+    united_shape = replace(shape, division=united)
+    kinds = _kinds(heads, united, ring_rank)
+    with on_device(request.device):
+        shared_memory = shared_memory_heads(shape, kinds, axis, request.device)
     return UlyssesDecision(
-        heads, united.query_rows(ring_rank), united.key_rows(ring_rank), tuple(inner), request.problem.state_dtype
+        heads=heads,
+        kinds=kinds,
+        inner=tuple(
+            _ring(_with_heads(united_shape, heads, heads.units(rank, stage)), request, ring, ring_rank)
+            for stage in range(heads.stages)
+        ),
+        exchange=CollectiveHeads() if isinstance(shared_memory, str) else shared_memory,
+        state_dtype=request.problem.state_dtype,
+    )
+
+
+def _kinds(heads: HeadDivision, united: UnitedDivision, ring_rank: int) -> tuple[tuple[HeadRows, HeadRows], ...]:
+    """For each stage what the ranks have: of queries, and of keys and values."""
+    query_rows, key_rows = united.query_rows(ring_rank), united.key_rows(ring_rank)
+    by_stage = [tuple(heads.units(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)]
+    return tuple(
+        (HeadRows(query_rows, tuple(map(heads.query_heads, units))), HeadRows(key_rows, units, heads.copies))
+        for units in by_stage
     )
 
 

@@ -202,6 +202,12 @@ def _striped_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileM
     if (q.block, q.period) != (kv.block, kv.period):
         raise NotImplementedError(f"causal tiles between stripes of different shape: {q} and {kv}")
     block = q.block
+    if block == 1:  # row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes
+        ahead = -((q.start - kv.start) // q.period)
+        yield from _contiguous_causal(Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length))
+        return
+    if abs(q.start - kv.start) >= q.period:
+        raise NotImplementedError(f"causal tiles between stripes that start in different periods: {q} and {kv}")
     if q.start == kv.start:  # equal stripes: row i sees column j iff j <= i
         diagonal = min(q.length, kv.length)
         yield (0, diagonal), (0, diagonal), CAUSAL_TILE
@@ -212,9 +218,7 @@ def _striped_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileM
     rows = max(q.length - first, 0)
     columns = min(kv.length, -(-rows // block) * block)
     stairs = min(rows, -(-columns // block) * block)  # rows beyond see all columns
-    if block == 1:
-        yield (first, first + stairs), (0, columns), CAUSAL_TILE
-    elif columns <= block:
+    if columns <= block:
         yield (first, first + stairs), (0, columns), FULL_TILE
     else:
         yield (first, first + stairs), (0, columns), TileMask(block)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cp_dtensor.attention_call import AttentionCall, Tensors
 from cp_dtensor.head_division import HeadDivision
-from cp_dtensor.rotation.heads import HeadRows, ToHeads, ToRows
-from cp_dtensor.schedule import GatheredRows
+from cp_dtensor.rotation.head_exchange import CollectiveHeads, Departure, HeadExchange
+from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.tensors import on_device_of
 
 
@@ -24,10 +24,11 @@ class UlyssesCall(AttentionCall):
 
     group: dist.ProcessGroup
     heads: HeadDivision
-    query_rows: GatheredRows
-    key_rows: GatheredRows
+    kinds: tuple[tuple[HeadRows, HeadRows], ...]
+    """For each stage: of queries, and of keys and values."""
     inner: tuple[AttentionCall, ...]
     """One for each stage."""
+    exchange: HeadExchange
     state_dtype: torch.dtype
 
     def forward(
@@ -39,25 +40,25 @@ class UlyssesCall(AttentionCall):
     def _forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        units = [_copied(k, self.heads.copies), _copied(v, self.heads.copies)]
         out = _row_after_row(q, v.size(3))
-        lse = q.new_empty(q.shape[:3] if needs_lse else (0,), dtype=self.state_dtype)
+        lse = _row_after_row(q, 1, self.state_dtype) if needs_lse else q.new_empty(0, dtype=self.state_dtype)
         saved: list[torch.Tensor] = []
-        arriving = ToHeads([[q], units], self._kinds(0), self.group)
-        leaving: list[tuple[ToRows, torch.Tensor]] = []
-        for stage, inner in enumerate(self.inner):
-            (stage_q,), (stage_k, stage_v) = arriving.wait()
-            if stage + 1 < len(self.inner):
-                arriving = ToHeads([[q], units], self._kinds(stage + 1), self.group)
+        stages = self.kinds
+        arriving = self.exchange.to_heads([[q], [k, v]], stages, self.group)
+        leaving: list[Departure] = []
+        for (of_queries, _), inner in zip(stages, self.inner, strict=True):
+            is_last = inner is self.inner[-1]
+            (stage_q,), (stage_k, stage_v) = arriving.receive()
             stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, True)
             saved += stage_saved
             _finish(leaving)
-            leaving.append((ToRows([[stage_out]], self._kinds(stage)[:1], self.group), out))
+            leaving.append(self.exchange.to_rows([[stage_out]], [[out]], [of_queries], self.group, is_last))
             if needs_lse:
-                rows_of_lse = ToRows([[stage_lse.unsqueeze(3)]], self._kinds(stage)[:1], self.group)
-                leaving.append((rows_of_lse, lse.unsqueeze(3)))
+                leaving.append(
+                    CollectiveHeads().to_rows([[stage_lse.unsqueeze(3)]], [[lse]], [of_queries], self.group, is_last)
+                )
         _finish(leaving)
-        return out, lse, tuple(saved)
+        return out, lse.squeeze(3) if needs_lse else lse, tuple(saved)
 
     def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with on_device_of(grad_out):
@@ -69,30 +70,20 @@ class UlyssesCall(AttentionCall):
         q_like, k_like, v_like = by_stage[0][:3]  # some heads of all rows
         grad_q = _row_after_row(grad_out, q_like.size(3))
         grad_k, grad_v = (self._grad_of_units(like) for like in (k_like, v_like))
-        arriving = ToHeads([[grad_out]], self._kinds(0)[:1], self.group)
-        leaving: ToRows | None = None
-        for stage, inner in enumerate(self.inner):
-            ((stage_grad_out,),) = arriving.wait()
-            if stage + 1 < stages:
-                arriving = ToHeads([[grad_out]], self._kinds(stage + 1)[:1], self.group)
-            stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, by_stage[stage])
-            if leaving is not None:
-                leaving.wait([[grad_q], [grad_k, grad_v]])
-            leaving = ToRows([[stage_grad_q], stage_grad_kv], self._kinds(stage), self.group)
-        assert leaving is not None
-        leaving.wait([[grad_q], [grad_k, grad_v]])
+        arriving = self.exchange.to_heads([[grad_out]], [of_stage[:1] for of_stage in self.kinds], self.group)
+        leaving: list[Departure] = []
+        for of_stage, inner, stage_saved in zip(self.kinds, self.inner, by_stage, strict=True):
+            ((stage_grad_out,),) = arriving.receive()
+            stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_saved)
+            _finish(leaving)
+            sums = [[stage_grad_q], stage_grad_kv]
+            targets = [[grad_q], [grad_k, grad_v]]
+            leaving.append(self.exchange.to_rows(sums, targets, of_stage, self.group, inner is self.inner[-1]))
+        _finish(leaving)
         return grad_q, self._summed(grad_k), self._summed(grad_v)
 
-    def _kinds(self, stage: int) -> list[HeadRows]:
-        """Of queries, and of keys and values."""
-        units = tuple(self.heads.units(rank, stage) for rank in range(self.heads.world_size))
-        return [
-            HeadRows(self.query_rows, tuple(map(self.heads.query_heads, units))),
-            HeadRows(self.key_rows, units),
-        ]
-
     def _grad_of_units(self, like: torch.Tensor) -> torch.Tensor:
-        rows = sum(self.key_rows.lengths[self.group.rank()])
+        rows = sum(self.kinds[0][1].rows.lengths[self.group.rank()])
         return like.new_empty(like.size(0), rows, self.heads.unit_count, like.size(3)).transpose(1, 2)
 
     def _summed(self, grad_units: torch.Tensor) -> torch.Tensor:
@@ -103,16 +94,12 @@ class UlyssesCall(AttentionCall):
         return copies.sum(2, dtype=self.state_dtype).to(grad_units.dtype)
 
 
-def _finish(leaving: list[tuple[ToRows, torch.Tensor]]) -> None:
-    for rows, target in leaving:
-        rows.wait([[target]])
+def _finish(leaving: list[Departure]) -> None:
+    for rows in leaving:
+        rows.wait()
     leaving.clear()
 
 
-def _copied(kv: torch.Tensor, copies: int) -> torch.Tensor:
-    return kv if copies == 1 else kv.repeat_interleave(copies, dim=1)
-
-
-def _row_after_row(like: torch.Tensor, dim: int) -> torch.Tensor:
+def _row_after_row(like: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """(B, H, S, dim) in which what belongs to a row lies together, as it arrives."""
-    return like.new_empty(like.size(0), like.size(2), like.size(1), dim).transpose(1, 2)
+    return like.new_empty(like.size(0), like.size(2), like.size(1), dim, dtype=dtype).transpose(1, 2)

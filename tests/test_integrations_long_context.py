@@ -57,10 +57,6 @@ def mesh_of(ulysses: int, ring: int, rank: int, world_size: int, ulysses_low: bo
     return set_seq_parallel_pg(ulysses, ring, rank, world_size, ulysses_low, device_type="cpu")
 
 
-def refuses_causal(ring_impl_type: str, ulysses: int, ring: int) -> bool:
-    return ring_impl_type == "strip" and min(ulysses, ring) > 1
-
-
 def check(
     ring_impl_type: str, problem: Problem, ulysses: int, ring: int, ulysses_low: bool = True, **options: Any
 ) -> None:
@@ -75,10 +71,6 @@ def check(
             return shard(tensor, ring_impl_type, mesh)
 
         attention = LongContextAttention(ring_impl_type=ring_impl_type, mesh=mesh)
-        if problem.is_causal and refuses_causal(ring_impl_type, ulysses, ring):
-            with pytest.raises(NotImplementedError, match=r'"strip".*expected a ring or Ulysses degree of 1'):
-                attention(*inputs, causal=True)
-            return
         leaves = [local(tensor).requires_grad_() for tensor in inputs]
         got = attention(*leaves, causal=problem.is_causal, softmax_scale=problem.scale, **options)
         assert got.is_contiguous()

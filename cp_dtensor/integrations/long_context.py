@@ -42,7 +42,6 @@ from cp_dtensor.integrations.long_context_sharding import (
     shard,
     unshard,
 )
-from cp_dtensor.layouts import Striped
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
@@ -162,28 +161,18 @@ class LongContextAttention(nn.Module):
         Raises:
             TypeError, ValueError: arguments that do not fit.
             NotImplementedError: what is refused above; causal attention between local queries and keys of different
-                lengths; causal attention with "strip" over two axes. All before any collective.
+                lengths. All before any collective.
         """
         options = FlashAttnOptions(dropout_p, window_size, softcap, alibi_slopes, deterministic)
         q, k, v = heads_first(query, key, value)
         options.check(query.device)
         check_causal_lengths(query, key, causal, seq_len)
-        if causal:
-            self._refuse_cut_stripes()
         out = context_parallel_attention(
             q, k, v, mesh=self.mesh, method="hybrid", is_causal=causal, scale=softmax_scale, enable_gqa=True,
             layout=self.layout, seq_len=seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2).contiguous()
-
-    def _refuse_cut_stripes(self) -> None:
-        # Schedules know causal tiles between stripes that begin in the same period only; the parts of a cut do not.
-        if isinstance(self.layout.ring_layout, Striped) and min(self.mesh.shape) > 1:
-            raise NotImplementedError(
-                'causal attention with ring_impl_type="strip" is not supported over both axes at once yet; got a mesh '
-                f'of {self.mesh}, expected a ring or Ulysses degree of 1, or "zigzag", which is balanced as well'
-            )
 
     def extra_repr(self) -> str:
         return f"layout={self.layout}, mesh={self.mesh}"

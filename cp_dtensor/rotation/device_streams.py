@@ -15,6 +15,16 @@ from collections.abc import Sequence
 from functools import cache
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
+_UNIFIED = 4  # CUmemorytype: the address says what it is
+_SIDE_FIELDS = (
+    ("x", ctypes.c_size_t),
+    ("y", ctypes.c_size_t),
+    ("type", ctypes.c_uint),
+    ("host", ctypes.c_void_p),
+    ("address", ctypes.c_uint64),
+    ("array", ctypes.c_void_p),
+    ("pitch", ctypes.c_size_t),
+)
 _WAIT_EQUAL, _DEFAULT = 1, 0  # flags of waits and of writes; a default write makes what came before it visible
 
 
@@ -28,6 +38,17 @@ class _MemoryOperation(ctypes.Structure):
         ("flags", ctypes.c_uint),
         ("alias", ctypes.c_uint64),
         ("padding", ctypes.c_uint64),
+    )
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D: sizes in bytes; sides by their unified addresses."""
+
+    _fields_ = (
+        *(("source_" + name, kind) for name, kind in _SIDE_FIELDS),
+        *(("target_" + name, kind) for name, kind in _SIDE_FIELDS),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
     )
 
 
@@ -64,6 +85,17 @@ def copy_bytes(stream: int, target: int, source: int, count: int) -> None:
     _check(_driver().cuMemcpyDtoDAsync_v2(target, source, count, stream), "cuMemcpyDtoDAsync")
 
 
+def copy_rows(
+    stream: int, target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int
+) -> None:
+    """Copies rows of equal length, a pitch apart on either side, by a copy engine."""
+    copy = _Copy2D(
+        0, 0, _UNIFIED, None, source, None, source_pitch, 0, 0, _UNIFIED, None, target, None, target_pitch,
+        row_bytes, rows,
+    )  # fmt: skip
+    _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream), "cuMemcpy2DAsync")
+
+
 def is_available() -> bool:
     """Whether the CUDA driver is here and has these calls."""
     try:
@@ -80,6 +112,7 @@ def _driver() -> ctypes.CDLL:
     library.cuStreamBatchMemOp_v2.argtypes = [
         stream, ctypes.c_uint, ctypes.POINTER(_MemoryOperation), ctypes.c_uint
     ]  # fmt: skip
+    library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     library.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, stream]
     return library
 

@@ -31,7 +31,9 @@ class HeadRows:
     rows: GatheredRows
     """Of each rank before, of all of them after."""
     heads: tuple[Span, ...]
-    """Of each rank after."""
+    """Of each rank after, in units: of heads, or of their copies."""
+    copies: int = 1
+    """Units that each head is copied to on its way (see `HeadDivision`)."""
 
     @property
     def head_counts(self) -> list[int]:

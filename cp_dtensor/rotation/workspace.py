@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -53,6 +54,8 @@ class Workspace:
     memory_is_free: torch.cuda.Event
     kv_arrived: torch.cuda.Event
     grads_arrived: tuple[torch.cuda.Event, torch.cuda.Event]
+    tables: dict[object, Any] = field(default_factory=dict)
+    """What users of this memory keep on the device, with addresses in it."""
     _last_stream: list[torch.cuda.Stream] = field(default_factory=list)
 
     def wait(self, flag: Flag) -> FlagOperations:

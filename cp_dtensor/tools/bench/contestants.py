@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor._torch_private import experimental_context_parallel_settings
+from cp_dtensor.arguments import Mesh
 from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.functional import ring_attention
+from cp_dtensor.functional import context_parallel_attention
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import hardware_of, slowest_seconds
-from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.rotation.choice import METHODS, ROTATIONS
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.rows import IDEAL, TORCH_PREFIX
 from cp_dtensor.tools.bench.work import Attention
@@ -30,6 +31,27 @@ from cp_dtensor.tools.bench.work import Attention
 OURS_PREFIX = "ours-"
 GRAPH_SUFFIX = " graph"
 _TORCH_ROTATIONS = ("allgather", "alltoall")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How our library splits the work."""
+
+    method: str
+    rotate_method: str = "auto"
+    ulysses_degree: int | None = None
+    """Ranks of the inner axis; None: there is one axis."""
+
+
+_WAYS = {
+    **{name: Way("ring", name) for name in ROTATIONS},
+    "ulysses": Way("ulysses"),
+    "hybrid-2": Way("hybrid", ulysses_degree=2),
+    "hybrid-4": Way("hybrid", ulysses_degree=4),
+    "two-level-2": Way("ring", ulysses_degree=2),
+    "two-level-4": Way("ring", ulysses_degree=4),
+    "auto": Way("auto"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,10 +99,10 @@ def _all_contestants() -> list[Contestant]:
     ideal = Contestant(IDEAL, _one_device, _never, _no_workspace, alone=True, may_expand_kv=True)
     ours = [
         Contestant(
-            OURS_PREFIX + name, partial(_ours, name), _never, partial(_our_workspace, name),
-            predicted_ms=partial(_predicted_ms, name),
+            OURS_PREFIX + name, partial(_ours, way), partial(_our_refusal, way), partial(_our_workspace, way),
+            predicted_ms=partial(_predicted_ms, way),
         )
-        for name in METHODS
+        for name, way in _WAYS.items()
     ]  # fmt: skip
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
@@ -101,14 +123,13 @@ def _one_device(case: Case, device: torch.device) -> Iterator[Attention]:
 
 
 @contextmanager
-def _ours(rotate_method: str, case: Case, device: torch.device) -> Iterator[Attention]:
-    group = dist.group.WORLD
-    assert group is not None
+def _ours(way: Way, case: Case, device: torch.device) -> Iterator[Attention]:
+    mesh = _mesh(way.ulysses_degree, device.type)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = ring_attention(
-            q, k, v, mesh=group, is_causal=case.causal, enable_gqa=case.enable_gqa, layout=LAYOUTS[case.layout],
-            rotate_method=rotate_method, seq_len=case.seq_len,
+        out = context_parallel_attention(
+            q, k, v, mesh=mesh, method=way.method, is_causal=case.causal, enable_gqa=case.enable_gqa,
+            layout=LAYOUTS[case.layout], rotate_method=way.rotate_method, seq_len=case.seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
@@ -116,6 +137,24 @@ def _ours(rotate_method: str, case: Case, device: torch.device) -> Iterator[Atte
     # Unless told, the library chooses by itself.
     with nullcontext() if case.backend == "auto" else _backend(case, device):
         yield attention
+
+
+@cache
+def _mesh(ulysses_degree: int | None, device_type: str) -> Mesh:
+    """All ranks on one axis, or some of them on an inner one."""
+    group = dist.group.WORLD
+    assert group is not None
+    if ulysses_degree is None:
+        return group
+    shape = (group.size() // ulysses_degree, ulysses_degree)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("ring", "ulysses"))
+
+
+def _our_refusal(way: Way, case: Case, world_size: int) -> str | None:
+    degree = way.ulysses_degree
+    if degree is not None and (world_size % degree or degree >= world_size):
+        return f"{world_size} ranks are no mesh of several times {degree}"
+    return None
 
 
 @contextmanager
@@ -168,22 +207,25 @@ def _no_workspace(device: torch.device) -> int:
     return 0
 
 
-def _predicted_ms(rotate_method: str, case: Case, pass_name: str, device: torch.device) -> float | None:
+def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) -> float | None:
     group = dist.group.WORLD
     assert group is not None
-    if device.type != "cuda":
+    if device.type != "cuda" or way.method != "ring" or way.ulysses_degree:
         return None
     division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, group.size())
     mask = Mask.CAUSAL if case.causal else Mask.FULL
     itemsize = getattr(torch, case.dtype).itemsize
     shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
-    rotation = METHODS[rotate_method].for_call(shape, group, device)
+    rotation = METHODS[way.rotate_method].for_call(shape, group, device)
     hardware = hardware_of(group, device, shape)
     return 1e3 * slowest_seconds(rotation, shape, group.size(), hardware, backward=pass_name == "fwdbwd")
 
 
-def _our_workspace(rotate_method: str, device: torch.device) -> int:
+def _our_workspace(way: Way, device: torch.device) -> int:
     """Symmetric memory, which torch's allocator does not count. It is kept from call to call, shared by all calls."""
-    if rotate_method in (AllGather().name, AllToAll().name):  # never use it, though others may have left some
+    if way.method == "ring" and way.rotate_method in (
+        AllGather().name,
+        AllToAll().name,
+    ):  # never use it, though others may have left some
         return 0
     return workspace.allocated_bytes(device)

@@ -1,0 +1,70 @@
+"""Many strided copies as one Triton kernel: what an exchange of heads reads from the memory of other ranks.
+
+A piece is some rows, as long as each other, with a pitch of their own on either side; so heads change places with rows
+while they travel, and nothing has to be packed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PIECE_FIELDS = 7
+"""Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
+ALIGNMENT = 16
+"""Bytes that addresses, offsets, lengths and pitches are multiples of."""
+MAX_TARGETS = 3
+_BLOCK_BYTES = 16384
+_WORD = 4
+
+
+@triton.jit(do_not_specialize=["count", "tasks_per_piece"])
+def copy_pieces_kernel(
+    pieces_ptr, target0, target1, target2, count, tasks_per_piece,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Programs take blocks of BLOCK_ROWS rows in turns; neighbours work on different pieces, on different links.
+
+    Example, a piece of 2 rows of 16 bytes, pitch 32 to 16: bytes 0-15 and 32-47 become neighbours.
+    """
+    word = tl.arange(0, BLOCK_WORDS)
+    for task in range(tl.program_id(0), count * tasks_per_piece, tl.num_programs(0)):
+        piece = pieces_ptr + (task % count) * 7
+        rows = tl.load(piece + 3)
+        first_row = (task // count) * BLOCK_ROWS
+        if first_row < rows:
+            words = tl.load(piece + 4) // 4
+            which = tl.load(piece + 1)
+            base = tl.where(which == 0, target0, tl.where(which == 1, target1, target2)).to(tl.int64)
+            row = first_row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+            source = tl.multiple_of(tl.load(piece), 16) + row * tl.multiple_of(tl.load(piece + 5), 16)
+            target = tl.multiple_of(base + tl.load(piece + 2), 16) + row * tl.multiple_of(tl.load(piece + 6), 16)
+            source_ptrs = source.to(tl.pointer_type(tl.int32))[:, None]
+            target_ptrs = target.to(tl.pointer_type(tl.int32))[:, None]
+            for first_word in range(0, words, BLOCK_WORDS):
+                column = first_word + word[None, :]
+                mask = (row < rows)[:, None] & (column < words)
+                tl.store(target_ptrs + column, tl.load(source_ptrs + column, mask=mask), mask=mask)
+
+
+def launch_copies(
+    pieces: torch.Tensor, most_rows: int, most_row_bytes: int, targets: list[torch.Tensor], programs: int
+) -> None:
+    """Copies all pieces, in one launch on the current stream.
+
+    Args:
+        pieces: (pieces, PIECE_FIELDS) int64, on the device.
+        most_rows: rows of the longest piece.
+        most_row_bytes: of the widest.
+        targets: up to MAX_TARGETS tensors.
+        programs: how many run at once, and so how many multiprocessors take part at most.
+    """
+    assert len(targets) <= MAX_TARGETS
+    block_words = min(triton.next_power_of_2(max(most_row_bytes // _WORD, 1)), _BLOCK_BYTES // _WORD)
+    block_rows = _BLOCK_BYTES // _WORD // block_words
+    tasks = triton.cdiv(most_rows, block_rows)
+    addresses = [target.data_ptr() for target in targets] + [0] * (MAX_TARGETS - len(targets))
+    copy_pieces_kernel[(max(1, min(programs, tasks * pieces.size(0))),)](
+        pieces, *addresses, pieces.size(0), tasks, BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, num_warps=8
+    )

@@ -1,0 +1,255 @@
+"""Exchanging rows for heads over memory that ranks share: each publishes its tensors and reads what it wants.
+
+Heads and rows change places on the way. The first stage of an exchange and the way back of the last are waited for, so
+one kernel reads all their pieces at once, from all peers. What travels under computation is brought by copy engines:
+cuDNN's kernels take all multiprocessors for as long as they run, and one that starts late on some of them ends late.
+Ranks are ordered by flags, as in `symm_mem`: those of K/V on the way to heads, those of gradients on the way to rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch_private import label
+from cp_dtensor.division import CallShape
+from cp_dtensor.kernels import TRITON_AVAILABLE
+from cp_dtensor.rotation import workspace as workspaces
+from cp_dtensor.rotation.device_streams import copy_bytes, copy_rows
+from cp_dtensor.rotation.head_exchange import Arrivals, Departure, HeadExchange
+from cp_dtensor.rotation.head_pieces import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
+from cp_dtensor.rotation.heads import HeadRows, Tensors
+from cp_dtensor.rotation.workspace import Flag, Workspace
+
+if TRITON_AVAILABLE:
+    from cp_dtensor.kernels.copy_pieces import ALIGNMENT, PIECE_FIELDS, launch_copies
+
+_PROGRAMS = 1056  # eight for each multiprocessor of an H200
+
+
+@dataclass(frozen=True)
+class SharedMemoryHeads(HeadExchange):
+    """Where the ranks can share memory; a row of a head must be a multiple of 16 bytes.
+
+    Memory, besides the results: this rank's q, k and v, and the gradients of one stage, both in symmetric memory.
+    """
+
+    bytes_to_heads: int
+    bytes_to_rows: int
+    """What a rank publishes at most, in forward or in backward; alike on every rank."""
+
+    @property
+    def name(self) -> str:
+        return "symm_mem"
+
+    def to_heads(
+        self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
+    ) -> Arrivals:
+        return _ReadHeads(bundles, stages, self._workspace(bundles, group), group.rank())
+
+    def to_rows(
+        self,
+        bundles: Sequence[Tensors],
+        targets: Sequence[Tensors],
+        kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup,
+        is_last: bool,
+    ) -> Departure:
+        return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
+
+    def _workspace(self, bundles: Sequence[Tensors], group: dist.ProcessGroup) -> Workspace:
+        # All that a call will need: memory must not move while the call before it, or half of it, is in there.
+        return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
+
+
+def shared_memory_heads(
+    shape: CallShape, kinds: Sequence[tuple[HeadRows, HeadRows]], group: dist.ProcessGroup, device: torch.device
+) -> SharedMemoryHeads | str:
+    """The exchange of a call, or why it cannot be done so; the same on every rank.
+
+    Args:
+        shape: of this rank's tensors, all their heads.
+        kinds: for each stage, of queries and of keys and values.
+        group: the ranks of the axis. Its first call is a collective.
+        device: of the tensors.
+    """
+    if not TRITON_AVAILABLE:
+        return "it needs triton"
+    dims = (shape.head_dim, shape.v_head_dim)
+    if any(dim * shape.itemsize % ALIGNMENT for dim in dims):
+        return f"head dims {dims} of {shape.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
+    reason = workspaces.why_not(group, device)
+    if reason is not None:
+        return reason
+
+    def published(of_queries: HeadRows, of_keys: HeadRows) -> list[Published]:
+        d, dv = (dim * shape.itemsize for dim in dims)
+        units = shape.kv_heads * of_keys.copies
+        return [
+            Published(of_queries, shape.batch_size, shape.q_heads, max(d, dv)),  # q and dQ; grad_out and out
+            Published(of_keys, shape.batch_size, units, d),
+            Published(of_keys, shape.batch_size, units, dv),
+        ]
+
+    by_stage = [published(*of_stage) for of_stage in kinds]
+    return SharedMemoryHeads(
+        bytes_to_heads=offsets([each.whole_bytes for each in by_stage[0]])[-1],
+        bytes_to_rows=max(offsets([each.stage_bytes for each in of_stage])[-1] for of_stage in by_stage),
+    )
+
+
+class _ReadHeads(Arrivals):
+    def __init__(
+        self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], workspace: Workspace, rank: int
+    ) -> None:
+        self._tensors = tensors = [tensor for bundle in bundles for tensor in bundle]
+        self._sizes = [len(bundle) for bundle in bundles]
+        self._stages = [_published(bundles, stage) for stage in stages]
+        self._rank, self._workspace = rank, workspace
+        starts = offsets([tensor.whole_bytes for tensor in self._stages[0]])
+        self._stream = torch.cuda.current_stream(tensors[0].device)
+        with label("publish heads"):
+            workspace.follow(self._stream)
+            workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
+            _publish(tensors, workspace.kv_address(workspace.rank), starts, self._stream)
+            workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)
+            workspace.wait(Flag.KV_READY).submit(self._stream.cuda_stream)
+        # The first stage is waited for at once, so it needs no stream of its own.
+        self._next_stage = 0
+        self._arriving = self._read(self._stream)
+
+    def _read(self, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        workspace, stage = self._workspace, self._stages[self._next_stage]
+        self._next_stage += 1
+        arriving = [
+            like.new_empty(each.batch, each.kind.rows.total, each.kind.head_counts[self._rank], like.size(3))
+            for each, like in zip(stage, self._tensors, strict=True)
+        ]
+        with label("read heads"):
+            if stream != self._stream:
+                workspace.memory_is_free.record(self._stream)
+                stream.wait_event(workspace.memory_is_free)
+            _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, self._stream)
+            if self._next_stage == len(self._stages):
+                workspace.tell(Flag.KV_TAKEN).submit(stream.cuda_stream)
+            if stream != self._stream:
+                workspace.kv_arrived.record(stream)
+        return arriving
+
+    def receive(self) -> list[list[torch.Tensor]]:
+        arrived = self._arriving
+        if self._next_stage > 1:
+            self._stream.wait_event(self._workspace.kv_arrived)
+        if self._next_stage < len(self._stages):
+            self._arriving = self._read(self._workspace.kv_stream)
+        views = iter([tensor.transpose(1, 2) for tensor in arrived])
+        return [[next(views) for _ in range(size)] for size in self._sizes]
+
+
+class _ReadRows(Departure):
+    def __init__(
+        self,
+        bundles: Sequence[Tensors],
+        targets: Sequence[Tensors],
+        kinds: Sequence[HeadRows],
+        workspace: Workspace,
+        is_last: bool,
+    ) -> None:
+        tensors = [tensor for bundle in bundles for tensor in bundle]
+        published = _published(targets, kinds)
+        starts = offsets([tensor.stage_bytes for tensor in published])
+        self._stream = torch.cuda.current_stream(tensors[0].device)
+        with label("publish rows"):
+            workspace.follow(self._stream)
+            workspace.wait(Flag.GRAD_TAKEN).submit(self._stream.cuda_stream)
+            _publish(tensors, workspace.grads_address(workspace.rank), starts, self._stream)
+            workspace.tell(Flag.GRAD_READY).submit(self._stream.cuda_stream)
+        stream = self._stream if is_last else workspace.grad_stream
+        with label("read rows"):
+            if not is_last:
+                workspace.memory_is_free.record(self._stream)
+                stream.wait_event(workspace.memory_is_free)
+            workspace.wait(Flag.GRAD_READY).submit(stream.cuda_stream)
+            table = _table(workspace, published, pieces_to_rows, workspace.grads_address)
+            table.copy([target for bundle in targets for target in bundle], stream, self._stream)
+            workspace.tell(Flag.GRAD_TAKEN).submit(stream.cuda_stream)
+            self._arrived = None if is_last else workspace.grads_arrived[0]
+            if self._arrived is not None:
+                self._arrived.record(stream)
+
+    def wait(self) -> None:
+        if self._arrived is not None:
+            self._stream.wait_event(self._arrived)
+
+
+def _published(bundles: Sequence[Tensors], kinds: Sequence[HeadRows]) -> tuple[Published, ...]:
+    """Of tensors with all their heads."""
+    return tuple(
+        Published(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)
+        for bundle, kind in zip(bundles, kinds, strict=True)
+        for tensor in bundle
+    )
+
+
+def _publish(tensors: Sequence[torch.Tensor], address: int, starts: Sequence[int], stream: torch.cuda.Stream) -> None:
+    """Tensors (B, H, S, D) as (B, S, H, D), each at its start."""
+    for tensor, start in zip(tensors, starts, strict=False):
+        row_after_row = tensor.transpose(1, 2).contiguous()  # as models have them
+        copy_bytes(stream.cuda_stream, address + start, row_after_row.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Pieces, whose sources are addresses now."""
+
+    pieces: tuple[Piece, ...]
+    on_device: torch.Tensor
+    most_rows: int
+    most_row_bytes: int
+    published: tuple[Published, ...]
+    """Kept, since it is looked up by identity."""
+
+    def copy(self, targets: list[torch.Tensor], stream: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
+        """Copies all pieces to the targets: on the current stream by a kernel, elsewhere by copy engines."""
+        if stream == current:
+            if self.pieces:
+                launch_copies(self.on_device, self.most_rows, self.most_row_bytes, targets, _PROGRAMS)
+            return
+        addresses = [target.data_ptr() for target in targets]
+        for _, source, tensor, target, rows, row_bytes, source_pitch, target_pitch in self.pieces:
+            copy_rows(
+                stream.cuda_stream, addresses[tensor] + target, target_pitch, source, source_pitch, row_bytes, rows
+            )
+
+
+def _table(
+    workspace: Workspace,
+    published: tuple[Published, ...],
+    pieces_of: Callable[[tuple[Published, ...], int], tuple[Piece, ...]],
+    address: Callable[[int], int],
+) -> _Table:
+    """Made once for each kind of exchange: uploading it takes longer than the exchange."""
+    key = (pieces_of, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in published))
+    table = workspace.tables.get(key)
+    if table is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "an exchange of heads has to be prepared on the device, which a CUDA graph cannot capture: run one "
+                "forward and backward of this size before capturing"
+            )
+        pieces = tuple(
+            piece._replace(source=address(piece.peer) + piece.source) for piece in pieces_of(published, workspace.rank)
+        )
+        fields = [piece[1:] for piece in pieces]
+        table = _Table(
+            pieces,
+            torch.tensor(fields, dtype=torch.int64, device=workspace.kv().device).view(-1, PIECE_FIELDS),
+            max((piece.rows for piece in pieces), default=0),
+            max((piece.row_bytes for piece in pieces), default=0),
+            published,
+        )
+        workspace.tables[key] = table
+    return table
