@@ -57,13 +57,14 @@ class UlyssesDecision(Decision):
     inner: tuple[RingDecision, ...]
     """For each stage."""
     exchange: HeadExchange
+    overlaps_stages: bool
     state_dtype: torch.dtype
 
     def call(self, ranks: SequenceRanks | None, scale: float) -> UlyssesCall:
         assert ranks is not None
         group, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
         inner = tuple(decision.call(ring, scale) for decision in self.inner)
-        return UlyssesCall(group, self.heads, self.kinds, inner, self.exchange, self.state_dtype)
+        return UlyssesCall(group, self.heads, self.kinds, inner, self.exchange, self.overlaps_stages, self.state_dtype)
 
 
 @dataclass(frozen=True)

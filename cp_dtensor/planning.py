@@ -102,6 +102,7 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
             for stage in range(heads.stages)
         ),
         exchange=CollectiveHeads() if isinstance(shared_memory, str) else shared_memory,
+        overlaps_stages=ring is None and heads.stages > 1,
         state_dtype=request.problem.state_dtype,
     )
 

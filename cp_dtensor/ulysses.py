@@ -29,6 +29,8 @@ class UlyssesCall(AttentionCall):
     inner: tuple[AttentionCall, ...]
     """One for each stage."""
     exchange: HeadExchange
+    overlaps_stages: bool
+    """Whether stages may be computed on two streams in turns, so that the end of one kernel is filled by the next."""
     state_dtype: torch.dtype
 
     def forward(
@@ -46,19 +48,31 @@ class UlyssesCall(AttentionCall):
         stages = self.kinds
         arriving = self.exchange.to_heads([[q], [k, v]], stages, self.group)
         leaving: list[Departure] = []
-        for (of_queries, _), inner in zip(stages, self.inner, strict=True):
-            is_last = inner is self.inner[-1]
-            (stage_q,), (stage_k, stage_v) = arriving.receive()
-            stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, True)
-            saved += stage_saved
-            _finish(leaving)
-            leaving.append(self.exchange.to_rows([[stage_out]], [[out]], [of_queries], self.group, is_last))
-            if needs_lse:
-                leaving.append(
-                    CollectiveHeads().to_rows([[stage_lse.unsqueeze(3)]], [[lse]], [of_queries], self.group, is_last)
-                )
+        main_stream, side_stream = self._streams(q)
+        for index, ((of_queries, _), inner) in enumerate(zip(stages, self.inner, strict=True)):
+            is_last = index == len(stages) - 1
+            # Whatever a stage allocates is kept until both streams have met again.
+            with torch.cuda.stream(side_stream if index % 2 else main_stream):
+                (stage_q,), (stage_k, stage_v) = arriving.receive()
+                stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, True)
+                saved += stage_saved
+                if side_stream is None:
+                    _finish(leaving)
+                leaving.append(self.exchange.to_rows([[stage_out]], [[out]], [of_queries], self.group, is_last))
+                if needs_lse:
+                    of_lse = [[stage_lse.unsqueeze(3)]], [[lse]], [of_queries]
+                    leaving.append(CollectiveHeads().to_rows(*of_lse, self.group, is_last))
         _finish(leaving)
         return out, lse.squeeze(3) if needs_lse else lse, tuple(saved)
+
+    def _streams(self, q: torch.Tensor) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
+        """Where the stages are computed in turns: None is the current stream."""
+        side = self.exchange.side_stream(q, self.group) if self.overlaps_stages else None
+        if side is None:
+            return None, None
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        return main, side
 
     def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with on_device_of(grad_out):

@@ -71,6 +71,10 @@ class HeadExchange(ABC):
             is_last: nothing is computed meanwhile.
         """
 
+    @abstractmethod
+    def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
+        """A stream on which every other stage may be computed, so that the end of a kernel is not idle; or None."""
+
 
 class CollectiveHeads(HeadExchange):
     """By all-to-all collectives of the process group."""
@@ -93,6 +97,9 @@ class CollectiveHeads(HeadExchange):
         is_last: bool,
     ) -> Departure:
         return _CollectiveDeparture(bundles, targets, kinds, group)
+
+    def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
+        return None
 
 
 class _CollectiveArrivals(Arrivals):

@@ -60,6 +60,9 @@ class SharedMemoryHeads(HeadExchange):
     ) -> Departure:
         return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
 
+    def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
+        return self._workspace([[like]], group).side_stream
+
     def _workspace(self, bundles: Sequence[Tensors], group: dist.ProcessGroup) -> Workspace:
         # All that a call will need: memory must not move while the call before it, or half of it, is in there.
         return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
@@ -110,39 +113,40 @@ class _ReadHeads(Arrivals):
         self._stages = [_published(bundles, stage) for stage in stages]
         self._rank, self._workspace = rank, workspace
         starts = offsets([tensor.whole_bytes for tensor in self._stages[0]])
-        self._stream = torch.cuda.current_stream(tensors[0].device)
+        stream = torch.cuda.current_stream()
         with label("publish heads"):
-            workspace.follow(self._stream)
-            workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
-            _publish(tensors, workspace.kv_address(workspace.rank), starts, self._stream)
-            workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)
-            workspace.wait(Flag.KV_READY).submit(self._stream.cuda_stream)
+            workspace.follow(stream)
+            workspace.wait(Flag.KV_TAKEN).submit(stream.cuda_stream)
+            _publish(tensors, workspace.kv_address(workspace.rank), starts, stream)
+            workspace.tell(Flag.KV_READY).submit(stream.cuda_stream)
+            workspace.wait(Flag.KV_READY).submit(stream.cuda_stream)
         # The first stage is waited for at once, so it needs no stream of its own.
         self._next_stage = 0
-        self._arriving = self._read(self._stream)
+        self._arriving = self._read(stream)
 
     def _read(self, stream: torch.cuda.Stream) -> list[torch.Tensor]:
         workspace, stage = self._workspace, self._stages[self._next_stage]
+        current = torch.cuda.current_stream()
         self._next_stage += 1
         arriving = [
             like.new_empty(each.batch, each.kind.rows.total, each.kind.head_counts[self._rank], like.size(3))
             for each, like in zip(stage, self._tensors, strict=True)
         ]
         with label("read heads"):
-            if stream != self._stream:
-                workspace.memory_is_free.record(self._stream)
+            if stream != current:
+                workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
-            _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, self._stream)
+            _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, current)
             if self._next_stage == len(self._stages):
                 workspace.tell(Flag.KV_TAKEN).submit(stream.cuda_stream)
-            if stream != self._stream:
+            if stream != current:
                 workspace.kv_arrived.record(stream)
         return arriving
 
     def receive(self) -> list[list[torch.Tensor]]:
         arrived = self._arriving
         if self._next_stage > 1:
-            self._stream.wait_event(self._workspace.kv_arrived)
+            torch.cuda.current_stream().wait_event(self._workspace.kv_arrived)
         if self._next_stage < len(self._stages):
             self._arriving = self._read(self._workspace.kv_stream)
         views = iter([tensor.transpose(1, 2) for tensor in arrived])
@@ -161,28 +165,27 @@ class _ReadRows(Departure):
         tensors = [tensor for bundle in bundles for tensor in bundle]
         published = _published(targets, kinds)
         starts = offsets([tensor.stage_bytes for tensor in published])
-        self._stream = torch.cuda.current_stream(tensors[0].device)
+        current = torch.cuda.current_stream()
         with label("publish rows"):
-            workspace.follow(self._stream)
-            workspace.wait(Flag.GRAD_TAKEN).submit(self._stream.cuda_stream)
-            _publish(tensors, workspace.grads_address(workspace.rank), starts, self._stream)
-            workspace.tell(Flag.GRAD_READY).submit(self._stream.cuda_stream)
-        stream = self._stream if is_last else workspace.grad_stream
+            workspace.follow(current)
+            workspace.wait(Flag.GRAD_TAKEN).submit(current.cuda_stream)
+            _publish(tensors, workspace.grads_address(workspace.rank), starts, current)
+            workspace.tell(Flag.GRAD_READY).submit(current.cuda_stream)
+        stream = current if is_last else workspace.grad_stream
         with label("read rows"):
             if not is_last:
-                workspace.memory_is_free.record(self._stream)
+                workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
             workspace.wait(Flag.GRAD_READY).submit(stream.cuda_stream)
             table = _table(workspace, published, pieces_to_rows, workspace.grads_address)
-            table.copy([target for bundle in targets for target in bundle], stream, self._stream)
+            table.copy([target for bundle in targets for target in bundle], stream, current)
             workspace.tell(Flag.GRAD_TAKEN).submit(stream.cuda_stream)
-            self._arrived = None if is_last else workspace.grads_arrived[0]
-            if self._arrived is not None:
-                self._arrived.record(stream)
+        self._read_on = stream
 
     def wait(self) -> None:
-        if self._arrived is not None:
-            self._stream.wait_event(self._arrived)
+        current = torch.cuda.current_stream()
+        if self._read_on != current:
+            current.wait_stream(self._read_on)
 
 
 def _published(bundles: Sequence[Tensors], kinds: Sequence[HeadRows]) -> tuple[Published, ...]:

@@ -50,6 +50,7 @@ class Workspace:
     grad_bytes: int
     kv_stream: torch.cuda.Stream
     grad_stream: torch.cuda.Stream
+    side_stream: torch.cuda.Stream
     # Each is waited for before it is recorded again.
     memory_is_free: torch.cuda.Event
     kv_arrived: torch.cuda.Event
@@ -233,6 +234,7 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
         grad_bytes=grad_bytes,
         kv_stream=torch.cuda.Stream(device),
         grad_stream=torch.cuda.Stream(device),
+        side_stream=torch.cuda.Stream(device),
         memory_is_free=torch.cuda.Event(),
         kv_arrived=torch.cuda.Event(),
         grads_arrived=(torch.cuda.Event(), torch.cuda.Event()),
