@@ -2,6 +2,7 @@
 
 from cp_dtensor.context import context_parallel
 from cp_dtensor.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
+from cp_dtensor.explain import explain
 from cp_dtensor.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.parallel_style import ContextParallel
@@ -21,6 +22,7 @@ __all__ = [
     "context_parallel_unshard",
     "disable_context_parallel_dispatcher",
     "enable_context_parallel_dispatcher",
+    "explain",
     "local_positions",
     "ring_attention",
     "set_rotate_method",

@@ -55,6 +55,15 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner))
 
 
+def axis_names(mesh: Mesh) -> tuple[str, ...]:
+    """What to call the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
+        return ("the group",)
+    inner = inner_axis(mesh)
+    names = mesh.mesh_dim_names
+    return names if mesh.ndim == 1 else (names[1 - inner], names[inner])
+
+
 def inner_axis(mesh: DeviceMesh) -> int:
     """Which of two axes is the inner one."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()

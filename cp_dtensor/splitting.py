@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.decisions import Decision
 from cp_dtensor.division import LayoutDivision
+from cp_dtensor.estimates import Axis, estimates, fastest
 from cp_dtensor.layouts import Layout
 from cp_dtensor.local_attention.policy import allowed_backends, choose_backend
 from cp_dtensor.masks import Mask
@@ -22,8 +23,11 @@ from cp_dtensor.planning import (
     describe_problem,
     has_stairs,
 )
+from cp_dtensor.rotation.auto import hardware_of
 from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.rotation.workspace import why_not
+from cp_dtensor.tensors import on_device
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,25 @@ def decide_call(
 
 def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:
     """The decision for a method that fits the ranks; "auto" takes the one that is predicted to be fastest."""
-    if method == "auto":
-        method = "ring" if ranks.inner is None else "hybrid"
     if ranks.size == 1:
         return decide_ring(request, None, 0)
+    if method == "auto":
+        method = _predicted_fastest(request, ranks)
     if method == "ring":
         one_axis = ranks.inner is None
         return decide_ring(request, ranks.outer, ranks.rank) if one_axis else decide_two_level(request, ranks)
     return decide_ulysses(request, ranks)
+
+
+def _predicted_fastest(request: CallRequest, ranks: SequenceRanks) -> str:
+    if request.device.type != "cuda":  # of which the cost model knows nothing
+        return "ring" if ranks.inner is None else "hybrid"
+    with on_device(request.device):
+        outer = axis_of(ranks.outer, request.device, request.itemsize)
+        inner = None if ranks.inner is None else axis_of(ranks.inner, request.device, request.itemsize)
+    return fastest(estimates(request.shape, outer, inner, request.method))
+
+
+def axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:
+    """What the ranks of a group have in common. The first call for a group is a collective."""
+    return Axis(group.size(), hardware_of(group, device, itemsize), why_not(group, device) is None)

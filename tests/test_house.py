@@ -39,6 +39,8 @@ LAYERS = {
     "ulysses": 3,
     "two_level": 3,
     "decisions": 3,
+    "estimates": 3,
+    "explain": 3,
     "planning": 3,
     "splitting": 3,
     "shard_attention": 3,

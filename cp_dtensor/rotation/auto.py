@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor.division import CallShape
+from cp_dtensor.plan import Plan
 from cp_dtensor.rotation import workspace as workspaces
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
@@ -38,12 +39,12 @@ class Auto(RotationMethod):
         if device.type != "cuda":
             return AllGather()
         shares_memory = workspaces.why_not(group, device) is None
-        return choose(shape, group.size(), hardware_of(group, device, shape), shares_memory)
+        return choose(shape, group.size(), hardware_of(group, device, shape.itemsize), shares_memory)
 
 
-def hardware_of(group: dist.ProcessGroup, device: torch.device, shape: CallShape) -> Hardware:
+def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
     """What the ranks of a group compute and communicate with. The first call for a group is a collective."""
-    return _hardware(shape.itemsize, links_of(group, device))
+    return _hardware(itemsize, links_of(group, device))
 
 
 @lru_cache(maxsize=4096)
@@ -63,12 +64,18 @@ def slowest_seconds(
     rotation: Rotation, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Predicted time of forward (with `backward`: and backward) on the slowest rank."""
-    # The first and the last rank have the most and the least to receive; every rank asks about the same ones.
-    plans = [rotation.plan(shape, rank) for rank in {0, world_size // 2, world_size - 1}]
+    plans = plans_of_some_ranks(rotation, shape, world_size)
     passes = (False, True) if backward else (False,)
     return max(
         sum(predicted_seconds(plan, shape, hardware, each, rotation.slows_compute) for each in passes) for plan in plans
     )
+
+
+@lru_cache(maxsize=1024)
+def plans_of_some_ranks(rotation: Rotation, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
+    """The plans from which the slowest rank's time is predicted; every rank asks about the same ones."""
+    # The first and the last rank have the most and the least to receive.
+    return tuple(rotation.plan(shape, rank) for rank in sorted({0, world_size // 2, world_size - 1}))
 
 
 @lru_cache(maxsize=64)

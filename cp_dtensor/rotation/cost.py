@@ -20,6 +20,8 @@ _BLOCK = 128
 _TRANSFER_TAX = 0.15
 # Backward has five matrix products where forward has two, and its kernels are slower.
 _BACKWARD_FLOPS = 2.8
+# Beginning and end of a kernel.
+_KERNEL = 10e-6
 # Host time of a launch of backward over one of forward (from the benchmark tables).
 _BACKWARD_LAUNCH = 2.4
 
@@ -92,16 +94,29 @@ def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardwar
 def _tile_seconds(tile: Tile, heads: int, shape: CallShape, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
     flops = 2.0 * batch * heads * rows * columns * (shape.head_dim + shape.v_head_dim)
-    flops *= (0.55 if not tile.mask.is_full else 1.0) * (_BACKWARD_FLOPS if backward else 1.0)
+    flops *= (1.0 if tile.mask.is_full else 0.53) * (_BACKWARD_FLOPS if backward else 1.0)
     blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
     waves = blocks / hardware.multiprocessors
-    idle = -(-blocks // hardware.multiprocessors) / waves if waves else 1.0
-    return flops / hardware.flops * idle
+    if not waves:
+        return 0.0
+    # The blocks of a triangle are of different length, and about one of them is what multiprocessors wait for.
+    idle = -(-blocks // hardware.multiprocessors) / waves if tile.mask.is_full else 1.0 + 1.0 / waves
+    return flops / hardware.flops * idle + _KERNEL
 
 
 def _transfer_seconds(transfer: Transfer, plan: Plan, shape: CallShape, hardware: Hardware) -> float:
-    moved = _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
-    return hardware.link_latency + moved / hardware.link_speed
+    return hardware.link_latency + transfer_bytes(transfer, plan, shape) / hardware.link_speed
+
+
+def transfer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
+    """Bytes of K/V that come in, or that go out, whichever are more."""
+    return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
+
+
+def buffer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
+    """Bytes of the buffer that a transfer of K/V fills."""
+    rows = sum(sum(plan.rows.lengths[source]) for source in transfer.sources(plan.rank, plan.world_size))
+    return rows * _row_bytes(transfer.heads, shape)
 
 
 def _transfer_rows(transfer: Transfer, plan: Plan) -> int:

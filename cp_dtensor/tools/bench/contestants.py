@@ -217,7 +217,7 @@ def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) ->
     itemsize = getattr(torch, case.dtype).itemsize
     shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
     rotation = METHODS[way.rotate_method].for_call(shape, group, device)
-    hardware = hardware_of(group, device, shape)
+    hardware = hardware_of(group, device, shape.itemsize)
     return 1e3 * slowest_seconds(rotation, shape, group.size(), hardware, backward=pass_name == "fwdbwd")
 
 

@@ -1,0 +1,215 @@
+"""What each way of splitting a call would cost: time, bytes over each axis, memory. Alike on every rank.
+
+Predictions choose between ways, and say why; `tools.bench` holds them against measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cp_dtensor.division import CallShape
+from cp_dtensor.head_division import HeadDivision, divide_heads
+from cp_dtensor.plan import Plan, ring_plan
+from cp_dtensor.planning import DEFAULT_HEAD_STAGING
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
+from cp_dtensor.rotation.base import Rotation, RotationMethod
+from cp_dtensor.rotation.cost import Hardware, buffer_bytes, transfer_bytes
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
+from cp_dtensor.schedule import rows_in_order
+from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
+
+# Launches of an exchange there and back.
+_EXCHANGE_LAUNCHES = 4
+# Attention runs so much slower while collectives take multiprocessors from it.
+_COLLECTIVE_TAX = 0.15
+_TOLERANCE = 1.03
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along one axis, and what is between them."""
+
+    size: int
+    hardware: Hardware
+    shares_memory: bool
+    """Whether all its ranks can read each other's memory."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one call, on the slowest rank."""
+
+    method: str
+    rotation: str
+    """How K/V travel in its rings, "-" if it has none."""
+    forward: float
+    backward: float
+    """Seconds."""
+    outer_bytes: float
+    inner_bytes: float
+    """What a rank receives over each axis in forward and backward together."""
+    memory: float
+    """Bytes of buffers at the peak of backward, besides inputs, results and what kernels take."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def estimates(shape: CallShape, outer: Axis, inner: Axis | None, method: RotationMethod) -> dict[str, Estimate]:
+    """By the name of the method, of all that the axes can do; the one to prefer if times are equal comes first."""
+    if inner is None:
+        return {"ring": ring_estimate(shape, outer, method), "ulysses": ulysses_estimate(shape, outer, None, method)}
+    return {
+        "hybrid": ulysses_estimate(shape, inner, outer, method),
+        "ring": two_level_estimate(shape, outer, inner, method),
+    }
+
+
+def fastest(found: dict[str, Estimate]) -> str:
+    """The first method that is predicted to be (nearly) as fast as any."""
+    least = min(estimate.seconds for estimate in found.values())
+    return next(name for name, estimate in found.items() if estimate.seconds <= _TOLERANCE * least)
+
+
+def ring_estimate(shape: CallShape, axis: Axis, method: RotationMethod) -> Estimate:
+    """A ring over one axis."""
+    rotation = _rotation(method, shape, axis)
+    forward = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=False)
+    both = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=True)
+    plans = plans_of_some_ranks(rotation, shape, axis.size)
+    received = max(_received(plan, shape) for plan in plans)
+    memory = max(_ring_memory(plan, shape) for plan in plans)
+    if isinstance(rotation, SymmetricMemory):
+        memory += plans[0].rows.longest * shape.head_bytes * shape.kv_heads
+    return Estimate("ring", rotation.name, forward, both - forward, received, 0.0, memory)
+
+
+def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, method: RotationMethod) -> Estimate:
+    """By heads over the inner axis, as a ring over the outer one if there is one."""
+    stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size)
+    heads = divide_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
+    united = replace(shape, division=UnitedDivision(shape.division, inner.size))
+    by_stage = [_with_heads(united, heads, stage) for stage in range(heads.stages)]
+    around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
+    ring = _rotation(method, by_stage[0], around)
+    computed = [_passes(ring, each, around) for each in by_stage]
+    if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
+        together = _passes(ring, _with_heads(united, heads, None), around)
+        computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
+    exchanged = _exchanged(shape, heads)
+    times = []
+    for index, (towards_heads, towards_rows) in enumerate(exchanged):
+        arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
+        computing = [passes[index] for passes in computed]
+        times.append(_pipeline(computing, arriving, leaving, inner, backward=index == 1))
+    over_ring, ring_memory = 0.0, 0.0
+    if outer is not None:
+        plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
+        over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
+        ring_memory = max(_ring_memory(plan, by_stage[0]) for plan in plans)
+    sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
+    # What was exchanged is kept for backward; where memory is shared, it has been published too.
+    memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
+    name, rotation = ("ulysses", "-") if outer is None else ("hybrid", ring.name)
+    return Estimate(name, rotation, times[0], times[1], over_ring, sent, memory)
+
+
+def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, method: RotationMethod) -> Estimate:
+    """A ring over the outer axis of rings over the inner one."""
+    worst: Estimate | None = None
+    for place in sorted({0, outer.size - 1}):
+        plan = ring_plan(OuterDivision(shape.division, inner.size, 0).groups(), place, shape.mask, shape.kv_heads)
+        passes, received, inner_received = [0.0, 0.0], _received(plan, shape), 0.0
+        name, memory = "-", 0.0
+        for step in plan.forward:
+            hop = step.transfer.hop if step.transfer is not None and step.transfer.hop is not None else 0
+            within = replace(
+                shape, division=InnerDivision(shape.division, inner.size, place, (place - hop) % outer.size)
+            )
+            rotation = _rotation(method, within, inner)
+            travels = 0.0
+            if step.transfer is not None:
+                travels = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
+            for index, seconds in enumerate(_passes(rotation, within, inner)):
+                passes[index] += max(seconds, travels * (1 + index))
+            plans = plans_of_some_ranks(rotation, within, inner.size)
+            inner_received += max(_received(each, within) for each in plans)
+            memory = max(memory, *(_ring_memory(each, within) for each in plans))
+            name = rotation.name
+        kept = memory + _ring_memory(plan, shape)
+        found = Estimate("ring of rings", name, passes[0], passes[1], received, inner_received, kept)
+        worst = found if worst is None or found.seconds > worst.seconds else worst
+    assert worst is not None
+    return worst
+
+
+def _rotation(method: RotationMethod, shape: CallShape, axis: Axis) -> Rotation:
+    """What a method takes there, without asking the ranks."""
+    if axis.size == 1:
+        return AllGather()
+    if isinstance(method, Rotation):
+        return AllGather() if isinstance(method, SymmetricMemory) and not axis.shares_memory else method
+    return choose(shape, axis.size, axis.hardware, axis.shares_memory)
+
+
+def _passes(rotation: Rotation, shape: CallShape, axis: Axis) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
+    forward = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=False)
+    return forward, slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=True) - forward
+
+
+def _received(plan: Plan, shape: CallShape) -> float:
+    """Bytes of K/V in forward, and of K/V and their gradients in backward."""
+    forward, backward = (
+        sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
+        for steps in (plan.forward, plan.backward)
+    )
+    return float(forward + 2 * backward)
+
+
+def _ring_memory(plan: Plan, shape: CallShape) -> float:
+    """Two transfers of K/V, and two of gradients and what others contribute to them."""
+    return 5.0 * max(
+        (buffer_bytes(step.transfer, plan, shape) for step in plan.backward if step.transfer is not None), default=0
+    )
+
+
+def _with_heads(shape: CallShape, heads: HeadDivision, stage: int | None) -> CallShape:
+    """The first rank's heads, which has the most."""
+    units = heads.units(0, stage)
+    first, last = heads.query_heads(units)
+    return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])
+
+
+def _exchanged(shape: CallShape, heads: HeadDivision) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes of a rank's tensors, in forward and in backward, on the way to heads and on the way to rows."""
+    group = shape.division.groups()[0]
+    queries, keys = (
+        rows_in_order(by_rank).longest * shape.batch_size * shape.itemsize
+        for by_rank in (group.q_by_rank, group.kv_by_rank)
+    )
+    q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
+    kv = float(keys * heads.unit_count * (shape.head_dim + shape.v_head_dim))
+    return (q + kv, out), (out, q + kv)
+
+
+def _exchange_seconds(size: float, axis: Axis) -> float:
+    """Of `size` bytes on every rank, its own share included."""
+    hardware = axis.hardware
+    copies = 2 if axis.shares_memory else 4
+    link = size * (axis.size - 1) / axis.size / hardware.link_speed
+    return 2 * hardware.link_latency + link + copies * size / hardware.memory_speed
+
+
+def _pipeline(computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool) -> float:
+    """Stages of which the first arrival and the last departure are not hidden."""
+    host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
+    tax = 0.0 if axis.shares_memory else _COLLECTIVE_TAX
+    total = arriving + leaving
+    for index, seconds in enumerate(computed):
+        hidden = (arriving if index + 1 < len(computed) else 0.0) + (leaving if index else 0.0)
+        total += max(seconds + tax * min(hidden, seconds), hidden)
+    return max(total, host + axis.hardware.launch * 2 * len(computed))
