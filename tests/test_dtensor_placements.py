@@ -13,17 +13,27 @@ from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, l
 BATCH, HEADS, SEQ, HEAD_DIM = (Shard(dim) for dim in range(4))
 ANY_PLACEMENT = (Replicate(), Partial(), BATCH, HEADS, SEQ, HEAD_DIM)
 PlannerInputs = tuple[
-    tuple[Placement, ...], tuple[Placement, ...], tuple[Placement, ...], tuple[int, ...], int, int
-]  # q, k, v, mesh shape, query heads, key heads
+    tuple[Placement, ...],
+    tuple[Placement, ...],
+    tuple[Placement, ...],
+    tuple[int, ...],
+    int,
+    int,
+    tuple[str, ...] | None,
+]  # q, k, v, mesh shape, query heads, key heads, names of axes
 
 
 @st.composite
 def planner_inputs(draw: st.DrawFn) -> PlannerInputs:
-    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    placements = st.tuples(*[st.sampled_from(ANY_PLACEMENT)] * len(mesh_shape))
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    of_axes = [  # often all along the sequence, which otherwise would be rare
+        draw(st.one_of(st.just((SEQ,) * 3), st.tuples(*[st.sampled_from(ANY_PLACEMENT)] * 3))) for _ in mesh_shape
+    ]
+    q, k, v = zip(*of_axes, strict=True)
     kv_heads = draw(st.integers(1, 8))
     q_heads = kv_heads * draw(st.integers(1, 4))
-    return draw(placements), draw(placements), draw(placements), mesh_shape, q_heads, kv_heads
+    names = draw(st.one_of(st.none(), st.permutations(["ulysses", "ring", "dp", "tp"])))
+    return q, k, v, mesh_shape, q_heads, kv_heads, names and tuple(names[: len(mesh_shape)])
 
 
 def heads_of(heads: int, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], at: tuple[int, ...]) -> set:
@@ -48,17 +58,31 @@ def plan(inputs: PlannerInputs) -> AttentionPlacements:
 
 
 @given(planner_inputs())
-def test_keys_are_sharded_along_the_sequence_on_the_ring_axis_alone(inputs: PlannerInputs) -> None:
+def test_keys_are_sharded_along_the_sequence_on_the_axes_of_the_ring_and_of_ulysses_alone(
+    inputs: PlannerInputs,
+) -> None:
     planned = plan(inputs)
-    on_seq = [axis for axis, placement in enumerate(planned.kv) if placement == SEQ]
-    assert on_seq == ([] if planned.ring_axis is None else [planned.ring_axis])
+    assert sorted(planned.axes) == [axis for axis, placement in enumerate(planned.kv) if placement == SEQ]
+    assert planned.axes == tuple(axis for axis in (planned.ring_axis, planned.ulysses_axis) if axis is not None)
 
 
 @given(planner_inputs())
-def test_the_ring_is_the_first_axis_with_sequence_shards_of_keys_or_values(inputs: PlannerInputs) -> None:
+def test_ulysses_is_over_the_axis_of_that_name_or_the_second_that_shards_all_three_along_the_sequence(
+    inputs: PlannerInputs,
+) -> None:
+    q, k, v, *_, names = inputs
+    axes = [axis for axis, column in enumerate(zip(q, k, v, strict=True)) if set(column) == {SEQ}]
+    second = axes[1] if len(axes) > 1 else None
+    named = names.index("ulysses") if names and "ulysses" in names else None
+    assert plan(inputs).ulysses_axis == (named if named in axes else second)
+
+
+@given(planner_inputs())
+def test_the_ring_is_the_first_other_axis_with_sequence_shards_of_keys_or_values(inputs: PlannerInputs) -> None:
     _, k, v, *_ = inputs
-    first = next((axis for axis, pair in enumerate(zip(k, v, strict=True)) if SEQ in pair), None)
-    assert plan(inputs).ring_axis == first
+    planned = plan(inputs)
+    on_seq = [axis for axis, pair in enumerate(zip(k, v, strict=True)) if SEQ in pair]
+    assert planned.ring_axis == next((axis for axis in on_seq if axis != planned.ulysses_axis), None)
 
 
 @given(planner_inputs())
@@ -89,7 +113,7 @@ def test_batch_and_heads_are_sharded_in_all_tensors_alike(inputs: PlannerInputs)
 
 @given(planner_inputs())
 def test_every_rank_has_the_key_heads_of_its_query_heads(inputs: PlannerInputs) -> None:
-    *_, mesh_shape, q_heads, kv_heads = inputs
+    *_, mesh_shape, q_heads, kv_heads, _ = inputs
     planned = plan(inputs)
     for at in product(*map(range, mesh_shape)):
         local_q = heads_of(q_heads, planned.q, mesh_shape, at)
@@ -101,7 +125,7 @@ def test_every_rank_has_the_key_heads_of_its_query_heads(inputs: PlannerInputs) 
 
 @given(planner_inputs())
 def test_heads_that_divide_stay_sharded(inputs: PlannerInputs) -> None:
-    _, _, _, mesh_shape, q_heads, kv_heads = inputs
+    _, _, _, mesh_shape, q_heads, kv_heads, _ = inputs
     placements = (HEADS,) * len(mesh_shape)
     planned = plan_placements(placements, placements, placements, mesh_shape, q_heads, kv_heads)
     if kv_heads % math.prod(mesh_shape) == 0:
@@ -116,8 +140,12 @@ def test_nothing_is_partial_or_sharded_along_the_head_dim(inputs: PlannerInputs)
 
 @given(planner_inputs())
 def test_what_is_planned_needs_no_other_plan(inputs: PlannerInputs) -> None:
+    """Of placements; an axis called "ulysses" on which only then all three are sharded may have been the ring's."""
     planned = plan(inputs)
-    assert plan_placements(planned.q, planned.kv, planned.kv, *inputs[3:]) == planned
+    again = plan_placements(planned.q, planned.kv, planned.kv, *inputs[3:])
+    assert (again.q, again.kv, again.grad_kv) == (planned.q, planned.kv, planned.grad_kv)
+    assert sorted(again.axes) == sorted(planned.axes)
+    assert inputs[-1] or again == planned
 
 
 @given(st.lists(st.sampled_from(ANY_PLACEMENT), max_size=3), st.lists(st.sampled_from(ANY_PLACEMENT), max_size=3))
