@@ -21,6 +21,7 @@ from schedules import any_layout
 from cp_dtensor.head_division import divide_heads
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Span
 from cp_dtensor.rotation import exchange, heads
+from cp_dtensor.rotation.head_exchange import CollectiveHeads
 from cp_dtensor.rotation.heads import HeadRows, ToHeads, ToRows, _Blocks
 from cp_dtensor.schedule import rows_in_order
 
@@ -174,22 +175,43 @@ def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change)
 
 
 @each_way
-@pytest.mark.parametrize(("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 3, 3)])
-def test_divided_heads_arrive_stage_by_stage(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
-    """Heads of one stage are regular parts of all heads, not the first ones."""
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 3, 3), (12, 1, 4)]
+)
+def test_stages_of_divided_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
+    """Each stage has regular parts of all heads, key heads as often as ranks need them; they come home as copies."""
     division, ranks = divide_heads(q_heads, kv_heads, 3, stages), 3
+    queries, keys = (
+        Kind(10, HeadTail(), spans([q_heads, 0, 0]), (4,)),
+        Kind(7, HeadTail(), spans([kv_heads, 0, 0]), (4, 2)),
+    )
+    whole = [kind.whole(2, torch.float64) for kind in (queries, keys)]
+    units = [[division.units(rank, stage) for rank in range(ranks)] for stage in range(division.stages)]
+    by_stage = [
+        (
+            HeadRows(queries.head_rows.rows, tuple(map(division.query_heads, of_stage))),
+            HeadRows(keys.head_rows.rows, tuple(of_stage), division.copies),
+        )
+        for of_stage in units
+    ]
 
     def body(rank: int) -> None:
-        (whole,) = Kind(10, Contiguous(), spans([q_heads, 0, 0]), (4,)).whole(2, torch.float64)
-        mine = shard(whole, Contiguous(), rank, ranks)
-        back = torch.full_like(mine, -1)
-        for stage in range(division.stages):
-            heads = tuple(division.query_heads(division.units(each, stage)) for each in range(ranks))
-            kind = Kind(10, Contiguous(), heads, (4,)).head_rows
-            ((stage_q,),) = ToHeads([[mine]], [kind], dist.group.WORLD).wait()
-            assert torch.equal(stage_q, whole[:, heads[rank][0] : heads[rank][1]])
-            ToRows([[stage_q]], [kind], dist.group.WORLD).wait([[back]])
-        assert torch.equal(back, mine)
+        way = CollectiveHeads()
+        mine = [[shard(tensor, HeadTail(), rank, ranks) for tensor in tensors] for tensors in whole]
+        copies = [tensor.repeat_interleave(division.copies, dim=1) for tensor in mine[1]]
+        targets = [[torch.full_like(tensor, -1) for tensor in tensors] for tensors in (mine[0], copies)]
+        arriving = way.to_heads(mine, by_stage, dist.group.WORLD)
+        for stage, of_stage in enumerate(units):
+            (stage_q,), stage_kv = arriving.receive()
+            start, stop = division.query_heads(of_stage[rank])
+            assert torch.equal(stage_q, queries.in_order(whole[0][0])[:, start:stop])
+            read = [unit // division.copies for unit in range(*of_stage[rank])]
+            assert all(
+                torch.equal(got, keys.in_order(all_)[:, read]) for got, all_ in zip(stage_kv, whole[1], strict=True)
+            )
+            is_last = stage == len(units) - 1
+            way.to_rows([[stage_q], stage_kv], targets, by_stage[stage], dist.group.WORLD, is_last).wait()
+        assert all(map(torch.equal, targets[0] + targets[1], mine[0] + copies))
 
     with travelling(in_place):
         run_ranks(ranks, body)
