@@ -15,15 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor._torch_private import experimental_context_parallel_settings
-from cp_dtensor.arguments import Mesh
+from cp_dtensor.arguments import Mesh, sequence_ranks
 from cp_dtensor.division import CallShape, LayoutDivision
+from cp_dtensor.estimates import estimates, fastest
 from cp_dtensor.functional import context_parallel_attention
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.auto import hardware_of, slowest_seconds
 from cp_dtensor.rotation.choice import METHODS, ROTATIONS
+from cp_dtensor.splitting import axis_of
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.rows import IDEAL, TORCH_PREFIX
 from cp_dtensor.tools.bench.work import Attention
@@ -208,17 +209,18 @@ def _no_workspace(device: torch.device) -> int:
 
 
 def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) -> float | None:
-    group = dist.group.WORLD
-    assert group is not None
-    if device.type != "cuda" or way.method != "ring" or way.ulysses_degree:
+    if device.type != "cuda":
         return None
-    division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, group.size())
-    mask = Mask.CAUSAL if case.causal else Mask.FULL
+    ranks = sequence_ranks(_mesh(way.ulysses_degree, device.type))
     itemsize = getattr(torch, case.dtype).itemsize
+    division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, ranks.size)
+    mask = Mask.CAUSAL if case.causal else Mask.FULL
     shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
-    rotation = METHODS[way.rotate_method].for_call(shape, group, device)
-    hardware = hardware_of(group, device, shape.itemsize)
-    return 1e3 * slowest_seconds(rotation, shape, group.size(), hardware, backward=pass_name == "fwdbwd")
+    outer = axis_of(ranks.outer, device, itemsize)
+    inner = None if ranks.inner is None else axis_of(ranks.inner, device, itemsize)
+    found = estimates(shape, outer, inner, METHODS[way.rotate_method])
+    estimate = found[fastest(found) if way.method == "auto" else way.method]
+    return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
 
 
 def _our_workspace(way: Way, device: torch.device) -> int:

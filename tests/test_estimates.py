@@ -1,0 +1,133 @@
+"""What the cost model says of every method, and `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import explain
+from cp_dtensor.division import CallShape, LayoutDivision
+from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
+from cp_dtensor.explain import H200
+from cp_dtensor.layouts import HeadTail
+from cp_dtensor.masks import Mask
+from cp_dtensor.rotation.choice import METHODS
+
+AUTO = METHODS["auto"]
+SHARED = Axis(8, H200, shares_memory=True)
+
+
+def shape(length: int, ranks: int = 8, kv_heads: int = 8) -> CallShape:
+    return CallShape(LayoutDivision(HeadTail(), length, length, 1, ranks), Mask.CAUSAL, 1, 32, kv_heads, 128, 128, 2)
+
+
+def axis(size: int, link_speed: float = H200.link_speed, shares_memory: bool = True) -> Axis:
+    return Axis(size, dataclasses.replace(H200, link_speed=link_speed), shares_memory)
+
+
+def of_two_axes(length: int, outer: Axis, inner: Axis, kv_heads: int = 8) -> dict[str, Estimate]:
+    return estimates(shape(length, outer.size * inner.size, kv_heads), outer, inner, AUTO)
+
+
+@pytest.mark.parametrize("length", [131072, 262144])
+def test_long_sequences_take_the_time_of_their_operations(length: int) -> None:
+    """4 * 32 * S^2 * 128 / 2 operations over 8 GPUs in forward; 3.5 to 3.8 times as many with backward."""
+    ideal = 4 * 32 * length**2 * 128 / 2 / 8 / H200.flops
+    for found in (
+        *estimates(shape(length), SHARED, None, AUTO).values(),
+        *of_two_axes(length, axis(2), axis(4)).values(),
+    ):
+        assert ideal < found.forward < 1.2 * ideal, found
+        assert 3.4 * ideal < found.seconds < 4.4 * ideal, found
+
+
+def test_bytes_of_ulysses_by_hand() -> None:
+    """Of 1024 tokens a rank: q and out 8 MiB, k and v 2 MiB each; 7/8 of them travel, twice each with gradients."""
+    found = ulysses_estimate(shape(8192), SHARED, None, AUTO)
+    assert found.inner_bytes == 2 * (8 + 8 + 2 + 2) * 2**20 * 7 / 8
+    assert found.outer_bytes == 0
+
+
+def test_bytes_of_a_ring_by_hand() -> None:
+    """Rank 7 wants of each other rank its head, rank 0 its tail; so at most 7 x 1 MiB of k and v each, three times."""
+    found = ring_estimate(shape(8192), SHARED, METHODS["alltoall"])
+    assert found.rotation == "alltoall"
+    assert 3 * 7 * 2 * 2**20 <= found.outer_bytes <= 3 * 7 * 4 * 2**20
+
+
+def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
+    """A ring of rings brings K/V into a node once for all its ranks; a hybrid brings them by heads."""
+    slow, fast = axis(2, link_speed=20e9, shares_memory=False), axis(4)
+    flat = ring_estimate(shape(32768), axis(8, link_speed=20e9, shares_memory=False), METHODS["alltoall"])
+    for found in of_two_axes(32768, slow, fast).values():
+        assert found.outer_bytes < flat.outer_bytes / 3
+        assert found.seconds < flat.seconds
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+@pytest.mark.parametrize("length", [4096, 65536])
+def test_the_fastest_is_within_3_percent_of_all(length: int, kv_heads: int) -> None:
+    for found in (
+        estimates(shape(length, kv_heads=kv_heads), SHARED, None, AUTO),
+        of_two_axes(length, axis(2, 50e9, shares_memory=False), axis(4), kv_heads),
+    ):
+        assert found[fastest(found)].seconds <= 1.03 * min(each.seconds for each in found.values())
+
+
+def test_faster_links_are_not_predicted_to_be_slower() -> None:
+    for length in (4096, 32768):
+        slow, fast = (
+            estimates(shape(length), axis(8, speed), None, AUTO)["ulysses"].seconds for speed in (20e9, 400e9)
+        )
+        assert fast < slow
+
+
+def test_explain_prints_one_table_and_returns_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        found = explain(mesh, seq_len=32768, q_heads=32, kv_heads=8)
+        assert set(found.methods) == {"hybrid", "ring"}
+        assert found.chosen in found.methods
+        return str(found)
+
+    tables = set(run_ranks(4, body))
+    assert len(tables) == 1
+    printed = capsys.readouterr().out
+    assert printed == f"{tables.pop()}\n"
+    assert "32,768 tokens on 2 x 2 ranks, 32:8 heads of 128" in printed
+    assert "over ring  over ulysses" in printed
+    assert "assumed: NVIDIA H200s" in printed
+
+
+def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = dataclasses.replace(H200, link_speed=1e9)
+
+    def body(rank: int) -> list[float]:
+        usual, slower = (
+            explain(dist.group.WORLD, seq_len=(4096, 8192), q_heads=8, is_causal=False, hardware=hardware)
+            for hardware in (None, slow)
+        )
+        assert set(usual.methods) == {"ring", "ulysses"}
+        return [each.methods["ring"].forward for each in (usual, slower)]
+
+    for usual, slower in run_ranks(2, body):
+        assert usual < slower
+    assert "over the group" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"q_heads": 0}, "expected q_heads to be an integer >= 1, got 0"),
+        ({"q_heads": 6, "kv_heads": 4}, "expected q_heads to be a multiple of kv_heads, got 6 and 4"),
+        ({"q_heads": 4, "head_dim": 1.5}, r"expected head_dim to be an integer >= 1, got 1\.5"),
+        ({"q_heads": 4, "seq_len": -1}, "expected seq_len to be a length >= 0"),
+    ],
+)
+def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_ranks(2, lambda rank: explain(dist.group.WORLD, **{"seq_len": 8, **arguments}))  # type: ignore[arg-type]
