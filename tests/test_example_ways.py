@@ -1,0 +1,86 @@
+"""examples/ways: every file runs on four processes and finds what one device finds. One start serves them all."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Processes
+
+ROOT = Path(__file__).resolve().parent.parent
+WAYS = ROOT / "examples" / "ways"
+NAMES = ["ring", "ulysses", "hybrid", "ring_of_rings", "dtensor", "module", "explain", "dropins"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    processes = Processes(4, timeout=120)
+    yield processes
+    processes.stop()
+
+
+def ran(rank: int, name: str) -> str:
+    """What an example prints, as `run` does it, but that the process group stays."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if str(WAYS) not in sys.path:
+        sys.path.insert(0, str(WAYS))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        importlib.import_module("check").report(name, *importlib.import_module(name).main())
+    return printed.getvalue()
+
+
+def exit_code(rank: int, error: float) -> object:
+    """Of every rank, if the last one has found an error of this size."""
+    sys.path.insert(0, str(WAYS))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module("check").report("an example", error if rank == 3 else 0.0, "cpu")
+    except SystemExit as done:
+        return done.code
+    return 0
+
+
+def test_all_examples_are_here() -> None:
+    assert sorted(path.stem for path in WAYS.glob("*.py")) == sorted([*NAMES, "check"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_finds_what_one_device_finds(ranks: Processes, name: str) -> None:
+    of_first, *of_others = ranks.run(ran, name)
+    assert of_first.splitlines()[-1].startswith(f"{name}: largest error of out and gradients ")
+    assert float(of_first.split()[-1]) < 1e-10
+    assert of_others == [""] * 3
+    if name == "explain":
+        assert "131,072 tokens on 2 x 2 ranks, 32:8 heads" in of_first
+        assert [line.split()[0] for line in of_first.splitlines()[3:5]] == ["hybrid", "ring"]
+
+
+def test_a_large_error_on_one_rank_ends_every_rank_with_an_error(ranks: Processes) -> None:
+    assert ranks.run(exit_code, 1e-9) == [1] * 4
+    assert ranks.run(exit_code, float("inf")) == [1] * 4
+    assert ranks.run(exit_code, 1e-11) == [0] * 4
+
+
+def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WAYS))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="expected 4 ranks, got 2"):
+        importlib.import_module("check").make_mesh((4,), ("cp",))
+
+
+def test_the_command_that_an_example_names() -> None:
+    """By torchrun, as in its docstring."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(WAYS / "ring.py")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ring: largest error of out and gradients ")
