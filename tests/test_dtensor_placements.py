@@ -33,7 +33,7 @@ def planner_inputs(draw: st.DrawFn) -> PlannerInputs:
     kv_heads = draw(st.integers(1, 8))
     q_heads = kv_heads * draw(st.integers(1, 4))
     names = draw(st.one_of(st.none(), st.permutations(["ulysses", "ring", "dp", "tp"])))
-    return q, k, v, mesh_shape, q_heads, kv_heads, names and tuple(names[: len(mesh_shape)])
+    return q, k, v, mesh_shape, q_heads, kv_heads, None if names is None else tuple(names[: len(mesh_shape)])
 
 
 def heads_of(heads: int, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], at: tuple[int, ...]) -> set:

@@ -17,12 +17,12 @@ from dtensor_checks import (
     torch_before_2_12,
 )
 from method_checks import RING_ULYSSES, ULYSSES_RING
-from problems import Problem, reference
+from problems import Problem, reference, shard
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cp_dtensor import enable_context_parallel_dispatcher, planning
+from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispatcher, planning
 from cp_dtensor.planning import HeadStaging
 from cp_dtensor.ring import RingCall
 from cp_dtensor.ulysses import UlyssesCall
@@ -199,3 +199,38 @@ def test_which_way_the_work_is_split(
         check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
     assert by_heads.called == ulysses
     assert any(call.args[0].group is not None for call in as_ring.call_args_list) == rings
+
+
+def test_tensor_parallel_heads_inside_of_a_hybrid_context() -> None:
+    """DTensors over an axis of their own are shards of the context, like plain tensors."""
+    problem = Problem(13, 13, batch=2, q_heads=8, kv_heads=4, head_dim=4, is_causal=True)
+    whole = problem.draw(seed=0)
+    expected = reference(problem, *whole)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ulysses", "ring", "tp"))
+        inner, outer, _ = mesh.get_coordinate() or ()
+        place = outer * 2 + inner
+        *qkv, grad_out = (
+            DTensor.from_local(shard(tensor, HeadTail(), place, 4).chunk(2, 1)[rank % 2].clone(), mesh["tp"], (TP,))
+            for tensor in whole
+        )
+        leaves = [tensor.requires_grad_() for tensor in qkv]
+        with context_parallel(mesh["ulysses", "ring"], method="hybrid"):
+            out = sdpa(problem, *leaves)
+        out.backward(grad_out)
+        for actual, of_whole in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
+            wanted = shard(of_whole, HeadTail(), place, 4).chunk(2, 1)[rank % 2]
+            torch.testing.assert_close(actual.to_local(), wanted, rtol=0, atol=1e-10)
+
+    run_ranks(8, body)
+
+
+def test_dtensors_over_both_axes_of_a_context_mean_what_they_say() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=RING_ULYSSES)
+        for method in ("hybrid", "ring"):
+            region = context_parallel(mesh, method=method)
+            check_equals_full_tensors(rank, (2, 2), EVEN[1], SEQ_OF_ALL, (CP, CP), region=region, mesh=mesh)
+
+    run_ranks(4, body)
