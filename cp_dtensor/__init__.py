@@ -1,5 +1,6 @@
 """Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences too long for one device."""
 
+from cp_dtensor.compiled_op import ATTENTION_OPS
 from cp_dtensor.context import context_parallel
 from cp_dtensor.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.explain import explain
@@ -10,6 +11,7 @@ from cp_dtensor.rotation.choice import set_rotate_method
 from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 
 __all__ = [
+    "ATTENTION_OPS",
     "ContextParallel",
     "Contiguous",
     "HeadTail",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_dtensor import _torch_private
 from cp_dtensor.rotation.ranks import SequenceRanks
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
@@ -133,13 +134,11 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
-    _check_facts(
-        (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa)
-    )
+    check = _refuse_unfit if _torch_private.is_traced(q) else _check_once  # sizes in a trace cannot be hashed
+    check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
 
 
-@lru_cache(maxsize=1024)  # what has passed once is not looked at again
-def _check_facts(
+def _refuse_unfit(
     shapes: tuple[torch.Size, ...],
     dtypes: tuple[torch.dtype, ...],
     devices: tuple[torch.device, ...],
@@ -170,3 +169,6 @@ def _check_facts(
             raise ValueError(f"expected as many key heads as query heads, or enable_gqa=True; {received}")
         if q[1] % k[1]:
             raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
+
+
+_check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # what has passed once is not looked at again

@@ -37,6 +37,15 @@ class AttentionCall(ABC):
     def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of this rank's q, k and v."""
 
+    @abstractmethod
+    def saved_again(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Tensors:
+        """What `forward` saved, from this rank's arguments and results alone; may communicate.
+
+        Compiled code keeps tensors whose shapes it knows, which those of exchanged heads are not.
+        """
+
 
 class Attention(torch.autograd.Function):
     """Autograd node of an `AttentionCall`. Second derivatives are not defined."""

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch
 
+from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
 from cp_dtensor.layouts import Layout
@@ -87,6 +88,11 @@ class context_parallel(ContextDecorator):
         self._entered_before = False
 
     def __enter__(self) -> None:
+        if _torch_private.in_compiled_function():
+            raise RuntimeError(
+                "context_parallel cannot be entered inside of a torch.compile'd function, which would have been "
+                "compiled as if it were not: enter it around the call of the function"
+            )
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
         if self._entered_before and any(not buffer.restore for buffer in self._buffers):
@@ -96,7 +102,7 @@ class context_parallel(ContextDecorator):
         lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
-        settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size)
+        settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
         region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
         with ExitStack() as stack:
             stack.enter_context(region.entered())

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, check_qkv
+from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
 from cp_dtensor.layouts import Layout
-from cp_dtensor.shard_attention import AttentionSettings, attend, checked_seq_len
+from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.shard_attention import (
+    AttentionSettings,
+    ShardRecipe,
+    attend,
+    checked_seq_len,
+    positive_scale,
+    softmax_scale,
+)
 
 
-@_torch_private.never_compiled
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -65,10 +75,16 @@ def context_parallel_attention(
 
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
-    q, k, v = (_as_autocast_says(tensor) for tensor in (q, k, v))
-    check_qkv(q, k, v, enable_gqa)
-    settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
     lengths = None if seq_len is None else checked_seq_len(seq_len)
+    q, k, v = _as_autocast_says(q), _as_autocast_says(k), _as_autocast_says(v)
+    check_qkv(q, k, v, enable_gqa)
+    if torch.compiler.is_dynamo_compiling():
+        rotate_method = rotation_by_name(rotate_method).name  # the default is read here, and guarded
+        token, backends = _constants(mesh, method, _parts(layout), rotate_method, debug)
+        q, scale = positive_scale(q, softmax_scale(q, scale))
+        out, lse = traced_attention(q, k, v, token, backends, bool(is_causal), scale, lengths, return_lse)
+        return (out, lse) if return_lse else out
+    settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
     out, lse = attend(q, k, v, settings, is_causal=is_causal, scale=scale, lengths=lengths, needs_lse=return_lse)
     return (out, lse) if return_lse else out
 
@@ -127,6 +143,23 @@ def ulysses_attention(
         q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
         return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
+
+
+@_torch_private.constant_in_trace
+def _constants(
+    mesh: Mesh, method: str, layout: tuple[type[Layout], tuple[object, ...]] | None, rotate_method: str, debug: bool
+) -> tuple[str, str]:
+    """The tokens of recipe and backends, for compiled code."""
+    made = None if layout is None else layout[0](*layout[1])
+    settings = AttentionSettings.of(mesh, method, made, rotate_method, debug=debug)
+    return token_of(ShardRecipe.of(settings)), backends_token()
+
+
+def _parts(layout: Layout | None) -> tuple[type[Layout], tuple[object, ...]] | None:
+    """A layout as class and fields, which Dynamo follows (and guards) where it may not know the object itself."""
+    if layout is None:
+        return None
+    return type(layout), tuple([getattr(layout, field.name) for field in fields(layout)])  # type: ignore[arg-type]
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, checked_method
+from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region
 from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.shard_attention import AttentionSettings, checked_layout, checked_length
+from cp_dtensor.shard_attention import AttentionSettings, ShardRecipe, checked_layout, checked_length
 
 
 class ContextParallel(ParallelStyle):
@@ -72,10 +74,17 @@ class _RegionForward:
         self._module = module
         self._replaced = replaced  # a forward that the module had as an instance attribute before
         self._region = region
+        self._token = region.ambient.token
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_in_region(self._region, self._replaced or self._module_forward, *args, **kwargs)
+        forward = self._replaced or self._module_forward
+        if torch.compiler.is_dynamo_compiling():
+            # The token is what code is compiled for; the region itself is entered when what Dynamo captures of forward
+            # is traced further.
+            enter = functools.partial(_in_region_of, self._token)
+            return _torch_private.traced_inside(enter, forward, *args, **kwargs)
+        return _run_in_region(self._region, forward, *args, **kwargs)
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -83,6 +92,13 @@ class _RegionForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _RegionForward:
         # The region is shared: it holds a process group and no tensors.
         return _RegionForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._region)
+
+
+def _in_region_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run in a region of the settings that `token` stands for."""
+    recipe = recipe_of(token)
+    assert isinstance(recipe, ShardRecipe)
+    return functools.partial(_run_in_region, Region(recipe.settings()), function)
 
 
 @_torch_private.never_compiled

@@ -9,11 +9,10 @@ replaced (`_parts`); when the last one closes, all are put back.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,7 +25,13 @@ from cp_dtensor.dtensor.attention import local_only_sdpa
 from cp_dtensor.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
-from cp_dtensor.shard_attention import AttentionSettings, attend
+from cp_dtensor.shard_attention import (
+    AMBIENT_SETTINGS,
+    AmbientSettings,
+    AttentionSettings,
+    attend,
+    check_batch_size,
+)
 
 _KEY = "cp_dtensor_region"
 _AMBIGUOUS = (
@@ -43,6 +48,11 @@ class Region:
     settings: AttentionSettings
     buffers: tuple[LocalContents, ...] = ()
 
+    @cached_property
+    def ambient(self) -> AmbientSettings:
+        """What code that was compiled in such a region finds when it runs."""
+        return AmbientSettings(self.settings)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Makes this the region of the current thread, and its buffers their shards, while open.
@@ -56,6 +66,7 @@ class Region:
                 stack.enter_context(buffer.standing_in())
             entered_in = _torch_private.current_backward()
             stack.enter_context(_torch_private.thread_state(_KEY, (self, entered_in)))
+            stack.enter_context(_torch_private.thread_state(AMBIENT_SETTINGS, self.ambient))
             for buffer in self.buffers:
                 buffer.release_whole()  # last, since it cannot be undone
             yield
@@ -109,13 +120,8 @@ def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
             f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
-    if _torch_private.is_traced(call.q):
-        raise NotImplementedError("context-parallel regions cannot be traced by torch.compile or torch.export yet")
-    if region.settings.batch_size not in (None, call.q.size(0)):
-        raise ValueError(
-            f"{region.settings.layout} divides batch rows differently, so attention needs the batch size of the "
-            f"buffers, {region.settings.batch_size}; got q of shape {tuple(call.q.shape)}"
-        )
+    if not _torch_private.is_traced(call.q):  # traced: at run time, by the recipe
+        check_batch_size(call.q, region.settings)
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)
@@ -133,7 +139,7 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
     yield dispatcher_installation.held()
     yield intercepted(_region_sdpa)
     yield _torch_private.checkpointed_functions_bound(_bound_to_region)
-    yield _torch_private.compiled_functions_eager(_warned_of_eager)
+    yield _torch_private.compiled_code_kept_apart(_variant_of_compiled_code)
     yield _torch_private.flex_attention_checked(_refuse_flex_attention)
     yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)
 
@@ -180,16 +186,10 @@ def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
     return in_region
 
 
-def _warned_of_eager() -> bool:
-    """Whether this thread is in a region, where compiled code, whose attention is local, would be wrong."""
-    inside = innermost_region() is not None
-    if inside:
-        warnings.warn(
-            "a torch.compile'd function was called inside of a context-parallel region: it runs uncompiled there, "
-            "since compiled code holds attention over local shards only",
-            stacklevel=4,
-        )
-    return inside
+def _variant_of_compiled_code() -> str:
+    """What functions are compiled for in this thread: attention over local shards only would be wrong in a region."""
+    region = innermost_region()
+    return "" if region is None else f"cp_dtensor: {region.ambient.token}"
 
 
 def _refuse_flex_attention() -> None:

@@ -48,6 +48,11 @@ class RingCall(AttentionCall):
         q, k, v, out, lse = saved
         return ring_backward(grad_out, q, k, v, out, lse, self)
 
+    def saved_again(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return q, k, v, out, lse
+
 
 def ring_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall

@@ -13,7 +13,7 @@ from cp_dtensor.decisions import Decision
 from cp_dtensor.division import LayoutDivision
 from cp_dtensor.estimates import Axis, estimates, fastest
 from cp_dtensor.layouts import Layout
-from cp_dtensor.local_attention.policy import allowed_backends, choose_backend
+from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend
 from cp_dtensor.masks import Mask
 from cp_dtensor.planning import (
     CallRequest,
@@ -67,9 +67,13 @@ def decide_call(
     is_causal: bool,
     scale: float,
     ranks: SequenceRanks,
+    allowed: Allowed | None = None,
 ) -> AttentionCall:
-    """The call on checked local shards of (queries, keys) that have these global lengths."""
-    allowed = allowed_backends()
+    """The call on checked local shards of (queries, keys) that have these global lengths.
+
+    `allowed` are the backends that may be used, None for those that are allowed at this moment.
+    """
+    allowed = allowed or allowed_backends()
     decisions = _decisions.of(ranks.outer)
     place = (ranks.rank, ranks.size, ranks.inner_size)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, bool(is_causal), allowed, place)

@@ -96,6 +96,20 @@ class UlyssesCall(AttentionCall):
         _finish(leaving)
         return grad_q, self._summed(grad_k), self._summed(grad_v)
 
+    def saved_again(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Tensors:
+        saved: list[torch.Tensor] = []
+        with on_device_of(q):
+            arriving = self.exchange.to_heads([[q, out], [k, v]], self.kinds, self.group)
+            of_queries = [of_stage[:1] for of_stage in self.kinds]
+            lse_arriving = CollectiveHeads().to_heads([[lse.unsqueeze(3)]], of_queries, self.group)
+            for inner in self.inner:
+                (stage_q, stage_out), (stage_k, stage_v) = arriving.receive()
+                ((stage_lse,),) = lse_arriving.receive()
+                saved += inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse.squeeze(3))
+        return tuple(saved)
+
     def _grad_of_units(self, like: torch.Tensor) -> torch.Tensor:
         rows = sum(self.kinds[0][1].rows.lengths[self.group.rank()])
         return like.new_empty(like.size(0), rows, self.heads.unit_count, like.size(3)).transpose(1, 2)

@@ -35,6 +35,7 @@ LAYERS = {
     "arguments": 3,
     "functional": 3,
     "attention_call": 3,
+    "compiled_op": 3,
     "ring": 3,
     "ulysses": 3,
     "two_level": 3,

@@ -7,7 +7,14 @@ from cp_dtensor._torch_private.collectives import (
     start_all_to_all,
     uses_nccl,
 )
-from cp_dtensor._torch_private.compiler import compiled_functions_eager, is_traced, never_compiled
+from cp_dtensor._torch_private.compiler import (
+    compiled_code_kept_apart,
+    constant_in_trace,
+    in_compiled_function,
+    is_traced,
+    never_compiled,
+    traced_inside,
+)
 from cp_dtensor._torch_private.dtensor import (
     OpHandler,
     bound_arguments,
@@ -20,6 +27,7 @@ from cp_dtensor._torch_private.dtensor import (
     tensor_inputs,
 )
 from cp_dtensor._torch_private.experimental_context_parallel import experimental_context_parallel_settings
+from cp_dtensor._torch_private.groups import group_of_name, name_of_group
 from cp_dtensor._torch_private.patches import (
     checkpointed_functions_bound,
     flex_attention_checked,
@@ -27,6 +35,7 @@ from cp_dtensor._torch_private.patches import (
 )
 from cp_dtensor._torch_private.profiling import label
 from cp_dtensor._torch_private.sdpa import (
+    FUSED_SDPA_OPS,
     math_sdpa,
     original_sdpa,
     override_sdpa,
@@ -44,12 +53,14 @@ from cp_dtensor._torch_private.threads import (
 )
 
 __all__ = [
+    "FUSED_SDPA_OPS",
     "OpHandler",
     "SymmetricBuffer",
     "all_gather_single",
     "bound_arguments",
     "checkpointed_functions_bound",
-    "compiled_functions_eager",
+    "compiled_code_kept_apart",
+    "constant_in_trace",
     "current_backward",
     "dtensor_dispatcher",
     "dtensor_tables",
@@ -57,14 +68,17 @@ __all__ = [
     "experimental_context_parallel_settings",
     "flex_attention_checked",
     "get_thread_state",
+    "group_of_name",
     "has_cpu_backend",
     "in_autograd_thread",
+    "in_compiled_function",
     "in_main_thread",
     "is_traced",
     "label",
     "math_sdpa",
     "mesh_of",
     "multihead_attention_ends_in_sdpa",
+    "name_of_group",
     "never_compiled",
     "original_sdpa",
     "override_sdpa",
@@ -77,6 +91,7 @@ __all__ = [
     "symmetric_buffer",
     "tensor_inputs",
     "thread_state",
+    "traced_inside",
     "user_sdpa_priority",
     "uses_nccl",
 ]

@@ -1,14 +1,19 @@
-"""Keeping torch.compile away from code that it cannot capture yet."""
+"""What is private in torch.compile: whose code is reused where, constants of a trace, wrappers around traced code."""
 
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -16,25 +21,139 @@ from cp_dtensor._torch_private.patches import patched
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_EVAL_FRAME = "torch._dynamo.eval_frame"
 
 
 @contextmanager
-def compiled_functions_eager(when: Callable[[], bool]) -> Iterator[None]:
-    """While open, `torch.compile`d functions are asked `when()` at each call, and run uncompiled if it is true."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None:  # nothing has been compiled yet
-        yield
-        return
+def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
+    """While open, compiled functions are compiled for, and only reused under, what `variant()` says at each call.
 
-    def eager_when(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    "" stands for code as it is compiled while this is not open. Dynamo reuses code that was compiled with an equal
+    backend: a function is compiled as if with a backend of the variant's own. What is compiled is also kept on disk, by
+    a key that does not say what the process has changed in torch; the variant becomes part of the key.
+    """
+
+    def of_variant(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
-            # None stands for eager; a callback of None has asked for it already.
-            return None if callback is None or when() else original(callback)
+            if isinstance(callback, _VariantCallback) and callback.source is variant:  # back from a nested call
+                callback = callback.callback
+            callback, name = original(callback), variant()
+            if not name or callback is None:
+                return callback
+            # False: reuse without compiling, whatever the backend; that would take the code of others.
+            return None if callback is False else _VariantCallback(callback, name, variant)
 
         return callback_from_stance
 
-    with patched(eval_frame, "_callback_from_stance", eager_when):
+    with ExitStack() as stack:
+        stack.enter_context(
+            _when_loaded(
+                _EVAL_FRAME, lambda module: stack.enter_context(patched(module, "_callback_from_stance", of_variant))
+            )
+        )
         yield
+
+
+@dataclass(frozen=True)
+class _VariantBackend:
+    """What Dynamo compares, never called: equal if the backend and the variant are."""
+
+    backend: Any
+    variant: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.backend(*args, **kwargs)
+
+
+class _VariantCallback:
+    """Compiles a frame as `callback` does, but for a variant."""
+
+    def __init__(self, callback: Any, variant: str, source: Callable[[], str]) -> None:
+        self.callback = callback
+        self.source = source
+        self._variant = variant
+        backend = callback
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        self._torchdynamo_orig_backend = _VariantBackend(backend, variant)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = torch.compiler.config
+        tag = "; ".join(filter(None, (config.cache_key_tag, self._variant)))
+        with config.patch(cache_key_tag=tag):
+            return self.callback(*args, **kwargs)
+
+
+@contextmanager
+def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[None]:
+    """Calls `then` with a module: now if it is loaded, else if it gets loaded while this is open."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        yield
+        return
+    watcher = _Watcher(name, then)
+    sys.meta_path.insert(0, watcher)
+    try:
+        yield
+    finally:
+        if watcher in sys.meta_path:
+            sys.meta_path.remove(watcher)
+
+
+class _Watcher(MetaPathFinder):
+    """Finds one module as the others do, and tells when it has been loaded."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_tell(module: ModuleType) -> None:
+            load(module)
+            self._then(module)
+
+        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or what a DTensor is here, stands for one in a program that is being compiled or exported."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return isinstance(getattr(tensor, "_local_tensor", tensor), (FakeTensor, FunctionalTensor))
+
+
+def in_compiled_function() -> bool:
+    """Whether this is Python code inside of a `torch.compile`d function: being traced, or run between its graphs."""
+    if torch.compiler.is_compiling():
+        return True
+    return _EVAL_FRAME in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` of constants, called by Dynamo while it traces; its result is a constant of the compiled code."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+    return function
+
+
+def traced_inside(
+    wrapper: Callable[[Callable[..., T]], Callable[..., T]], function: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """`wrapper(function)(*args, **kwargs)` in code that Dynamo traces: `function` is traced, `wrapper` is not.
+
+    The wrapper runs when the captured function is traced further, down to the operators that are compiled.
+    """
+    return dynamo_bypassing_wrapper(wrapper, function, *args, **kwargs)
 
 
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -50,8 +169,3 @@ def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
         return disabled[0](*args, **kwargs)
 
     return run
-
-
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether the tensor stands for one in a program that is being compiled or exported."""
-    return isinstance(tensor, (FakeTensor, FunctionalTensor))

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch._higher_order_ops.flex_attention import FlexAttentionHOP
+from torch.nn.attention import flex_attention
+
+_FLEX_VALIDATION = "_validate_sdpa_input"
 
 # What `torch.utils.checkpoint` calls without reentrant autograd; from 2.14 on this name is only a shim.
 _NON_REENTRANT = "_checkpoint_without_reentrant_generator"
@@ -74,7 +77,20 @@ def flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
 
         return call
 
-    with patched(FlexAttentionHOP, "__call__", checked):
+    def checked_early(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def validate(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                check()
+            return original(*args, **kwargs)
+
+        return validate
+
+    with ExitStack() as stack:
+        stack.enter_context(patched(FlexAttentionHOP, "__call__", checked))
+        # Called uncompiled, FlexAttention compiles itself; what is raised in there comes out as Dynamo's error.
+        if hasattr(flex_attention, _FLEX_VALIDATION):
+            stack.enter_context(patched(flex_attention, _FLEX_VALIDATION, checked_early))
         yield
 
 

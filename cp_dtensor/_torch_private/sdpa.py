@@ -30,6 +30,13 @@ def user_sdpa_priority() -> list[str] | None:
     return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
 
 
+FUSED_SDPA_OPS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 # Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd. torch.vmap
 # has a kernel of its own above these, which torch does not let go quietly: it is not served.
@@ -48,7 +55,13 @@ def override_sdpa(kernel: Callable[..., torch.Tensor]) -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")
     for key in _SDPA_KEYS:
         library.impl("scaled_dot_product_attention", kernel, key)
-    return library._destroy
+    _SDPA._dispatch_cache.clear()  # of torch's dispatcher in Python, which traces
+
+    def take_back() -> None:
+        library._destroy()
+        _SDPA._dispatch_cache.clear()
+
+    return take_back
 
 
 def math_sdpa(call: Any) -> torch.Tensor:

@@ -7,20 +7,24 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.attention_call import Attention, AttentionCall
+from cp_dtensor.compiled_op import Recipe, backends_token, token_of, traced_attention
+from cp_dtensor.decisions import Decision
 from cp_dtensor.division import Division
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Segment
-from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.local_attention.policy import choose_backend
+from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.policy import Allowed, choose_backend
 from cp_dtensor.masks import Mask
 from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
+from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import GroupSegments
@@ -50,6 +54,16 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     )
     local_q, scale = positive_scale(_to_local(q, plan.q, plan.q), softmax_scale(q, call.scale))
     local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
+    if _torch_private.is_traced(local_q):
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        groups = tuple(_torch_private.name_of_group(mesh.get_group(axis)) for axis in plan.axes)
+        recipe = _DTensorRecipe(groups, plan, tuple(mesh.shape), tuple(coordinate), rotation_by_name(None))
+        out, _ = traced_attention(
+            local_q, local_k, local_v, token_of(recipe), backends_token(), bool(call.is_causal), scale,
+            (q.size(2), k.size(2)), False,
+        )  # fmt: skip
+        return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
     decided = plan_dtensor_call(local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale)
     out, _ = Attention.apply(local_q, local_k, local_v, decided, False)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
@@ -70,23 +84,72 @@ def plan_dtensor_call(
     """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    division = _DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
+    groups = [mesh.get_group(axis) for axis in plan.axes]
     problem = describe_problem(q, k, v, staircase=False)
-    request = CallRequest(
-        division=_DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate)),
+    request = _request(q, problem, division, rotation_by_name(None), is_causal, backend or choose_backend(problem))
+    return _decide(request, plan, groups).call(SequenceRanks(*groups) if groups else None, scale)
+
+
+def _request(
+    q: torch.Tensor, problem: Problem, division: _DTensorDivision, rotation: RotationMethod, is_causal: bool,
+    backend: LocalAttention,
+) -> CallRequest:  # fmt: skip
+    return CallRequest(
+        division=division,
         mask=Mask.CAUSAL if is_causal else Mask.FULL,
         problem=problem,
         batch_size=q.size(0),
         itemsize=q.element_size(),
         device=q.device,
-        backend=backend or choose_backend(problem),
-        method=rotation_by_name(None),
+        backend=backend,
+        method=rotation,
     )
-    if not plan.axes:
-        return decide_ring(request, None, 0).call(None, scale)
-    ranks = SequenceRanks(*(mesh.get_group(axis) for axis in plan.axes))
+
+
+def _decide(request: CallRequest, plan: AttentionPlacements, groups: list[dist.ProcessGroup]) -> Decision:
+    """How the work is spread; `groups` are those of the axes whose ranks share the sequence."""
+    if not groups:
+        return decide_ring(request, None, 0)
+    ranks = SequenceRanks(*groups)
     if plan.ulysses_axis is None:
-        return decide_ring(request, ranks.outer, ranks.rank).call(ranks, scale)
-    return decide_ulysses(request, ranks).call(ranks, scale)
+        return decide_ring(request, ranks.outer, ranks.rank)
+    return decide_ulysses(request, ranks)
+
+
+@dataclass(frozen=True)
+class _DTensorRecipe(Recipe):
+    """How to decide calls on local tensors of DTensors, with groups by their names."""
+
+    groups: tuple[str, ...]
+    plan: AttentionPlacements
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    rotation: RotationMethod
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return (
+            f"DTensor ({self.rotation.name}) over {' x '.join(self.groups)}, {plan.q} {plan.kv} {plan.grad_kv}, axes "
+            f"{plan.ring_axis} {plan.ulysses_axis} of {self.mesh_shape} at {self.coordinate}"
+        )
+
+    def lengths(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float,
+        known: tuple[int, int] | None,
+    ) -> tuple[int, int]:  # fmt: skip
+        assert known is not None
+        return known
+
+    def decide(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], is_causal: bool,
+        scale: float, allowed: Allowed,
+    ) -> AttentionCall:  # fmt: skip
+        division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
+        problem = describe_problem(q, k, v, staircase=False)
+        request = _request(q, problem, division, self.rotation, is_causal, choose_backend(problem, allowed))
+        groups = [_torch_private.group_of_name(name) for name in self.groups]
+        return _decide(request, self.plan, groups).call(SequenceRanks(*groups) if groups else None, scale)
 
 
 @dataclass(frozen=True)

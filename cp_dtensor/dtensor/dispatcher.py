@@ -15,6 +15,7 @@ from cp_dtensor.dtensor.handlers import fused_backward_handler, fused_forward_ha
 from cp_dtensor.dtensor.strategies import BACKWARD_OPS, FORWARD_OPS, with_sequence_sharding
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import intercepted
+from cp_dtensor.rotation.choice import rotation_by_name
 
 _HANDLERS: dict[object, _torch_private.OpHandler] = {
     torch.ops.aten.scaled_dot_product_attention.default: sdpa_handler,
@@ -27,6 +28,12 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
     strategies = {op: with_sequence_sharding(op) for op in (*FORWARD_OPS, *BACKWARD_OPS)}
     yield intercepted(dtensor_sdpa)
     yield _torch_private.dtensor_tables(_HANDLERS, strategies)
+    yield _torch_private.compiled_code_kept_apart(_variant_of_compiled_code)
+
+
+def _variant_of_compiled_code() -> str:
+    """What functions are compiled for: attention of DTensors is ours, and travels by the default of the moment."""
+    return f"cp_dtensor dispatcher, {rotation_by_name(None).name}"
 
 
 dispatcher_installation = SharedInstallation(_parts)

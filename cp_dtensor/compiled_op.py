@@ -1,0 +1,199 @@
+"""Attention as operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and its backward.
+
+Compiled code holds constants, not objects, and may be kept on disk. So process groups, layout and method of a call
+stand behind a `Recipe`, whose token is an argument of the operators; what is only known at run time (global lengths, and with
+them the plan) is decided there, by the code that eager calls go through. Eager calls do not come here.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cp_dtensor import _torch_private
+from cp_dtensor.attention_call import AttentionCall
+from cp_dtensor.local_attention.policy import Allowed, allowed_backends
+from cp_dtensor.tensors import no_autocast
+
+
+class Recipe(ABC):
+    """How to decide calls of one kind, in any process that has the same groups. A value.
+
+    `repr` is its token, the same in every process, so that compiled code can be kept on disk.
+    """
+
+    @abstractmethod
+    def lengths(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float,
+        known: tuple[int, int] | None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """The global (q, kv) lengths, checked if the caller knows them, else found; may communicate."""
+
+    @abstractmethod
+    def decide(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], is_causal: bool,
+        scale: float, allowed: Allowed,
+    ) -> AttentionCall:  # fmt: skip
+        """The call on local shards; communicates nothing, and says the same in backward as in forward."""
+
+
+class _Recipes:
+    """The recipes that code has been traced with."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_token: dict[str, Recipe] = {}
+
+    def token_of(self, recipe: Recipe) -> str:
+        token = name = repr(recipe)
+        with self._lock:
+            others = 1
+            while self._by_token.setdefault(token, recipe) != recipe:  # values of somebody's own that look alike
+                others += 1
+                token = f"{name} #{others}"
+        return token
+
+    def of(self, token: str) -> Recipe:
+        if token not in self._by_token:
+            raise RuntimeError(
+                f"compiled code wants attention by {token}, which this process has not traced yet: it came from "
+                "another one, by a way that skips tracing"
+            )
+        return self._by_token[token]
+
+
+_recipes = _Recipes()
+
+
+def token_of(recipe: Recipe) -> str:
+    """What stands for a recipe in compiled code."""
+    return _recipes.token_of(recipe)
+
+
+def recipe_of(token: str) -> Recipe:
+    """What the token stands for."""
+    return _recipes.of(token)
+
+
+def backends_token() -> str:
+    """What stands in compiled code for the backends that are allowed at this moment, and their order."""
+    enabled, order = allowed_backends()
+    return "".join("01"[flag] for flag in enabled) + ("" if order is None else f" {','.join(order)}")
+
+
+@lru_cache(maxsize=64)
+def _backends(token: str) -> Allowed:
+    enabled, _, order = token.partition(" ")
+    return tuple(flag == "1" for flag in enabled), tuple(order.split(",")) if order else None
+
+
+def traced_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, backends: str, is_causal: bool, scale: float,
+    lengths: tuple[int, int] | None, needs_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
+    q_len, kv_len = (-1, -1) if lengths is None else lengths
+    needs_lse = needs_lse or torch.is_grad_enabled()  # backward reads it
+    out, lse, _ = torch.ops.cp_dtensor.attention(
+        q, k, v, token, backends, is_causal, scale, q_len, kv_len, needs_lse
+    )  # fmt: skip
+    return out, lse
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, backends: str, is_causal: bool, scale: float,
+    q_len: int, kv_len: int, needs_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
+    lengths = decider.lengths(q, k, v, is_causal, scale, known)
+    call = decider.decide(q, k, v, lengths, is_causal, scale, _backends(backends))
+    with no_autocast(q):
+        out, lse, _ = call.forward(q, k, v, needs_lse)
+    # Lengths that were found are handed to backward, which then needs no region and no communication to know them.
+    found = torch.tensor(lengths, dtype=torch.int64) if known is None else q.new_empty(0, dtype=torch.int64)
+    return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), found
+
+
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, backends: str, is_causal: bool, scale: float,
+    q_len: int, kv_len: int, needs_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch, heads, length, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty((batch, heads, length) if needs_lse else (0,), dtype=lse_dtype)
+    unknown = isinstance(q_len, int) and q_len < 0
+    found = torch.empty(2 if unknown else 0, dtype=torch.int64, device="cpu" if unknown else q.device)
+    return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
+
+
+def _backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    found: torch.Tensor, recipe: str, backends: str, is_causal: bool, scale: float, q_len: int, kv_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_len, kv_len = found.tolist() if q_len < 0 else (q_len, kv_len)
+    call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), is_causal, scale, _backends(backends))
+    with no_autocast(grad_out):
+        grads = call.backward(grad_out, call.saved_again(q, k, v, out, lse))
+    return tuple(map(_row_after_row, grads))  # type: ignore[return-value]
+
+
+def _fake_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
+
+
+def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) in memory (B, S, H, D): what most backends give and projections take, and known beforehand."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, *ctx.settings, _needs_lse = inputs
+    out, lse, found = output
+    ctx.save_for_backward(q, k, v, out, lse, found)
+    ctx.mark_non_differentiable(lse, found)
+
+
+def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    grads = torch.ops.cp_dtensor.attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *[None] * (len(ctx.settings) + 1))
+
+
+def _defined() -> torch.library.Library:
+    settings = "str recipe, str backends, bool is_causal, float scale, SymInt q_len, SymInt kv_len"
+    library = torch.library.Library("cp_dtensor", "DEF")
+    library.define(
+        f"attention(Tensor q, Tensor k, Tensor v, {settings}, bool needs_lse) "
+        "-> (Tensor out, Tensor lse, Tensor lengths)"
+    )
+    library.define(
+        "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor lengths, "
+        f"{settings}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    )
+    for name, implementation, fake in (
+        ("attention", _forward, _fake_forward),
+        ("attention_backward", _backward, _fake_backward),
+    ):
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
+    torch.library.register_autograd(
+        "cp_dtensor::attention", _gradients, setup_context=_keep_for_backward, lib=library
+    )  # fmt: skip
+    return library
+
+
+_library = _defined()  # operators exist as long as this does
+
+ATTENTION_OPS = (torch.ops.cp_dtensor.attention.default, *_torch_private.FUSED_SDPA_OPS)
+"""What a policy of selective activation checkpointing keeps, so that attention is not computed again.
+
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
+compiled code attention of sharded sequences is the first of them, and is kept whole: a recompute neither computes nor
+communicates it. Uncompiled it consists of the others, tile by tile; their results are kept, and transfers and merges
+are done again.
+"""
