@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from cp_dtensor.rotation import exchange
 
 _PATIENCE_SECONDS = 5
 
@@ -80,3 +83,24 @@ def errors_by_rank(world_size: int, body: Callable[[int], object]) -> list[BaseE
         return run_ranks(world_size, held_back)
     except RanksFailed as failed:
         return failed.errors
+
+
+@contextmanager
+def rows_in_place() -> Iterator[None]:
+    """Exchanges of rows go straight between their places, as over NCCL, where nothing is packed."""
+    with (
+        mock.patch.object(exchange, "uses_nccl", return_value=True),
+        mock.patch.object(exchange, "start_all_to_all", _all_to_all_in_place),
+    ):
+        yield
+
+
+def _all_to_all_in_place(
+    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
+    works = [
+        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
+        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
+    ]
+    return lambda: [work.wait() for work in works]

@@ -179,26 +179,28 @@ def test_inputs_sharded_differently(names: Names, inputs: tuple[Placements, ...]
 @pytest.mark.parametrize(
     ("names", "shape", "inputs", "ulysses", "rings"),
     [
-        (RING_ULYSSES, (2, 2), SEQ_OF_ALL, True, True),
-        (ULYSSES_RING, (2, 2), SEQ_OF_ALL, True, True),
-        (None, (2, 2), SEQ_OF_ALL, True, True),
-        (("ulysses",), (4,), ((CP,),) * 3, True, False),
-        (("cp",), (4,), ((CP,),) * 3, False, True),
-        (RING_ULYSSES, (2, 2), ((CP, CP), (CP, R), (CP, R)), False, True),
-        (RING_ULYSSES, (2, 2), ((CP, CP), (R, CP), (R, CP)), True, False),
+        (RING_ULYSSES, (2, 3), SEQ_OF_ALL, {3}, {2}),
+        (ULYSSES_RING, (2, 3), SEQ_OF_ALL, {2}, {3}),
+        (None, (2, 3), SEQ_OF_ALL, {3}, {2}),
+        (("ulysses",), (4,), ((CP,),) * 3, {4}, set()),
+        (("cp",), (4,), ((CP,),) * 3, set(), {4}),
+        (RING_ULYSSES, (2, 3), ((CP, CP), (CP, R), (CP, R)), set(), {2}),
+        (RING_ULYSSES, (2, 3), ((CP, CP), (R, CP), (R, CP)), {3}, set()),
     ],
     ids=str,
 )
-def test_which_way_the_work_is_split(
-    names: Names, shape: Shape, inputs: tuple[Placements, ...], ulysses: bool, rings: bool
+def test_which_axis_does_what(
+    names: Names, shape: Shape, inputs: tuple[Placements, ...], ulysses: set[int], rings: set[int]
 ) -> None:
+    """The sizes of the groups that exchange rows for heads, and of those around which K/V travel."""
     with (
         mock.patch.object(UlyssesCall, "forward", autospec=True, side_effect=UlyssesCall.forward) as by_heads,
         mock.patch.object(RingCall, "forward", autospec=True, side_effect=RingCall.forward) as as_ring,
     ):
         check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
-    assert by_heads.called == ulysses
-    assert any(call.args[0].group is not None for call in as_ring.call_args_list) == rings
+    for calls, sizes in ((by_heads.call_args_list, ulysses), (as_ring.call_args_list, rings)):
+        groups = [call.args[0].group for call in calls]
+        assert {group.size() for group in groups if group is not None} == sizes
 
 
 def test_tensor_parallel_heads_inside_of_a_hybrid_context() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import kinds as collective_kinds
-from collectives import recorded_collectives
+from collectives import recorded_collectives, rows_in_place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import shard
@@ -108,28 +108,12 @@ def there_and_back(
         assert all(map(torch.equal, got, tensors))
 
 
-def all_to_all_in_place(
-    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
-) -> Callable[[], object]:
-    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
-    works = [
-        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
-        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
-    ]
-    return lambda: [work.wait() for work in works]
-
-
 each_way = pytest.mark.parametrize("in_place", [False, True], ids=["packed", "in place"])
 
 
-@contextmanager
-def travelling(in_place: bool) -> Iterator[None]:
+def travelling(in_place: bool) -> AbstractContextManager[None]:
     """How rows travel: in one contiguous collective, or as with NCCL straight between their places."""
-    with pytest.MonkeyPatch.context() as patch:
-        if in_place:
-            patch.setattr(exchange, "uses_nccl", lambda group, device: True)
-            patch.setattr(exchange, "start_all_to_all", all_to_all_in_place)
-        yield
+    return rows_in_place() if in_place else nullcontext()
 
 
 def spans(counts: Sequence[int]) -> tuple[Span, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collectives import recorded_collectives
+from collectives import recorded_collectives, rows_in_place
 from method_checks import RING_ULYSSES, ULYSSES_RING, check
 from problems import Problem
 from ranks import run_ranks
@@ -103,3 +103,15 @@ def test_a_step_of_which_nobody_sees_anything_takes_no_inner_ring() -> None:
 
     assert exchanges(HeadTail()) == 4 * (1 + 2)
     assert exchanges(Contiguous()) == 4 * (1 + 2) - 2  # the first node sees nothing of the second
+
+
+@pytest.mark.parametrize(("names", "shape", "method"), MESHES, ids=lambda value: str(value).replace("'", ""))
+@each_mask
+def test_rows_that_travel_straight_between_their_places(
+    is_causal: bool, names: tuple[str, ...], shape: tuple[int, ...], method: str
+) -> None:
+    """As on GPUs, where nothing is packed."""
+    problem = Problem(53, 53, batch=3, q_heads=8, kv_heads=4, head_dim=4, is_causal=is_causal)
+    with rows_in_place(), recorded_collectives() as collectives:
+        check(problem, HeadTail(), names, shape, method=method)
+    assert {collective.kind for collective in collectives} == {"AllGather", "AllToAll"}  # of lengths, then rows
