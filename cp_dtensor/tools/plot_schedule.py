@@ -77,15 +77,15 @@ def computed_by(
             for tile in step.tiles:
                 if tile.batch != here.batch:
                     continue
-                keys = _key_positions(tile, here, gathered_rows(groups))
+                keys = key_positions(tile, here, gathered_rows(groups))
                 pairs = np.ix_(queries[slice(*tile.q)], keys[slice(*tile.kv)])
-                seen = _seen(tile)
+                seen = seen_by(tile)
                 owner[pairs] = np.where(seen, rank, owner[pairs])
                 step_of[pairs] = np.where(seen, number, step_of[pairs])
     return owner, step_of
 
 
-def _key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.ndarray:
+def key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.ndarray:
     """Global positions of the rows that `tile.kv` counts in."""
     if tile.source is not None:
         return np.array([p for segment in group.kv_by_rank[tile.source] for p in segment.positions()])
@@ -97,7 +97,8 @@ def _key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.n
     return positions
 
 
-def _seen(tile: Tile) -> np.ndarray:
+def seen_by(tile: Tile) -> np.ndarray:
+    """Which of the (query, key) pairs of a tile its mask lets through."""
     rows, columns = np.ogrid[: tile.q[1] - tile.q[0], : tile.kv[1] - tile.kv[0]]
     if tile.mask.is_full:
         return np.ones((rows.shape[0], columns.shape[1]), dtype=bool)

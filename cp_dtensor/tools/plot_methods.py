@@ -1,0 +1,260 @@
+"""Draws who holds what and who computes what by every method, from the decisions that calls are made of.
+
+python -m cp_dtensor.tools.plot_methods --output docs/images/methods.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cp_dtensor.decisions import Decision, RingDecision, TwoLevelDecision, UlyssesDecision
+from cp_dtensor.division import LayoutDivision
+from cp_dtensor.layouts import HeadTail, Layout, Span
+from cp_dtensor.local_attention.base import Problem
+from cp_dtensor.local_attention.math import MathAttention
+from cp_dtensor.masks import Mask
+from cp_dtensor.planning import CallRequest
+from cp_dtensor.rotation.alltoall import AllToAll
+from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.schedule import gathered_rows
+from cp_dtensor.splitting import decide
+from cp_dtensor.tools.plot_schedule import RANK_COLOURS, key_positions, seen_by
+from cp_dtensor.two_axes import UnitedDivision
+
+HEADS = 4
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One row of the picture."""
+
+    title: str
+    method: str
+    shape: tuple[int, ...]
+    """Of the mesh, the outer axis first."""
+
+
+PANELS = (
+    Panel('Ring of 4, method="ring": every rank keeps its queries, keys and values travel', "ring", (4,)),
+    Panel('Ulysses over 4, method="ulysses": rows are exchanged for heads, and back', "ulysses", (4,)),
+    Panel(
+        'Ulysses over 2 inside of a ring of 2, method="hybrid": K/V travel between 0 and 2, 1 and 3', "hybrid", (2, 2)
+    ),
+    Panel('Ring of 2 rings of 2, method="ring" over two axes: 0 and 1 are a node, 2 and 3 another', "ring", (2, 2)),
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What happens to a call of `HEADS` heads: ranks and steps as arrays, -1 where there is nothing."""
+
+    before: np.ndarray
+    """(heads, tokens): the rank that owns them."""
+    during: np.ndarray
+    """(heads, tokens): the rank that has these queries, keys and values while it computes."""
+    owner: np.ndarray
+    """(heads, queries, keys): the rank that computes a pair."""
+    step: np.ndarray
+    """(heads, queries, keys): in which step of its ring it does."""
+    inner_step: np.ndarray
+    """(heads, queries, keys): in which step of the inner ring, if there is one."""
+    times: np.ndarray
+    """(heads, queries, keys): how often it is computed."""
+
+
+def main() -> None:
+    """Draws the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
+    arguments = parser.parse_args()
+    figure = draw(PANELS, HeadTail(), seq_len=8)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(arguments.output, dpi=80)
+
+
+def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
+    """What every rank's decision says of one causal call of a batch of one."""
+    by_pair = (HEADS, seq_len, seq_len)
+    before, during = (np.full((HEADS, seq_len), NOBODY) for _ in range(2))
+    owner, step, inner_step = (np.full(by_pair, NOBODY) for _ in range(3))
+    times = np.zeros(by_pair, dtype=int)
+    for ranks in _every_rank(panel.shape):
+        division = LayoutDivision(layout, seq_len, seq_len, 1, ranks.size)
+        decision = decide(_request(division), panel.method, ranks)
+        rank = ranks.rank
+        before[:, _rows(division, rank)] = rank
+        heads, rows = _held(decision, division, ranks)
+        during[slice(*heads), rows] = rank
+        for tile in _tiles(decision, ranks):
+            for head in range(*tile.heads):
+                place: Any = (head, *np.ix_(tile.queries, tile.keys))
+                times[place] += tile.seen
+                for array, value in ((owner, rank), (step, tile.step), (inner_step, tile.inner_step)):
+                    array[place] = np.where(tile.seen, value, array[place])
+    return Picture(before, during, owner, step, inner_step, times)
+
+
+def _every_rank(shape: tuple[int, ...]) -> Iterator[SequenceRanks]:
+    """Groups that know a rank and a size, which is all that decisions ask of them."""
+    if len(shape) == 1:
+        yield from (SequenceRanks(_group(rank, shape[0])) for rank in range(shape[0]))
+        return
+    for outer in range(shape[0]):
+        for inner in range(shape[1]):
+            yield SequenceRanks(_group(outer, shape[0]), _group(inner, shape[1]))
+
+
+def _group(rank: int, size: int) -> dist.ProcessGroup:
+    make: Any = dist.ProcessGroup  # torch's annotations do not know this constructor
+    return make(rank, size)
+
+
+def _request(division: LayoutDivision) -> CallRequest:
+    problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS, staircase=False)
+    return CallRequest(
+        division, Mask.CAUSAL, problem, 1, problem.head_dim, torch.device("cpu"), MathAttention(), AllToAll()
+    )
+
+
+def _rows(division: LayoutDivision | UnitedDivision, rank: int) -> list[int]:
+    """Positions of a rank's queries."""
+    return [p for segment in division.groups()[0].q_by_rank[rank] for p in segment.positions()]
+
+
+def _held(decision: Decision, division: LayoutDivision, ranks: SequenceRanks) -> tuple[Span, list[int]]:
+    """The query heads and the rows that a rank has while it computes."""
+    if not isinstance(decision, UlyssesDecision):
+        return (0, HEADS), _rows(division, ranks.rank)
+    size = decision.heads.world_size
+    units = decision.heads.units(ranks.rank % size)
+    return decision.heads.query_heads(units), _rows(UnitedDivision(division, size), ranks.rank // size)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A tile as positions."""
+
+    heads: Span
+    step: int
+    inner_step: int
+    queries: np.ndarray
+    keys: np.ndarray
+    seen: np.ndarray
+    """(queries, keys): which pairs the mask lets through."""
+
+
+def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
+    """What one rank computes."""
+    if isinstance(decision, RingDecision):
+        yield from _tiles_of_ring(decision, (0, HEADS))
+    elif isinstance(decision, UlyssesDecision):
+        for stage, inner in enumerate(decision.inner):
+            units = decision.heads.units(ranks.rank % decision.heads.world_size, stage)
+            yield from _tiles_of_ring(inner, decision.heads.query_heads(units))
+    elif isinstance(decision, TwoLevelDecision):
+        for number, of_step in enumerate(decision.inner):
+            for tile in () if of_step is None else _tiles_of_ring(of_step, (0, HEADS)):
+                yield replace(tile, step=number, inner_step=tile.step)
+
+
+def _tiles_of_ring(decision: RingDecision, heads: Span) -> Iterator[_Drawn]:
+    groups = decision.shape.division.groups()
+    (group,) = groups
+    queries = np.array([p for segment in group.q_by_rank[decision.plan.rank] for p in segment.positions()])
+    for number, step in enumerate(decision.plan.forward):
+        for tile in step.tiles:
+            keys = key_positions(tile, group, gathered_rows(groups))
+            yield _Drawn(heads, number, NOBODY, queries[slice(*tile.q)], keys[slice(*tile.kv)], seen_by(tile))
+
+
+def draw(panels: tuple[Panel, ...], layout: Layout, seq_len: int) -> Figure:
+    """One row for each panel: what ranks own, what they have while they compute, and which pairs they compute."""
+    figure = plt.figure(figsize=(4 * (2 + HEADS), 4.7 * len(panels) + 2))
+    heights = [1.6, *[5] * len(panels), 0.6]
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+    for part, panel in zip(parts[1:-1], panels, strict=True):
+        part.suptitle(panel.title, x=0.02, y=0.99, ha="left", fontsize=20, fontweight="bold")
+        row = part.subplots(1, 2 + HEADS)
+        part.subplots_adjust(left=0.035, right=0.99, top=0.83, bottom=0.12, wspace=0.22)
+        drawn = picture(panel, layout, seq_len)
+        _draw_held(row[0], drawn.before, "owns Q, K and V")
+        if np.array_equal(drawn.before, drawn.during):
+            row[1].axis("off")
+        else:
+            _draw_held(row[1], drawn.during, "has after the exchange")
+        alike = _alike(drawn)
+        for axis, heads in zip(row[2:], alike, strict=False):
+            _draw_pairs(axis, drawn, heads)
+        for axis in row[2 + len(alike) :]:
+            axis.axis("off")
+    ranks = max(int(np.prod(panel.shape)) for panel in panels)
+    handles = [Patch(color=RANK_COLOURS[rank + 1], label=f"rank {rank}") for rank in range(ranks)]
+    figure.legend(handles=handles, loc="lower center", ncol=ranks, fontsize=19, frameon=False)
+    figure.suptitle(
+        f"Causal attention of {seq_len} tokens and {HEADS} heads on {ranks} ranks, {layout}. Colours are ranks.\n"
+        "Below diagonals: the step of its ring in which a rank computes a (query, key) pair; "
+        "1.0 is step 0 of the inner ring in step 1 of the outer one.",
+        fontsize=20,
+        y=0.985,
+    )
+    return figure
+
+
+def _alike(drawn: Picture) -> list[Span]:
+    """Neighbouring heads of which the same is to be drawn."""
+    spans: list[Span] = []
+    for head in range(HEADS):
+        if spans and np.array_equal(drawn.owner[head], drawn.owner[head - 1]):
+            spans[-1] = (spans[-1][0], head + 1)
+        else:
+            spans.append((head, head + 1))
+    return spans
+
+
+def _draw_held(axis: Axes, held: np.ndarray, title: str) -> None:
+    axis.imshow(held, cmap=ListedColormap(RANK_COLOURS), vmin=NOBODY, vmax=len(RANK_COLOURS) - 2)
+    for head, token in zip(*np.nonzero(held >= 0), strict=True):
+        axis.text(token, head, str(held[head, token]), ha="center", va="center", fontsize=15)
+    axis.set_title(title, fontsize=17)
+    axis.set_xlabel("token", fontsize=15)
+    axis.set_ylabel("head", fontsize=15)
+    axis.set_yticks(range(len(held)))
+    axis.set_xticks(range(held.shape[1]))
+    axis.tick_params(labelsize=13)
+
+
+def _draw_pairs(axis: Axes, drawn: Picture, heads: Span) -> None:
+    owner = drawn.owner[heads[0]]
+    axis.imshow(owner, cmap=ListedColormap(RANK_COLOURS), vmin=NOBODY, vmax=len(RANK_COLOURS) - 2)
+    for query, key in zip(*np.nonzero(owner >= 0), strict=True):
+        step, inner = drawn.step[heads[0], query, key], drawn.inner_step[heads[0], query, key]
+        text = str(step) if inner == NOBODY else f"{step}.{inner}"
+        axis.text(key, query, text, ha="center", va="center", fontsize=15)
+    names = ", ".join(map(str, range(*heads)))
+    axis.set_title(f"computes of head{'s' if heads[1] - heads[0] > 1 else ''} {names}", fontsize=17)
+    axis.set_xlabel("key", fontsize=15)
+    axis.set_ylabel("query", fontsize=15)
+    axis.set_xticks(range(len(owner)))
+    axis.set_yticks(range(len(owner)))
+    axis.tick_params(labelsize=13)
+
+
+if __name__ == "__main__":
+    main()
