@@ -133,6 +133,14 @@ class Accumulator:
 
     def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_Piece, Sequence[Part]]:
         """The first state of some heads, and the parts that it does not have yet."""
+        covering, remaining = _covering(parts, self._shape[0], self._shape[2])
+        if len(covering) > 1 and all(part.tensors[0].dtype == self._like.dtype for part in covering):
+            shape = (self._shape[0], heads[1] - heads[0], *self._shape[2:])
+            together = self._combination.empty(shape, self._like, self._like.dtype)
+            for part in covering:
+                for whole, piece in zip(together, part.tensors, strict=True):
+                    cut(whole, None, None, part.rows).copy_(piece)
+            return _Piece(heads, together, True), remaining
         batch, _, rows, width = self._shape
         if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, rows)) and parts[0].tensors[0].dim() == 4:
             # Backends may be wider than the result: math attention is. LSE is always as wide as the state.
@@ -210,6 +218,20 @@ def place_sums(out: torch.Tensor, parts: Sequence[Part], sum_dtype: torch.dtype)
     else:
         for part in parts:
             _rows(out, part).copy_(part.tensors[0])
+
+
+def _covering(parts: Sequence[Part], batch: int, rows: int) -> tuple[list[Part], list[Part]]:
+    """Parts that together have every row once, if there are such, and the others."""
+    covering: list[Part] = []
+    others: list[Part] = []
+    reached = 0
+    for part in sorted(parts, key=lambda part: part.rows):
+        if part.batch == (0, batch) and part.rows[0] == reached < part.rows[1] and part.tensors[0].dim() == 4:
+            covering.append(part)
+            reached = part.rows[1]
+        else:
+            others.append(part)
+    return (covering, others) if reached == rows else ([], list(parts))
 
 
 def _meet(parts: Sequence[Part]) -> bool:

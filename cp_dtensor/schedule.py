@@ -10,25 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from cp_dtensor.layouts import Layout, Segment, Span
 from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One attention call: rows `q` of the local queries against rows `kv` of some keys and values.
-
-    `kv` counts rows of `source`'s shard, or, in a gathered schedule, rows of the gathered buffer (`source` is then
-    None). `batch` is the range of batch rows concerned.
-    """
-
-    source: int | None
-    batch: Span
-    q: Span
-    kv: Span
-    mask: TileMask
+from cp_dtensor.tiles import Tile, joined
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ def tiles_against(groups: Iterable[GroupSegments], rank: int, source: int, mask:
     return tuple(
         replace(tile, source=source, batch=group.batch)
         for group in groups
-        for tile in _joined(_tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], mask))
+        for tile in joined(_tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], mask))
     )
 
 
@@ -108,7 +94,7 @@ def gathered_tiles(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tu
     rows = gathered_rows(groups)
     tiles: list[Tile] = []
     for group in groups:
-        tiles += _joined(
+        tiles += joined(
             [
                 replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
                 for source in range(rows.world_size)
@@ -236,35 +222,6 @@ def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
         if start <= kv[0] < stop:
             return _shift(kv, rows.starts[source][part] - start)
     raise AssertionError(f"rows {kv} lie outside of the shard of rank {source}")
-
-
-def _joined(tiles: list[Tile]) -> list[Tile]:
-    return _join_rows(_join_columns(tiles))
-
-
-def _join_columns(tiles: list[Tile]) -> list[Tile]:
-    """Joins unmasked tiles of the same queries whose keys are neighbours."""
-    joined: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.q, tile.kv)):
-        last = joined[-1] if joined else None
-        if last and last.mask.is_full and tile.mask.is_full and last.q == tile.q and last.kv[1] == tile.kv[0]:
-            joined[-1] = replace(last, kv=(last.kv[0], tile.kv[1]))
-        else:
-            joined.append(tile)
-    return joined
-
-
-def _join_rows(tiles: list[Tile]) -> list[Tile]:
-    """Joins unmasked tiles of the same keys whose queries are neighbours."""
-    joined: list[Tile] = []
-    for _, same_kv in groupby(sorted(tiles, key=lambda tile: (tile.kv, tile.q)), key=lambda tile: tile.kv):
-        for tile in same_kv:
-            last = joined[-1] if joined else None
-            if last and last.kv == tile.kv and last.mask.is_full and tile.mask.is_full and last.q[1] == tile.q[0]:
-                joined[-1] = replace(last, q=(last.q[0], tile.q[1]))
-            else:
-                joined.append(tile)
-    return sorted(joined, key=lambda tile: (tile.q, tile.kv))
 
 
 def group_segments(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.masks import Mask, TileMask
-from cp_dtensor.schedule import GatheredRows, GroupSegments, Tile, gathered_rows, group_segments
+from cp_dtensor.schedule import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.tiles import Tile
 
 NOBODYS = -1
 

@@ -134,7 +134,7 @@ def on_mesh(rank: int, make: Callable[[], DeviceMesh]) -> None:
 @pytest.mark.parametrize(
     ("names", "hint"), [(("dp", "cp"), r"mesh\['cp'\]"), (None, r"mesh_dim_names=\.\.\.")], ids=["named", "unnamed"]
 )
-def test_a_mesh_of_two_dims_that_may_not_be_the_sequences_is_refused_with_a_hint(names: tuple[str, str] | None, hint: str) -> None:
+def test_a_mesh_of_two_other_dims_is_refused_with_a_hint(names: tuple[str, str] | None, hint: str) -> None:
     message = (
         rf"expected a mesh of one dim.*got 2 dims \(names .*, shape \(1, 3\)\)\. Pass one axis of it, such as .*{hint}"
     )

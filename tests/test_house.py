@@ -21,6 +21,7 @@ LAYERS = {
     "layouts": 0,
     "masks": 0,
     "schedule": 0,
+    "tiles": 0,
     "plan": 0,
     "division": 0,
     "head_division": 0,

@@ -11,7 +11,8 @@ from schedules import Call, calls, count_covered, positions
 from cp_dtensor.layouts import HeadTail, MirroredBatch, Span, Striped
 from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask
 from cp_dtensor.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
-from cp_dtensor.schedule import GatheredRows, Tile, gathered_rows
+from cp_dtensor.schedule import GatheredRows, gathered_rows
+from cp_dtensor.tiles import Tile
 
 Plans = list[Plan]
 PASSES: dict[str, Callable[[Plan], Steps]] = {

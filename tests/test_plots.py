@@ -11,7 +11,8 @@ from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.head_division import HeadDivision
 from cp_dtensor.layouts import MirroredBatch
 from cp_dtensor.masks import Mask
-from cp_dtensor.schedule import Tile, group_segments, tiles_against
+from cp_dtensor.schedule import group_segments, tiles_against
+from cp_dtensor.tiles import Tile
 
 plot_schedule = pytest.importorskip("cp_dtensor.tools.plot_schedule", reason="needs the extra [tools]")
 plot_methods = pytest.importorskip("cp_dtensor.tools.plot_methods", reason="needs the extra [tools]")

@@ -15,12 +15,23 @@ import torch.distributed as dist
 from collectives import kinds, recorded_collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Problem, shard
+from problems import Problem, reference, shard
 from ranks import run_ranks
 from ring_checks import Tensors, attend, check_against_reference
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring, ring_attention
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+    context_parallel_attention,
+    planning,
+    ring,
+    ring_attention,
+)
+from cp_dtensor import plan as plans
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.masks import Mask
 from cp_dtensor.plan import Stages
@@ -176,6 +187,38 @@ def test_rows_that_travel_straight_between_their_places(
     with mock.patch.dict(METHODS, alltoall=method), recorded_collectives() as collectives:
         check_against_reference(problem, 4, layout, rotate_method="alltoall")
     assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_long_triangles_are_computed_in_parts(
+    ranks: int, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As causal attention to very long shards is. Triangles of up to 8 parts each: some merged, some only placed."""
+    monkeypatch.setattr(plans, "LONGEST_TRIANGLE", 5)
+    monkeypatch.setattr(planning, "_plan", planning._plan.__wrapped__)  # plans are remembered
+    problem = Problem(31, 31, batch=2, q_heads=4, kv_heads=2, is_causal=True, dtype=dtype)
+    tensors = problem.draw(seed=0)
+    expected = reference(problem, *tensors)
+    results = run_ranks(ranks, attend_by, method, tensors, problem, ranks)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    for rank, result in enumerate(results):
+        for got, whole in zip(result, expected, strict=True):
+            wanted = shard(whole, HeadTail(), rank, ranks).to(dtype)
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def attend_by(rank: int, method: str, tensors: Tensors, problem: Problem, ranks: int) -> Tensors:
+    q, k, v, grad_out = (shard(tensor, HeadTail(), rank, ranks) for tensor in tensors)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = context_parallel_attention(
+        q, k, v, mesh=dist.group.WORLD, method=method, is_causal=True, enable_gqa=True, seq_len=problem.q_len
+    )
+    assert isinstance(out, torch.Tensor)
+    out.backward(grad_out)
+    return out.detach(), q.grad, k.grad, v.grad
 
 
 def fallen_back(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -13,13 +13,13 @@ from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
 from cp_dtensor.schedule import (
     GatheredRows,
     GroupSegments,
-    Tile,
     gathered_rows,
     gathered_tiles,
     group_segments,
     tiles_against,
     wanted_parts,
 )
+from cp_dtensor.tiles import Tile, without_long_triangles
 
 Tiles = tuple[Tile, ...]
 
@@ -32,7 +32,11 @@ def gathered(call: Call, rank: int) -> Tiles:
     return tiles_against(call.groups, rank, rank, call.mask) + gathered_tiles(call.groups, rank, call.mask)
 
 
-@pytest.mark.parametrize("tiles_of", [ring, gathered])
+def in_short_triangles(call: Call, rank: int) -> Tiles:
+    return without_long_triangles(ring(call, rank), longest=3)
+
+
+@pytest.mark.parametrize("tiles_of", [ring, gathered, in_short_triangles])
 @settings(max_examples=200)
 @given(call=calls())
 def test_tiles_cover_every_allowed_pair_exactly_once(tiles_of: Callable[[Call, int], Tiles], call: Call) -> None:
@@ -48,6 +52,16 @@ def test_tiles_against_a_shard_name_its_rank_and_gathered_tiles_name_none(call: 
         for source in range(call.ranks):
             assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
         assert {tile.source for tile in gathered_tiles(call.groups, rank, call.mask)} <= {None}
+
+
+@given(calls(), st.integers(1, 60))
+def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int) -> None:
+    for rank in range(call.ranks):
+        tiles = ring(call, rank)
+        cut = without_long_triangles(tiles, longest)
+        assert all(tile.q[1] - tile.q[0] <= longest for tile in cut if tile.mask == CAUSAL_TILE)
+        short = [tile for tile in tiles if tile.mask != CAUSAL_TILE or tile.q[1] - tile.q[0] <= longest]
+        assert set(short) <= set(cut), "what is short enough stays as it is"
 
 
 @given(calls())

@@ -15,7 +15,8 @@ from cp_dtensor.division import Division, LayoutDivision
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped
 from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask
 from cp_dtensor.plan import Plan, Stages, gathered_plan, ring_plan
-from cp_dtensor.schedule import GatheredRows, GroupSegments, Tile, gathered_tiles, tiles_against
+from cp_dtensor.schedule import GatheredRows, GroupSegments, gathered_tiles, tiles_against
+from cp_dtensor.tiles import Tile
 from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
 
 Groups = tuple[GroupSegments, ...]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cp_dtensor.division import CallShape
 from cp_dtensor.layouts import Span
 from cp_dtensor.plan import Plan, Step, Transfer
-from cp_dtensor.schedule import Tile
+from cp_dtensor.tiles import Tile
 
 # Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward).
 _BLOCK = 128

@@ -23,7 +23,8 @@ from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation
-from cp_dtensor.schedule import GatheredRows, GroupSegments, Tile, gathered_rows, group_segments
+from cp_dtensor.schedule import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.tiles import Tile
 
 DRAWN: tuple[Rotation, ...] = (AllGather(), AllToAll())  # symm_mem has the schedule of all-gather
 RANK_COLOURS = ("#f4f4f4", "#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
