@@ -19,7 +19,6 @@ from cp_dtensor._torch_private import label
 from cp_dtensor.layouts import Span
 from cp_dtensor.rotation.exchange import Exchange, Places
 from cp_dtensor.schedule import GatheredRows
-from cp_dtensor.tensors import unit_stride
 
 Tensors = Sequence[torch.Tensor]
 
@@ -51,7 +50,6 @@ class ToHeads:
         outgoing: Places = []
         with label("send heads"):
             for tensors, kind in zip(bundles, kinds, strict=True):
-                tensors = [unit_stride(tensor) for tensor in tensors]
                 blocks = _Blocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
                 for of_tensor, of_block in blocks.pairs(tensors, kind.heads):
                     of_block.copy_(of_tensor)
