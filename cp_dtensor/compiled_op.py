@@ -1,8 +1,8 @@
 """Attention as operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and its backward.
 
 Compiled code holds constants, not objects, and may be kept on disk. So process groups, layout and method of a call
-stand behind a `Recipe`, whose token is an argument of the operators; what is only known at run time (global lengths, and with
-them the plan) is decided there, by the code that eager calls go through. Eager calls do not come here.
+stand behind a `Recipe`, whose token is an argument of the operators; what is only known at run time (global lengths,
+and with them the plan) is decided there, by the code that eager calls go through. Eager calls do not come here.
 """
 
 from __future__ import annotations

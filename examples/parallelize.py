@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: one mesh, then tensor parallelism, activation checkpointing, FSDP2, in this order.
+"""How a model is spread over ranks: one mesh, then tensor parallelism, activation checkpointing, compilation, FSDP2.
 
 Context parallelism changes no module. It is a context around forward and backward, and its ranks share in FSDP's
 sharding of the parameters, for each of them sees other tokens and so has its own part of every gradient.
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from config import ActivationCheckpoint, Config, Parallelism
+from config import ActivationCheckpoint, Compile, Config, Parallelism
 from llama import Llama
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -131,6 +131,8 @@ def parallelize(model: Llama, ranks: MeshRanks, config: Config) -> None:
     if ranks.mesh["tp"].size() > 1:
         apply_tensor_parallel(model, ranks.mesh["tp"])
     apply_activation_checkpointing(model, config.activation_checkpoint)
+    if config.compile.enable:
+        apply_compile(model, config.compile)
     apply_fsdp(model, ranks.token_mesh, getattr(torch, config.training.mixed_precision_param))
 
 
@@ -175,6 +177,12 @@ def apply_activation_checkpointing(model: Llama, config: ActivationCheckpoint) -
     for number, (name, block) in enumerate(model.layers.items(), start=1):
         if number % every == 0:
             model.layers[name] = checkpoint_wrapper(block)
+
+
+def apply_compile(model: nn.Module, config: Compile) -> None:
+    """Each layer by itself, without graph breaks: they are alike, so one is compiled and all are served."""
+    for block in model.get_submodule("layers").children():
+        block.compile(backend=config.backend, fullgraph=True)
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:

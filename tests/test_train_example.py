@@ -77,7 +77,7 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str) -> N
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--compile.enable=true", "compile.enable: expected false, got true"),
+        ("--compile.backend=eager", 'compile.backend: expected "inductor" or "aot_eager", got "eager"'),
         ("--parallelism.context_parallel_load_balancer=ptrr", 'expected "headtail" or "none", got "ptrr"'),
         ("--parallelism.context_parallel_rotate_method=ring", 'expected "auto" or .* or "alltoall", got "ring"'),
         ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree: expected 1 .*, got 2"),
@@ -98,6 +98,12 @@ def test_configurations_that_cannot_run(argument: str, message: str) -> None:
 def test_tensor_parallelism_needs_equal_parts_of_the_sequence() -> None:
     arguments = ["--parallelism.tensor_parallel_degree=2", "--training.seq_len=509"]
     with pytest.raises(ConfigError, match=r"training.seq_len: expected a multiple of .* = 8 .*, got 509"):
+        resolved(load_config(DEBUG, arguments), world_size=4)
+
+
+def test_tensor_parallel_layers_are_not_compiled() -> None:
+    arguments = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
+    with pytest.raises(ConfigError, match=r"compile.enable: expected false with tensor parallelism, got true"):
         resolved(load_config(DEBUG, arguments), world_size=4)
 
 
@@ -190,6 +196,11 @@ def test_two_ranks_train_and_resume_as_one_rank_does(tmp_path: Path) -> None:
     assert [report["step"] for report in again] == [1, 2, 3, 4]
     for key in ("loss", "grad_norm", "lr"):
         assert [report[key] for report in again] == pytest.approx([report[key] for report in steps], rel=1e-6)
+
+
+def test_compiled_layers_train_as_one_uncompiled_rank_does(tmp_path: Path) -> None:
+    arguments = ["--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=selective"]
+    assert "parity holds: over steps 1 to 4" in torchrun(tmp_path, *arguments)
 
 
 def torchrun(folder: Path, *arguments: str) -> str:
