@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
+from cp_dtensor.decisions import RingDecision
+from cp_dtensor.division import LayoutDivision
 from cp_dtensor.head_division import HeadDivision
 from cp_dtensor.layouts import MirroredBatch
 from cp_dtensor.masks import Mask
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.schedule import group_segments, tiles_against
 from cp_dtensor.tiles import Tile
 
@@ -78,6 +82,29 @@ def test_methods_by_hand(layout: Layout) -> None:
         assert ulysses.step[place] == 0
         assert hybrid.step[place] == rings.step[place] == (reader // 2 - source // 2) % 2
         assert rings.inner_step[place] == (reader - source) % 2
+
+
+TILES = {  # docs/choosing.md: of ring, Ulysses, hybrid and ring of rings; by alltoall, then by allgather
+    Contiguous(): ([(1, 4), (1, 1), (1, 2), (1, 4)], [(1, 2), (1, 1), (1, 2), (1, 4)]),
+    HeadTail(): ([(4, 4), (1, 1), (2, 2), (4, 4)], [(2, 3), (1, 1), (2, 2), (4, 5)]),
+    Striped(2): ([(4, 4), (16, 16), (8, 8), (4, 4)], [(4, 4), (16, 16), (8, 8), (4, 4)]),
+    MirroredBatch(): ([(5, 5), (8, 8), (5, 5), (5, 5)], [(3, 4), (8, 8), (5, 5), (5, 5)]),
+}
+
+
+@pytest.mark.parametrize("layout", TILES, ids=repr)
+def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
+    """The least and the most of a forward on any rank."""
+    division = LayoutDivision(layout, 64, 64, 2, RANKS)
+    for rotation, expected in zip((AllToAll(), AllGather()), TILES[layout], strict=True):
+        found = []
+        for panel in plot_methods.PANELS:
+            counts = []
+            for _, decision in plot_methods.decisions(panel, division, rotation):
+                rings = [decision] if isinstance(decision, RingDecision) else [ring for ring in decision.inner if ring]
+                counts.append(sum(len(step.tiles) for ring in rings for step in ring.plan.forward))
+            found.append((min(counts), max(counts)))
+        assert found == expected
 
 
 def test_pictures_follow_the_division_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from cp_dtensor.local_attention.math import MathAttention
 from cp_dtensor.masks import Mask
 from cp_dtensor.planning import CallRequest
 from cp_dtensor.rotation.alltoall import AllToAll
+from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import gathered_rows
 from cp_dtensor.splitting import decide
@@ -95,9 +96,8 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
     before, during = (np.full((HEADS, seq_len), NOBODY) for _ in range(2))
     owner, step, inner_step = (np.full(by_pair, NOBODY) for _ in range(3))
     times = np.zeros(by_pair, dtype=int)
-    for ranks in _every_rank(panel.shape):
-        division = LayoutDivision(layout, seq_len, seq_len, 1, ranks.size)
-        decision = decide(_request(division), panel.method, ranks)
+    division = LayoutDivision(layout, seq_len, seq_len, 1, int(np.prod(panel.shape)))
+    for ranks, decision in decisions(panel, division, AllToAll()):
         rank = ranks.rank
         before[:, _rows(division, rank)] = rank
         heads, rows = _held(decision, division, ranks)
@@ -109,6 +109,14 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
                 for array, value in ((owner, rank), (step, tile.step), (inner_step, tile.inner_step)):
                     array[place] = np.where(tile.seen, value, array[place])
     return Picture(before, during, owner, step, inner_step, times)
+
+
+def decisions(
+    panel: Panel, division: LayoutDivision, rotation: RotationMethod
+) -> Iterator[tuple[SequenceRanks, Decision]]:
+    """What every rank decides of a causal call of `HEADS` heads."""
+    for ranks in _every_rank(panel.shape):
+        yield ranks, decide(_request(division, rotation), panel.method, ranks)
 
 
 def _every_rank(shape: tuple[int, ...]) -> Iterator[SequenceRanks]:
@@ -126,11 +134,10 @@ def _group(rank: int, size: int) -> dist.ProcessGroup:
     return make(rank, size)
 
 
-def _request(division: LayoutDivision) -> CallRequest:
+def _request(division: LayoutDivision, rotation: RotationMethod) -> CallRequest:
     problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS, staircase=False)
-    return CallRequest(
-        division, Mask.CAUSAL, problem, 1, problem.head_dim, torch.device("cpu"), MathAttention(), AllToAll()
-    )
+    device = torch.device("cpu")
+    return CallRequest(division, Mask.CAUSAL, problem, division.batch_size, 4, device, MathAttention(), rotation)
 
 
 def _rows(division: LayoutDivision | UnitedDivision, rank: int) -> list[int]:
