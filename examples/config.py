@@ -118,7 +118,7 @@ class Compile:
     enable: bool = False
     """Compile each layer with `torch.compile(fullgraph=True)`."""
     backend: str = "inductor"
-    """What compiles: "inductor", which wants a C++ compiler on CPUs, or "aot_eager", which captures and runs uncompiled."""
+    """"inductor", which wants a C++ compiler on CPUs, or "aot_eager", which captures and runs uncompiled."""
 
 
 @dataclass(frozen=True)

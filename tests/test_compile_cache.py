@@ -1,6 +1,7 @@
 """What Inductor keeps on disk: code that was compiled outside of a context is not used inside, in any process."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ def first_process(rank: int, folder: str) -> None:
     start(folder, rank)
     everything = [check(rank, layout) for layout in (None, HeadTail(), Contiguous())]
     assert hits() == 0
-    for one, other in zip(everything, everything[1:], strict=False):
+    for one, other in pairwise(everything):
         assert not torch.equal(one[0], other[0])
 
 

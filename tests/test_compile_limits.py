@@ -1,0 +1,150 @@
+"""torch.compile where it cannot do what is asked for, or would do it for somebody else: refused, or compiled anew."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_checks import Shards, causal, compiled, equal, fresh, no_compilation
+from processes import Processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
+
+from cp_dtensor import Contiguous, HeadTail, context_parallel, context_parallel_attention, ring_attention
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    two = Processes(2, timeout=120)
+    yield two
+    two.stop()
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Processes]:
+    four = Processes(4, timeout=120)
+    yield four
+    four.stop()
+
+
+def refusals(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = (each.detach() for each in Shards(rank).inputs())
+
+    def fails(function: Any, *args: torch.Tensor, match: str) -> None:
+        with pytest.raises(Exception, match=match):  # Dynamo's own errors, with the text of ours in them
+            compiled(function)(*args)
+
+    def enters(q: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    fails(enters, q, match="cannot be entered inside of a torch.compile'd function")
+    with pytest.raises(RuntimeError, match=r"cannot be entered inside of a torch\.compile'd function"):
+        torch.compile(enters, backend="aot_eager")(q)  # runs between graphs
+    fails(lambda q, k, v: ring_attention(q, k, v, mesh=mesh), q, k, v, match="or enable_gqa=True")
+    fails(lambda q: ring_attention(q, q, q, mesh=mesh, rotate_method="no"), q, match="unknown rotate method")
+    fails(lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), q, match="mesh of two dims")
+    mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
+    with context_parallel(mesh):
+        fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match="attn_mask is not supported")
+        fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), q, match="dropout is not supported")
+        fails(lambda q: flex_attention(q, q, q), q, match="FlexAttention is not supported")
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+        fails(lambda q: attention(q, q, q)[0], q[0], match="need_weights=True")
+        equal(compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0]),
+              attention(q[0], q[0], q[0], need_weights=False)[0], "need_weights=False")  # fmt: skip
+    with pytest.raises(ValueError, match="local tokens on rank"):
+        compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
+
+
+def test_refusals(processes: Processes) -> None:
+    processes.run(refusals)
+
+
+def other_threads(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    function = compiled(causal)
+    shards = Shards(rank)
+    results = []
+    with context_parallel(mesh):
+        shards.check(function)
+        thread = threading.Thread(target=lambda: results.append(function(*shards.inputs())))
+        thread.start()  # which is in no context
+        thread.join()
+    equal(results[0], causal(*shards.inputs()), "a thread outside of the context")
+
+
+def test_other_threads_are_in_no_context(processes: Processes) -> None:
+    processes.run(other_threads)
+
+
+def other_groups(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    one_axis = init_device_mesh("cpu", (4,))
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Any, method: str) -> torch.Tensor:
+        return context_parallel_attention(
+            q * 2.0, k, v, mesh=mesh, method=method, layout=HeadTail(), is_causal=True, enable_gqa=True
+        ) * 3.0  # fmt: skip
+
+    for each, method in ((mesh, "hybrid"), (mesh, "ring"), (one_axis, "ulysses")):
+        Shards(rank, 17, ranks=4).check(compiled(attention), each, method)
+    ring, other = mesh["ring"], mesh["ulysses"]
+    function = compiled(causal)
+    for _ in range(2):
+        for axis, place in ((ring, rank // 2), (other, rank % 2)):
+            with context_parallel(axis, layout=Contiguous()):
+                Shards(place, 12, layout=Contiguous()).check(function)
+    with no_compilation(), context_parallel(mesh, method="ring"):
+        with context_parallel(other, layout=Contiguous()):
+            Shards(rank % 2, 12, layout=Contiguous()).check(function)
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            function(*Shards(rank, 12, ranks=4).inputs())
+
+
+def test_two_axes_and_groups_that_take_turns(four_processes: Processes) -> None:
+    four_processes.run(other_groups)
+
+
+def test_dynamo_that_is_loaded_inside_of_a_context() -> None:
+    program = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cp_dtensor import context_parallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert "torch._dynamo" not in sys.modules
+q = torch.randn(1, 2, 8, 4)
+targets = []
+
+def backend(module, inputs):
+    from torch._dynamo.backends.common import aot_autograd
+    compiler = lambda graph, _: targets.extend(str(node.target) for node in graph.graph.nodes) or graph.forward
+    return aot_autograd(fw_compiler=compiler)(module, inputs)
+
+with context_parallel(dist.group.WORLD):
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=backend, fullgraph=True)
+    compiled(q)
+    assert "cp_dtensor.attention.default" in targets, targets
+targets.clear()
+compiled(q)
+assert targets and "cp_dtensor.attention.default" not in targets, targets
+from torch._dynamo import eval_frame
+assert eval_frame._callback_from_stance.__module__ == "torch._dynamo.eval_frame"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
