@@ -23,8 +23,8 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     Args:
         mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with "ring",
             "ulysses", "cp", "sp", "seq" or "context", so that nobody shards a sequence over a data-parallel axis by
-            mistake. The one called "ulysses" is the inner axis, otherwise the second: its ranks own neighbouring parts
-            of the sequence.
+            mistake. The one whose name begins with "ulysses" is the inner axis, otherwise the second: its ranks own
+            neighbouring parts of the sequence.
 
     Raises:
         TypeError: anything else.
@@ -42,18 +42,24 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
         raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(name.startswith(_SEQUENCE_AXES) for name in names))):
-        hint = f"mesh[{names[-1]!r}]" if names else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        sequence = [name for name in names if name.startswith(_SEQUENCE_AXES)][-2:] or list(names[-1:])
+        hint = (
+            f"mesh[{', '.join(map(repr, sequence))}]"
+            if sequence
+            else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        )
         raise ValueError(
             "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
             f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
-            f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass one axis of it, such as {hint}"
+            f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass those axes of it, such as {hint}"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
     if mesh.ndim == 1:
         return SequenceRanks(mesh.get_group())
     inner = inner_axis(mesh)
-    return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner))
+    members = frozenset(mesh.mesh.flatten().tolist())
+    return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner), members)
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:
@@ -68,7 +74,7 @@ def axis_names(mesh: Mesh) -> tuple[str, ...]:
 def inner_axis(mesh: DeviceMesh) -> int:
     """Which of two axes is the inner one."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
-    return names.index("ulysses") if "ulysses" in names else 1
+    return next((axis for axis, name in enumerate(names) if name.startswith("ulysses")), 1)
 
 
 def checked_method(method: str) -> str:

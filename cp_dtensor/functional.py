@@ -164,7 +164,7 @@ def _parts(layout: Layout | None) -> tuple[type[Layout], tuple[object, ...]] | N
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 is left alone."""
-    if not isinstance(tensor, torch.Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor
     if not torch.is_autocast_enabled(tensor.device.type):
         return tensor

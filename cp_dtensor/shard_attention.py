@@ -147,7 +147,7 @@ class ShardRecipe(Recipe):
         return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug)
 
     def _ranks(self) -> SequenceRanks:
-        return SequenceRanks(*map(_torch_private.group_of_name, self.groups))
+        return SequenceRanks.over([_torch_private.group_of_name(name) for name in self.groups])
 
 
 def check_batch_size(q: torch.Tensor, settings: AttentionSettings) -> None:

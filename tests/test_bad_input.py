@@ -136,7 +136,8 @@ def on_mesh(rank: int, make: Callable[[], DeviceMesh]) -> None:
 )
 def test_a_mesh_of_two_other_dims_is_refused_with_a_hint(names: tuple[str, str] | None, hint: str) -> None:
     message = (
-        rf"expected a mesh of one dim.*got 2 dims \(names .*, shape \(1, 3\)\)\. Pass one axis of it, such as .*{hint}"
+        rf"expected a mesh of one dim.*got 2 dims \(names .*, shape \(1, 3\)\)\. Pass those axes of it, such as "
+        rf".*{hint}"
     )
     with recorded_collectives() as collectives, pytest.raises(ValueError, match=message):
         run_ranks(RANKS, on_mesh, lambda: init_device_mesh("cpu", (1, RANKS), mesh_dim_names=names))

@@ -94,6 +94,8 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str, caps
 def test_graphs_are_contestants_of_their_own() -> None:
     names = [contestant.name for contestant in contestants_by_name(["ideal", "ours-allgather"], graph=True)]
     assert names == ["ideal", "ours-allgather", "ours-allgather graph"]
+    both = [each.name for each in contestants_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
+    assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
 
 
 # Numbers

@@ -125,10 +125,10 @@ MESH_ENTRIES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("entry", MESH_ENTRIES.values(), ids=MESH_ENTRIES)
 def test_axes_that_may_not_be_the_sequences_are_refused_with_a_hint(entry: Callable[[Any], object]) -> None:
     for names, shape, hint in (
-        (("dp", "cp"), (2, 2), r"names \('dp', 'cp'\), shape \(2, 2\)\)\. Pass one axis of it, such as mesh\['cp'\]"),
-        (("ring", "tp"), (1, 2), r"Pass one axis of it, such as mesh\['tp'\]"),
+        (("dp", "cp"), (2, 2), r"names \('dp', 'cp'\), shape \(2, 2\)\)\. Pass those axes of it, such as mesh\['cp'\]"),
+        (("ring", "tp"), (1, 2), r"Pass those axes of it, such as mesh\['ring'\]"),
         (None, (2, 2), r"names None.*such as init_device_mesh\(\.\.\., mesh_dim_names=\.\.\.\) and mesh\['cp'\]"),
-        (("dp", "ring", "ulysses"), (1, 2, 2), r"shape \(1, 2, 2\)"),
+        (("dp", "ring", "ulysses"), (1, 2, 2), r"shape \(1, 2, 2\)\)\. Pass .* such as mesh\['ring', 'ulysses'\]"),
     ):
         message = rf"expected a mesh of one dim.*such as \('ring', 'ulysses'\) or \('cp_node', 'cp_gpu'\); got.*{hint}"
         check_refused(shape, names, message, entry)

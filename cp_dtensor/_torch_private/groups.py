@@ -15,8 +15,12 @@ def name_of_group(group: dist.ProcessGroup) -> str:
         ValueError: a group that torch does not know.
     """
     name: str = group.group_name
-    if group_of_name(name) is not group:
-        raise ValueError(f"expected a group that torch.distributed has made, got one that it does not know as {name!r}")
+    try:
+        group_of_name(name)  # Dynamo may have given us a stand-in for the group, which has its name
+    except (RuntimeError, LookupError) as error:
+        raise ValueError(
+            f"expected a group that torch.distributed has made, got one that it does not know as {name!r}"
+        ) from error
     return name
 
 

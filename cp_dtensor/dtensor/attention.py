@@ -88,7 +88,7 @@ def plan_dtensor_call(
     groups = [mesh.get_group(axis) for axis in plan.axes]
     problem = describe_problem(q, k, v, staircase=False)
     request = _request(q, problem, division, rotation_by_name(None), is_causal, backend or choose_backend(problem))
-    return _decide(request, plan, groups).call(SequenceRanks(*groups) if groups else None, scale)
+    return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
 
 def _request(
@@ -111,7 +111,7 @@ def _decide(request: CallRequest, plan: AttentionPlacements, groups: list[dist.P
     """How the work is spread; `groups` are those of the axes whose ranks share the sequence."""
     if not groups:
         return decide_ring(request, None, 0)
-    ranks = SequenceRanks(*groups)
+    ranks = SequenceRanks.over(groups)
     if plan.ulysses_axis is None:
         return decide_ring(request, ranks.outer, ranks.rank)
     return decide_ulysses(request, ranks)
@@ -149,7 +149,7 @@ class _DTensorRecipe(Recipe):
         problem = describe_problem(q, k, v, staircase=False)
         request = _request(q, problem, division, self.rotation, is_causal, choose_backend(problem, allowed))
         groups = [_torch_private.group_of_name(name) for name in self.groups]
-        return _decide(request, self.plan, groups).call(SequenceRanks(*groups) if groups else None, scale)
+        return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
 
 @dataclass(frozen=True)

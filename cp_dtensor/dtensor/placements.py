@@ -95,7 +95,7 @@ def _ulysses_axis(
 ) -> int | None:
     """Rows can be exchanged for heads over axes on which all three are sharded along the sequence."""
     axes = [axis for axis, placements in enumerate(zip(q, k, v, strict=True)) if all(map(on_seq, placements))]
-    named = [axis for axis in axes if axis_names and axis_names[axis] == "ulysses"]
+    named = [axis for axis in axes if axis_names and axis_names[axis].startswith("ulysses")]
     if named:
         return named[0]
     return axes[1] if len(axes) > 1 else None

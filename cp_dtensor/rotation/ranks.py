@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,13 @@ class SequenceRanks:
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup | None = None
+    members: frozenset[int] = field(default=frozenset(), compare=False)
+    """All of them, as the default process group counts them, where it is known; else those on this rank's axes."""
+
+    @classmethod
+    def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
+        """Over one axis or two, the outer one first."""
+        return cls(groups[0], groups[1] if len(groups) > 1 else None)
 
     @property
     def rank(self) -> int:
@@ -42,8 +50,8 @@ class SequenceRanks:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> set[int]:
-        """The ranks of both axes through this one, as the default process group counts them."""
-        return {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
+        """The ranks that share the sequence, as the default process group counts them."""
+        return set(self.members) or {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """(...) of equal shape on every rank to (ranks, ...)."""

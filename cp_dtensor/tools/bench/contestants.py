@@ -31,6 +31,7 @@ from cp_dtensor.tools.bench.work import Attention
 
 OURS_PREFIX = "ours-"
 GRAPH_SUFFIX = " graph"
+COMPILED_SUFFIX = " compiled"
 _TORCH_ROTATIONS = ("allgather", "alltoall")
 
 
@@ -78,8 +79,10 @@ class Contestant:
     """What the library's cost model says of a case and pass, on the slowest rank."""
 
 
-def contestants_by_name(names: Sequence[str] | None, graph: bool) -> tuple[Contestant, ...]:
-    """The contestants of these names, all if None, in their order of appearance; with `graph`, ours also as graphs.
+def contestants_by_name(
+    names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False
+) -> tuple[Contestant, ...]:
+    """The contestants of these names, all if None, in their order of appearance; ours also compiled and as graphs.
 
     Raises:
         ValueError: nobody is called so.
@@ -91,7 +94,12 @@ def contestants_by_name(names: Sequence[str] | None, graph: bool) -> tuple[Conte
     result = []
     for contestant in chosen:
         result.append(contestant)
-        if graph and contestant.name.startswith(OURS_PREFIX):
+        if not contestant.name.startswith(OURS_PREFIX):
+            continue
+        if compiled:
+            attention = partial(_compiled, contestant.attention)
+            result.append(dataclasses.replace(contestant, name=contestant.name + COMPILED_SUFFIX, attention=attention))
+        if graph:
             result.append(dataclasses.replace(contestant, name=contestant.name + GRAPH_SUFFIX, captured=True))
     return tuple(result)
 
@@ -156,6 +164,14 @@ def _our_refusal(way: Way, case: Case, world_size: int) -> str | None:
     if degree is not None and (world_size % degree or degree >= world_size):
         return f"{world_size} ranks are no mesh of several times {degree}"
     return None
+
+
+@contextmanager
+def _compiled(
+    eager: Callable[[Case, torch.device], AbstractContextManager[Attention]], case: Case, device: torch.device
+) -> Iterator[Attention]:
+    with eager(case, device) as attention:
+        yield torch.compile(attention, fullgraph=True)
 
 
 @contextmanager

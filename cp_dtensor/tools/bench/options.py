@@ -67,7 +67,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     if use_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     try:
-        contestants = contestants_by_name(given.contestants, given.graph)
+        contestants = contestants_by_name(given.contestants, graph=given.graph, compiled=given.compile)
     except ValueError as error:
         parser.error(str(error))
     cases = grid(
@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
     what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
+    what.add_argument("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
     how = parser.add_argument_group("how")
     how.add_argument("--quick", action="store_true", help="a small run; other options still count")
     how.add_argument("--repeats", type=_positive, default=20, help="timed calls of a row")
