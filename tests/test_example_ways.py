@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from processes import Processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +68,16 @@ def test_a_large_error_on_one_rank_ends_every_rank_with_an_error(ranks: Processe
     assert ranks.run(exit_code, 1e-9) == [1] * 4
     assert ranks.run(exit_code, float("inf")) == [1] * 4
     assert ranks.run(exit_code, 1e-11) == [0] * 4
+
+
+def test_no_number_and_no_gradient_are_infinite_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WAYS))
+    error = importlib.import_module("check").error
+    right = torch.arange(4.0)
+    wrong = torch.tensor([0.0, 1.0, 2.5, 3.0])
+    assert error([right, wrong], [right, right]) == error([wrong, right], [right, right]) == 0.5
+    assert error([right, torch.tensor([0.0, math.nan])], [right, right[:2]]) == math.inf
+    assert error([None, right], [right, right]) == math.inf
 
 
 def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
