@@ -99,16 +99,22 @@ class UlyssesCall(AttentionCall):
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
-        saved: list[torch.Tensor] = []
+        of_queries = [of_stage[:1] for of_stage in self.kinds]
         with on_device_of(q):
-            arriving = self.exchange.to_heads([[q, out], [k, v]], self.kinds, self.group)
-            of_queries = [of_stage[:1] for of_stage in self.kinds]
-            lse_arriving = CollectiveHeads().to_heads([[lse.unsqueeze(3)]], of_queries, self.group)
-            for inner in self.inner:
-                (stage_q, stage_out), (stage_k, stage_v) = arriving.receive()
-                ((stage_lse,),) = lse_arriving.receive()
-                saved += inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse.squeeze(3))
-        return tuple(saved)
+            # One exchange after the other: they share the memory in which ranks publish.
+            arriving = self.exchange.to_heads([[q], [k, v]], self.kinds, self.group)
+            inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
+            arriving = self.exchange.to_heads([[out]], of_queries, self.group)
+            outs = [arriving.receive()[0][0] for _ in self.inner]
+            arriving = CollectiveHeads().to_heads([[lse.unsqueeze(3)]], of_queries, self.group)
+            lses = [arriving.receive()[0][0].squeeze(3) for _ in self.inner]
+            return tuple(
+                tensor
+                for inner, (stage_q, stage_k, stage_v), stage_out, stage_lse in zip(
+                    self.inner, inputs, outs, lses, strict=True
+                )
+                for tensor in inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse)
+            )
 
     def _grad_of_units(self, like: torch.Tensor) -> torch.Tensor:
         rows = sum(self.kinds[0][1].rows.lengths[self.group.rank()])

@@ -150,6 +150,36 @@ def test_random_delays_on_random_ranks_change_nothing(
         assert not wrong, wrong
 
 
+def _compiled(rank: int, method: str, stages: int) -> list[float]:
+    problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.bfloat16)
+    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
+    with ExitStack() as stack:
+        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
+        expected = _attend(inputs, problem, HeadTail(), method)
+        compiled = torch.compile(_attention_of(method, problem), fullgraph=True, backend="aot_eager")
+        *qkv, grad_out = inputs
+        q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
+        out = compiled(q, k, v)
+        out.backward(grad_out)
+    results = (out.detach(), q.grad, k.grad, v.grad)
+    return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True)]
+
+
+def _attention_of(method: str, problem: Problem) -> Any:
+    mesh = dist.group.WORLD
+    return lambda q, k, v: context_parallel_attention(
+        q, k, v, mesh=mesh, method=method, is_causal=problem.is_causal, enable_gqa=True, seq_len=problem.q_len
+    )
+
+
+@pytest.mark.parametrize(("method", "stages"), [("ring", 1), ("ulysses", 1), ("ulysses", 2)])
+def test_compiled_equals_eager(gpus: Processes, method: str, stages: int) -> None:
+    for worst in gpus.run(_compiled, method, stages):
+        assert max(worst) == 0, worst
+
+
 def _graph(rank: int) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
     inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
