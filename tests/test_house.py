@@ -27,6 +27,7 @@ LAYERS = {
     "head_division": 0,
     "two_axes": 0,
     "local_attention": 1,
+    "masked_attention": 1,
     "merge": 1,
     "sums": 1,
     "accumulate": 1,

@@ -1,105 +1,113 @@
 """Attention of one tile as a Triton kernel that continues from, and hands on, a partial result in float32.
 
-FlashAttention-2 (arXiv 2307.08691, algorithm 1), with exp2 and the scale folded into one multiply-add per logit. Keys
-that every row of a block of rows sees are read in a loop without masks; only the blocks on the diagonal and the last,
-ragged one pay for a mask, and blocks that no row sees are not read.
+FlashAttention-2 (arXiv 2307.08691, algorithm 1), with exp2 and the scale folded into one multiply-add per logit. Blocks
+of keys that every row of a block of rows sees wholly are read in a loop without masks; only those that some row sees in
+part pay for a mask, and blocks that no row sees are not read.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+from cp_dtensor.kernels.attention_common import (
+    INTERVALS,
+    LN_2,
+    LOG2_E,
+    NO_BIAS,
+    bias_arguments,
+    described,
+    load_bias,
+    load_rows,
+    mask_arguments,
+    seen_columns,
+)
+from cp_dtensor.kernels.attention_configs import ForwardConfig, can_use_tma, default_config, padded
 
-
-@triton.jit
-def _load_rows(
-    source, batch, head, start, length, stride_s,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK, BLOCK_DIM): rows from `start` of one (batch, head); 0 beyond `length` (if RAGGED) and beyond DIM.
-
-    `source` is a descriptor of the whole tensor with TMA, else a pointer to row 0 of this (batch, head).
-    """
-    if TMA:
-        block = source.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_DIM)
-    else:
-        row = tl.arange(0, BLOCK)[:, None]
-        dim = tl.arange(0, BLOCK_DIM)[None, :]
-        # Offsets inside of a block fit 32 bits (the launcher sees to it) and do not change from block to block.
-        ptrs = source + tl.cast(start, tl.int64) * stride_s + (row * stride_s + dim)
-        if RAGGED:
-            block = tl.load(ptrs, mask=(start + row < length) & (dim < DIM), other=0.0)
-        elif DIM < BLOCK_DIM:
-            block = tl.load(ptrs, mask=dim < DIM, other=0.0)
-        else:
-            block = tl.load(ptrs)
-    return block
+__all__ = ["ForwardConfig", "attention_forward_kernel", "can_use_tma", "default_config", "launch_attention_forward"]
 
 
 @triton.jit
 def _attend(
-    acc, total, largest, q, seen_columns, scale_log2,
-    k, v, batch, kv_head, first, last, columns, k_stride_s, v_stride_s,
+    acc, total, largest, q, row, lo, hi, scale_log2,
+    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns,
+    k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Goes on with columns [first, last). `acc` and `total` are relative to exp2(`largest`).
+    """Goes on with `count` blocks of columns. `acc` and `total` are relative to exp2(`largest`).
 
-    MASKED: row i sees columns below `seen_columns[i]` only; otherwise all rows see all of these columns.
+    MASKED: `before` of them begin at column `first`, the others come `gap` blocks later; row i sees [lo_i, hi_i).
+    Otherwise they begin at `first`, and all rows see all of them.
     """
-    for start in tl.range(first, last, BLOCK_COLUMNS):
-        k_block = _load_rows(
+    for index in tl.range(0, count):
+        if MASKED and MASK == INTERVALS:
+            start = first + tl.where(index < before, index, index + gap) * BLOCK_COLUMNS
+        elif MASKED:
+            start = first + (index + gap) * BLOCK_COLUMNS
+        else:
+            start = first + index * BLOCK_COLUMNS
+        k_block = load_rows(
             k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
         )
         logits = tl.dot(q, tl.trans(k_block), input_precision="ieee")
+        column = start + tl.arange(0, BLOCK_COLUMNS)
+        if BIAS != NO_BIAS:
+            logits = logits * scale_log2 + load_bias(
+                bias, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
+            )
         if MASKED:
-            column = start + tl.arange(0, BLOCK_COLUMNS)
-            logits = tl.where(column[None, :] < seen_columns[:, None], logits, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 1) * scale_log2)
-        if MASKED:  # a row may have seen nothing yet, and -inf - -inf would be NaN
+            seen = column[None, :] < hi[:, None]
+            if MASK == INTERVALS:
+                seen = seen & (column[None, :] >= lo[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        if BIAS != NO_BIAS:
+            new_largest = tl.maximum(largest, tl.max(logits, 1))
+        else:
+            new_largest = tl.maximum(largest, tl.max(logits, 1) * scale_log2)
+        if MASKED or BIAS != NO_BIAS:  # a row may have seen nothing yet, and -inf - -inf would be NaN
             shift = tl.where(new_largest > float("-inf"), new_largest, 0.0)
         else:
             shift = new_largest
-        weights = tl.math.exp2(logits * scale_log2 - shift[:, None])
+        if BIAS != NO_BIAS:
+            weights = tl.math.exp2(logits - shift[:, None])
+        else:
+            weights = tl.math.exp2(logits * scale_log2 - shift[:, None])
         decay = tl.math.exp2(largest - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        v_block = _load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
+        v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
         acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision="ieee")
         largest = new_largest
     return acc, total, largest
 
 
 # What differs from tile to tile and does not make the code better is not specialised on: tiles share their code.
-_NOT_SPECIALIZED = ["rows", "columns", "offset", "group"]
+_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "intervals_stride_b"]
 _LSE = ["lse_ptr", "lse_stride_b", "lse_stride_h", "state_lse_ptr", "state_lse_stride_b", "state_lse_stride_h"]
+_NOT_ALIGNED = [*_LSE, "sinks_ptr", "lo_ptr", "hi_ptr"]
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_LSE)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
 def attention_forward_kernel(
-    out_ptr, lse_ptr, q_ptr, k, v, state_ptr, state_lse_ptr,
+    out_ptr, lse_ptr, q_ptr, k, v, state_ptr, state_lse_ptr, lo_ptr, hi_ptr, bias_ptr, sinks_ptr,
     rows, columns, offset, scale_log2, group,
     out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     state_stride_b, state_stride_h, state_stride_s, state_lse_stride_b, state_lse_stride_h,
+    intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_STATE: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they see.
 
     Example, head dim 1, scale 1: q 0 sees keys with values 1 and 3: out 2, lse log 2. With the state (5, log 2) before
-    that: out (2 * 5 + 1 + 3) / 4 = 3.5, lse log 4.
+    that: out (2 * 5 + 1 + 3) / 4 = 3.5, lse log 4. With a sink of log 2 instead: out (1 + 3) / 4 = 1, lse log 4.
     """
     head = tl.program_id(0)
     batch = tl.program_id(2)
@@ -116,6 +124,9 @@ def attention_forward_kernel(
     if not TMA:
         k += batch_64 * k_stride_b + kv_head_64 * k_stride_h
         v += batch_64 * v_stride_b + kv_head_64 * v_stride_h
+    bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
+    lo_ptr += batch_64 * intervals_stride_b
+    hi_ptr += batch_64 * intervals_stride_b
 
     if HAS_STATE:
         state_lse = tl.load(
@@ -130,39 +141,43 @@ def attention_forward_kernel(
         seen = state_lse > float("-inf")
         acc = tl.where(seen[:, None], acc, 0.0)
         total = tl.where(seen, 1.0, 0.0)
-        largest = state_lse * _LOG2_E
+        largest = state_lse * LOG2_E
     else:
         acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    if HAS_SINKS:  # a key of that logit whose value is 0
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        new_largest = tl.maximum(largest, sink)
+        shift = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+        decay = tl.math.exp2(largest - shift)
+        total = total * decay + tl.math.exp2(sink - shift)
+        acc = acc * decay[:, None]
+        largest = new_largest
     q = tl.load(
         q_ptr + batch_64 * q_stride_b + head_64 * q_stride_h + row_64[:, None] * q_stride_s + dim[None, :],
         mask=in_rows[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
 
-    if CAUSAL:
-        seen_columns = tl.minimum(row + offset + 1, columns)
-        seen_by_all = tl.minimum(tl.maximum(first_row + offset + 1, 0), columns)
-        seen_by_any = tl.minimum(tl.maximum(tl.minimum(first_row + BLOCK_ROWS, rows) + offset, 0), columns)
-    else:
-        seen_columns = tl.zeros_like(row) + columns
-        seen_by_all = columns
-        seen_by_any = columns
-    unmasked = seen_by_all // BLOCK_COLUMNS * BLOCK_COLUMNS
+    lo, hi, first, blocks, before, whole = seen_columns(
+        lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK
+    )
     acc, total, largest = _attend(
-        acc, total, largest, q, seen_columns, scale_log2,
-        k, v, batch, kv_head, 0, unmasked, columns, k_stride_s, v_stride_s,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, False, TMA,
+        acc, total, largest, q, row, lo, hi, scale_log2,
+        k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
+        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, TMA,
     )  # fmt: skip
     acc, total, largest = _attend(
-        acc, total, largest, q, seen_columns, scale_log2,
-        k, v, batch, kv_head, unmasked, seen_by_any, columns, k_stride_s, v_stride_s,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, True, TMA,
+        acc, total, largest, q, row, lo, hi, scale_log2,
+        k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
+        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, TMA,
     )  # fmt: skip
 
     safe_total = tl.where(total > 0.0, total, 1.0)  # of a row that has seen nothing, acc is 0 and largest -inf
     out = acc * (1.0 / safe_total)[:, None]
-    lse = (largest + tl.math.log2(safe_total)) * _LN_2
+    lse = (largest + tl.math.log2(safe_total)) * LN_2
     if HAS_STATE:
         # Row values are replicated over the warps of a program: without this barrier one warp could store the new LSE
         # in place before another has loaded the old one.
@@ -170,45 +185,6 @@ def attention_forward_kernel(
     out_ptrs = out_ptr + batch_64 * out_stride_b + head_64 * out_stride_h
     tl.store(out_ptrs + row_64[:, None] * out_stride_s + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=in_tile)
     tl.store(lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row_64, lse, mask=in_rows)
-
-
-@dataclass(frozen=True)
-class ForwardConfig:
-    """How the kernel cuts up a tile; what it computes does not depend on it."""
-
-    block_rows: int
-    block_columns: int
-    warps: int
-    stages: int
-    """Blocks of K and V in flight or in use at once."""
-    tma: bool = False
-    """Read K and V by tensor descriptors, which takes fewer registers; only where `can_use_tma` says so."""
-
-
-_HOPPER_CONFIGS = {
-    16: ForwardConfig(128, 128, 8, 3),
-    32: ForwardConfig(128, 128, 8, 3),
-    64: ForwardConfig(128, 128, 8, 3),
-    128: ForwardConfig(128, 128, 8, 2),
-    256: ForwardConfig(128, 64, 8, 2),
-}
-"""By padded head dim, for 16-bit dtypes: with descriptors, as much as registers hold without spilling."""
-
-
-def default_config(k: torch.Tensor, v: torch.Tensor) -> ForwardConfig:
-    """A config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv) that fits a Hopper GPU."""
-    config = _HOPPER_CONFIGS[_padded(max(k.size(3), v.size(3)))]
-    return replace(config, tma=can_use_tma(k, v))
-
-
-def can_use_tma(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether tensor descriptors of K and V can be made: they want at least one row, and 16-byte alignment."""
-    return all(
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
-        for x in (k, v)
-    )
 
 
 def launch_attention_forward(
@@ -220,6 +196,9 @@ def launch_attention_forward(
     scale: float,
     *,
     causal_offset: int | None = None,
+    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     state: tuple[torch.Tensor, torch.Tensor] | None = None,
     config: ForwardConfig | None = None,
 ) -> None:
@@ -230,13 +209,19 @@ def launch_attention_forward(
 
     Args:
         out: (B, H, S, Dv), float32 to hand on to a next tile, or the dtype of the result: rounded once. The last dim
-            contiguous, as in all of these.
+            contiguous, as in all of these but the bias.
         lse: (B, H, S), float32: natural log of the softmax denominator of the scaled logits.
         q: (B, H, S, D), bfloat16 or float16 (in the interpreter: float16 or float32). D at most 256, as Dv.
         k: (B, Hkv, T, D); query head h reads key head h // (H / Hkv).
         v: (B, Hkv, T, Dv).
         scale: > 0, since masks are applied before it.
         causal_offset: row i sees column j iff j <= i + causal_offset; None: every row sees every column.
+        intervals: instead of `causal_offset`, `(lo, hi)`, int32, (S,) or (B, S): row i sees columns lo_i <= j < hi_i.
+            Any numbers are right; little is read that is not seen if neither ever decreases.
+        bias: broadcasts to (B, H, S, T), with any strides; added to the scaled logits (any floating dtype, -inf
+            hides), or boolean (False hides).
+        sinks: (H,), floating: a logit for each query head that counts in the denominator alone. Once for each row: in
+            one of the tiles that are carried.
         state: `(out, lse)` of the tiles before, as this writes them; may be `(out, lse)` itself. Its `out` is not
             looked at where its lse is -inf. To continue some rows only, pass slices of them throughout.
         config: block sizes and the like; None: `default_config`.
@@ -244,29 +229,27 @@ def launch_attention_forward(
     assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     batch, heads, rows, head_dim = q.shape
+    columns, v_dim = v.shape[2:]
     if q.numel() == 0:
         return
     config = config or default_config(k, v)
-    v_dim, block_dim, block_v = v.size(3), _padded(head_dim), _padded(v.size(3))
-    assert config.block_columns * max(k.stride(2), v.stride(2)) < 2**31
-    sources: list[Any] = [k, v]
-    if config.tma:
-        shapes = [[1, 1, config.block_columns, width] for width in (block_dim, block_v)]
-        sources = [TensorDescriptor.from_tensor(x, shape) for x, shape in zip((k, v), shapes, strict=True)]
+    block_dim, block_v = padded(head_dim), padded(v_dim)
+    mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
+    lo, hi = intervals or (lse, lse)
+    assert lo.stride() == hi.stride()
+    bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
     state_out, state_lse = (out, lse) if state is None else state
-    # Beyond these all or none are seen anyway, and the kernel computes with 32 bits.
-    offset = 0 if causal_offset is None else max(-rows, min(causal_offset, k.size(2)))
     attention_forward_kernel[heads, triton.cdiv(rows, config.block_rows), batch](
-        out, lse, q, *sources, state_out, state_lse,
-        rows, k.size(2), offset, scale * math.log2(math.e), heads // k.size(1),
+        out, lse, q,
+        described(k, config.block_columns, block_dim, config.tma),
+        described(v, config.block_columns, block_v, config.tma),
+        state_out, state_lse, lo, hi, bias, lse if sinks is None else sinks,
+        rows, columns, offset, scale * math.log2(math.e), heads // k.size(1),
         *out.stride()[:3], *lse.stride()[:2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *state_out.stride()[:3], *state_lse.stride()[:2],
+        lo.stride(0) if intervals is not None and lo.dim() == 2 else 0, *bias_strides,
         HEAD_DIM=head_dim, V_DIM=v_dim, BLOCK_DIM=block_dim, BLOCK_V=block_v,
         BLOCK_ROWS=config.block_rows, BLOCK_COLUMNS=config.block_columns,
-        CAUSAL=causal_offset is not None, HAS_STATE=state is not None, TMA=config.tma,
+        MASK=mask, BIAS=bias_kind, HAS_SINKS=sinks is not None, HAS_STATE=state is not None, TMA=config.tma,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))  # tl.dot takes no less

@@ -1,0 +1,141 @@
+"""Gradients of one tile of attention: the launchers of their kernels. Every sum has a fixed order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cp_dtensor.kernels.attention_backward_kv import attention_dkv_kernel
+from cp_dtensor.kernels.attention_backward_q import attention_delta_kernel, attention_dq_kernel, attention_rows_kernel
+from cp_dtensor.kernels.attention_common import bias_arguments, described, mask_arguments, rows_of_columns
+from cp_dtensor.kernels.attention_configs import BackwardConfig, ForwardConfig, default_backward_config, padded
+
+_BLOCK = 4096
+"""Elements of a program of the small kernels, at most."""
+
+
+def launch_attention_delta(delta: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes sum(out * grad_out) over Dv to `delta`, in float32; one launch.
+
+    Args:
+        delta: (B, H, S), float32; the last dim contiguous, as in all of these.
+        grad_out: (B, H, S, Dv), any floating dtype.
+        out: (B, H, S, Dv), any floating dtype.
+    """
+    batch, heads, rows, v_dim = out.shape
+    if out.numel() == 0:
+        delta.zero_()
+        return
+    block_v = padded(v_dim)
+    block_rows = _BLOCK // block_v
+    attention_delta_kernel[triton.cdiv(rows, block_rows), heads, batch](
+        delta, out, grad_out, rows, *delta.stride()[:2], *out.stride()[:3], *grad_out.stride()[:3],
+        V_DIM=v_dim, BLOCK_ROWS=block_rows, BLOCK_V=block_v,
+    )  # fmt: skip
+
+
+def launch_attention_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    *,
+    causal_offset: int | None = None,
+    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias: torch.Tensor | None = None,
+    config: BackwardConfig | None = None,
+) -> None:
+    """Writes this tile's share of the gradients to `dq`, `dk` and `dv`; three launches.
+
+    With P = exp(scale q k^T + bias - lse) where seen, else 0: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K,
+    dK = scale dS^T Q, summed over the query heads of a group.
+
+    Args:
+        dq: (B, H, S, D), float32 or narrower, as `dk` and `dv`; rounded once. The last dim contiguous, as in all of
+            these but the bias.
+        dk: (B, Hkv, T, D).
+        dv: (B, Hkv, T, Dv).
+        grad_out: (B, H, S, Dv), dO, in the dtype of q, k and v.
+        q, k, v: as given to `launch_attention_forward`.
+        lse: (B, H, S), float32, of all tiles (and sinks) of these rows.
+        delta: (B, H, S), float32: sum(out * grad_out) over Dv with the out of all tiles of these rows, less the
+            gradient of lse if there is one.
+        scale, causal_offset, intervals, bias: as given to `launch_attention_forward`.
+        config: block sizes and the like; None: `default_backward_config`.
+    """
+    assert scale > 0
+    assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
+    assert q.dtype == k.dtype == v.dtype == grad_out.dtype
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, columns, v_dim = v.shape[1:]
+    if q.numel() == 0 or k.numel() == 0:
+        for grad in (dq, dk, dv):
+            grad.zero_()
+        return
+    config = config or default_backward_config(q, k, v, grad_out)
+    mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
+    bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
+    block_dim, block_v = padded(head_dim), padded(v_dim)
+
+    # Kernels read whole blocks of these, which begin at any row; descriptors want lines of 16 bytes.
+    padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
+    padded_rows += -padded_rows % 4
+    shift, padded_delta = lse.new_empty((2, batch * heads, padded_rows), dtype=torch.float32)
+    attention_rows_kernel[triton.cdiv(padded_rows, _BLOCK), heads, batch](
+        shift, padded_delta, lse, delta, rows, padded_rows, *lse.stride()[:2], *delta.stride()[:2], BLOCK_ROWS=_BLOCK
+    )
+    lines = [shift, padded_delta]
+    lo = hi = ranges = lse  # which the kernels do not look at then
+    intervals_stride, ranges_strides = 0, (0, 0)
+    if intervals is not None:
+        lo, hi = (_padded_lines(x, padded_rows) for x in intervals)
+        ranges = rows_of_columns(*intervals, columns, config.dkv.block_columns)
+        lines += [lo, hi]
+        if lo.size(0) > 1:
+            intervals_stride = lo.stride(0)
+        ranges_strides = (ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0)
+
+    numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads // kv_heads, padded_rows)
+    strides = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], intervals_stride)
+    dims = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
+    kinds = {"MASK": mask, "BIAS": bias_kind}
+    cut = config.dkv
+    lines = [_described_lines(x, cut) for x in lines]
+    attention_dkv_kernel[kv_heads, triton.cdiv(columns, cut.block_columns), batch](
+        dk, dv,
+        described(grad_out, cut.block_rows, block_v, cut.tma), described(q, cut.block_rows, block_dim, cut.tma),
+        k, v, *(lines if len(lines) == 4 else (*lines, lo, hi)), ranges, bias,
+        *numbers, *dk.stride()[:3], *dv.stride()[:3], *strides, *ranges_strides, *bias_strides,
+        **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    cut = config.dq
+    attention_dq_kernel[heads, triton.cdiv(rows, cut.block_rows), batch](
+        dq, grad_out, q,
+        described(k, cut.block_columns, block_dim, cut.tma), described(v, cut.block_columns, block_v, cut.tma),
+        shift, padded_delta, lo, hi, bias,
+        *numbers, *dq.stride()[:3], *strides, *bias_strides,
+        **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+
+
+def _padded_lines(x: torch.Tensor, length: int) -> torch.Tensor:
+    """(S,) or (B, S) as a matrix with lines of that length; zeros at their ends, which as intervals are empty."""
+    return F.pad(torch.atleast_2d(x), (0, length - x.size(-1)))
+
+
+def _described_lines(x: torch.Tensor, cut: ForwardConfig) -> Any:
+    """What `load_row_values` takes for a matrix."""
+    return TensorDescriptor.from_tensor(x, [1, cut.block_rows]) if cut.tma else x

@@ -1,0 +1,106 @@
+"""How the attention kernels cut up a tile: the one table of block sizes, by head dim and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+_Config = TypeVar("_Config")
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How one kernel cuts up a tile; what it computes does not depend on it."""
+
+    block_rows: int
+    block_columns: int
+    warps: int
+    stages: int
+    """Blocks of what its loop reads that are in flight or in use at once."""
+    tma: bool = False
+    """Read what its loop reads by tensor descriptors, which takes fewer registers; only where `can_use_tma` says so."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Those of the two kernels of a backward pass."""
+
+    dq: ForwardConfig
+    """Its loop reads K and V."""
+    dkv: ForwardConfig
+    """Its loop reads Q and the gradient of the output."""
+
+
+_HOPPER_FORWARD = {
+    16: ForwardConfig(128, 128, 8, 3),
+    32: ForwardConfig(128, 128, 8, 3),
+    64: ForwardConfig(128, 128, 8, 3),
+    128: ForwardConfig(128, 128, 8, 3),
+    256: ForwardConfig(128, 64, 8, 2),
+}
+_HOPPER_BACKWARD = {
+    16: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
+    32: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
+    64: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
+    128: BackwardConfig(ForwardConfig(128, 64, 8, 2), ForwardConfig(64, 128, 8, 2)),
+    256: BackwardConfig(ForwardConfig(64, 32, 8, 2), ForwardConfig(32, 64, 8, 2)),
+}
+# Less shared memory: 99 KiB on some GPUs of that generation.
+_AMPERE_FORWARD = {
+    16: ForwardConfig(128, 64, 4, 3),
+    32: ForwardConfig(128, 64, 4, 3),
+    64: ForwardConfig(128, 64, 4, 3),
+    128: ForwardConfig(128, 32, 4, 3),
+    256: ForwardConfig(64, 32, 4, 2),
+}
+_AMPERE_BACKWARD = {
+    16: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
+    32: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
+    64: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
+    128: BackwardConfig(ForwardConfig(64, 32, 4, 2), ForwardConfig(32, 64, 4, 2)),
+    256: BackwardConfig(ForwardConfig(32, 32, 4, 1), ForwardConfig(32, 32, 4, 1)),
+}
+
+
+def default_config(k: torch.Tensor, v: torch.Tensor) -> ForwardConfig:
+    """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv)."""
+    table = _HOPPER_FORWARD if _is_hopper(k) else _AMPERE_FORWARD
+    return replace(_by_head_dim(table, k, v), tma=_is_hopper(k) and can_use_tma(k, v))
+
+
+def default_backward_config(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+) -> BackwardConfig:
+    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
+    hopper = _is_hopper(k)
+    config = _by_head_dim(_HOPPER_BACKWARD if hopper else _AMPERE_BACKWARD, k, v)
+    return BackwardConfig(
+        dq=replace(config.dq, tma=hopper and can_use_tma(k, v)),
+        dkv=replace(config.dkv, tma=hopper and can_use_tma(q, grad_out)),
+    )
+
+
+def can_use_tma(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors of these can be made: they want at least one row, and 16-byte alignment."""
+    return all(
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that the kernels compute with; a matrix product takes no less than 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _is_hopper(x: torch.Tensor) -> bool:
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)  # the interpreter takes anything
+
+
+def _by_head_dim(table: Mapping[int, _Config], k: torch.Tensor, v: torch.Tensor) -> _Config:
+    return table[padded(max(k.size(3), v.size(3)))]

@@ -1,0 +1,257 @@
+"""Attention of one tile under any mask that is an interval for each row, with gradients, bias and sinks.
+
+    forward:  out = softmax(scale q k^T + bias) v over the columns that a row sees,  lse = log of the denominator
+    backward: dq, dk and dv from the out and lse of all tiles of these rows
+
+Triton kernels on GPUs, plain torch operations elsewhere. Nothing here is differentiable by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cp_dtensor.kernels import TRITON_AVAILABLE
+from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
+
+if TRITON_AVAILABLE:
+    from cp_dtensor.kernels.attention_backward import launch_attention_backward, launch_attention_delta
+    from cp_dtensor.kernels.attention_forward import launch_attention_forward
+
+_MAX_HEAD_DIM = 256
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""`(out, lse)`, see `merge`."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowMask:
+    """Which columns of a tile each of its rows sees: all, those up to its own, or an interval of its own.
+
+    `RowMask()` hides nothing. With `causal_offset`, row i sees column j iff j <= i + causal_offset. With `lo` and `hi`,
+    it sees lo_i <= j < hi_i: int32, (S,), or (B, S) for masks that differ in the batch. Any numbers are right, also
+    such as are outside of the tile; what is not seen is skipped if, from row to row, neither lo nor hi decreases.
+    """
+
+    causal_offset: int | None = None
+    lo: torch.Tensor | None = None
+    hi: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.lo is None) != (self.hi is None) or (self.lo is not None and self.causal_offset is not None):
+            raise ValueError("a mask has a causal offset, or both lo and hi, or nothing")
+
+    def __and__(self, other: RowMask) -> RowMask:
+        """What both intervals let a row see: an interval again."""
+        if self.lo is None or self.hi is None or other.lo is None or other.hi is None:
+            raise ValueError("only masks with lo and hi can be combined: window(position, None, 0) is the causal one")
+        return RowMask(lo=torch.maximum(self.lo, other.lo), hi=torch.minimum(self.hi, other.hi))
+
+    def tile(self, start: int, stop: int, first_column: int) -> RowMask:
+        """The mask of rows [start, stop) in a tile whose column 0 is this mask's column `first_column`."""
+        if self.lo is not None and self.hi is not None:
+            return RowMask(lo=self.lo[..., start:stop] - first_column, hi=self.hi[..., start:stop] - first_column)
+        if self.causal_offset is not None:
+            return RowMask(causal_offset=self.causal_offset + start - first_column)
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """As the kernels' launchers take it."""
+        intervals = None if self.lo is None or self.hi is None else (self.lo.contiguous(), self.hi.contiguous())
+        return {"causal_offset": self.causal_offset, "intervals": intervals}
+
+
+def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMask:
+    """A row at `position` (S,) or (B, S) sees columns from `left` before it to `right` after it; None: without end.
+
+    >>> mask = window(torch.arange(4), left=1, right=0)
+    >>> mask.lo.tolist(), mask.hi.tolist()
+    ([-1, 0, 1, 2], [1, 2, 3, 4])
+    """
+    position = position.to(torch.int32)
+    lo = torch.zeros_like(position) if left is None else position - left
+    hi = torch.full_like(position, 2**31 - 1) if right is None else position + right + 1
+    return RowMask(lo=lo, hi=hi)
+
+
+def documents(position: torch.Tensor, cu_seqlens: torch.Tensor) -> RowMask:
+    """A row sees the columns of its own document; document n has positions cu_seqlens[n] to cu_seqlens[n + 1].
+
+    >>> mask = documents(torch.arange(5), torch.tensor([0, 3, 5]))
+    >>> mask.lo.tolist(), mask.hi.tolist()
+    ([0, 0, 0, 3, 3], [3, 3, 3, 5, 5])
+    """
+    edges = cu_seqlens.to(position)
+    following = torch.searchsorted(edges, position.contiguous(), right=True)
+    outside = (following == 0) | (following == edges.numel())  # such a row sees nothing
+    hi = edges[following.clamp(max=edges.numel() - 1)].to(torch.int32)
+    lo = edges[(following - 1).clamp(min=0)].to(torch.int32)
+    return RowMask(lo=torch.where(outside, hi, lo), hi=hi)
+
+
+def document_ids(q_ids: torch.Tensor, kv_ids: torch.Tensor) -> RowMask:
+    """A row sees the columns with its id. Ids of columns are in ascending order; (S,) and (T,), or (B, S) and (B, T).
+
+    >>> mask = document_ids(torch.tensor([0, 2]), torch.tensor([0, 0, 1, 2]))
+    >>> mask.lo.tolist(), mask.hi.tolist()
+    ([0, 3], [2, 4])
+    """
+    kv_ids, q_ids = kv_ids.contiguous(), q_ids.contiguous()
+    lo = torch.searchsorted(kv_ids, q_ids, out_int32=True)
+    return RowMask(lo=lo, hi=torch.searchsorted(kv_ids, q_ids, right=True, out_int32=True))
+
+
+def prefix(position: torch.Tensor, length: int | torch.Tensor) -> RowMask:
+    """Causal, but that every row sees the first `length` columns; of each batch row with (B, 1) lengths.
+
+    >>> prefix(torch.arange(4), 2).hi.tolist()
+    [2, 2, 3, 4]
+    """
+    hi = (position + 1).clamp(min=length).to(torch.int32)
+    return RowMask(lo=torch.zeros_like(hi), hi=hi)
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: RowMask,
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    state: Partial | None = None,
+    out_dtype: torch.dtype | None = None,
+    in_place: bool = False,
+) -> Partial:
+    """Partial result `(out, lse)` of a tile, or of it and all tiles that the state has seen.
+
+    Args:
+        q: (B, H, S, D), any floating dtype.
+        k: (B, Hkv, T, D), Hkv divides H; query head h reads key head h // (H / Hkv).
+        v: (B, Hkv, T, Dv).
+        mask: which columns rows see.
+        scale: > 0, of the logits.
+        bias: broadcasts to (B, H, S, T), is not expanded in memory: added to the scaled logits (floating), or what
+            may be seen (boolean).
+        sinks: (H,), a logit of each query head that counts in the denominator alone. In one of a row's tiles.
+        state: `(out, lse)` of the tiles before, `out` in float32.
+        out_dtype: of `out`; None: that of q. float32 to hand it on as a state.
+        in_place: write to the state (whose dtype is `out_dtype` then) rather than to new tensors.
+
+    Returns:
+        out: (B, H, S, Dv); 0 for rows that have seen nothing.
+        lse: (B, H, S), float32 (float64 for float64 inputs); -inf for such rows.
+    """
+    _check(q, k, v, mask, scale, bias, sinks)
+    q, k, v = _last_dim_contiguous(q, k, v)
+    if in_place:
+        assert state is not None
+        out, lse = state
+    else:
+        out = q.new_empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    forward = launch_attention_forward if uses_triton(q, v) else attention_forward_twin
+    forward(out, lse, q, k, v, scale, **mask.arguments(), bias=bias, sinks=sinks, state=state)
+    return out, lse
+
+
+def attention_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: RowMask,
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """This tile's share of `(dq, dk, dv, dsinks)`, from the out and lse of all tiles of its rows. Deterministic.
+
+    Args:
+        grad_out: (B, H, S, Dv), in the dtype of q.
+        q, k, v, mask, scale, bias: as in forward.
+        out: (B, H, S, Dv); not read if `delta` is given.
+        lse: (B, H, S).
+        sinks: as in forward; None in all but one of a row's tiles: their gradient does not depend on the tile.
+        delta: (B, H, S), what `attention_delta` gives, less the gradient of lse if there is one; None: computed here.
+        grad_dtype: of dq, dk and dv; None: that of q, k and v.
+
+    Returns:
+        dq: (B, H, S, D), dk: (B, Hkv, T, D), dv: (B, Hkv, T, Dv); 0 where nothing is seen.
+        dsinks: (H,), in lse's dtype; None without sinks.
+    """
+    _check(q, k, v, mask, scale, bias, sinks)
+    grad_out, q, k, v = _last_dim_contiguous(grad_out, q, k, v)
+    delta = attention_delta(grad_out, out) if delta is None else delta
+    dq, dk, dv = (torch.empty_like(x, dtype=grad_dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    backward = launch_attention_backward if uses_triton(q, v) else attention_backward_twin
+    backward(dq, dk, dv, grad_out, q, k, v, lse, delta, scale, **mask.arguments(), bias=bias)
+    if sinks is None:
+        return dq, dk, dv, None
+    weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
+    return dq, dk, dv, -(weights * delta).sum((0, 2))
+
+
+def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """(B, H, S): sum(out * grad_out) over the last dim, in float32 or wider; the same for all tiles of these rows."""
+    if not uses_triton(grad_out, out):
+        return (grad_out.to(_wide(grad_out)) * out).sum(-1)
+    delta = grad_out.new_empty(grad_out.shape[:3], dtype=torch.float32)
+    launch_attention_delta(delta, *_last_dim_contiguous(grad_out, out))
+    return delta
+
+
+def uses_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels compute this rather than their twins."""
+    return (
+        TRITON_AVAILABLE
+        and q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and max(q.size(3), v.size(3)) <= _MAX_HEAD_DIM
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _last_dim_contiguous(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: RowMask,
+    scale: float,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, columns = k.shape[1:3]
+    if k.shape != (batch, kv_heads, columns, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+        raise ValueError(f"q, k and v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}: masks are applied before it")
+    for x in (mask.lo, mask.hi):
+        if x is not None and (x.dtype != torch.int32 or x.shape not in ((rows,), (batch, rows))):
+            raise ValueError(f"lo and hi must be int32 of ({rows},) or ({batch}, {rows}), got {x.dtype} {x.shape}")
+    if bias is not None and torch.broadcast_shapes(bias.shape, (batch, heads, rows, columns)) != (
+        *q.shape[:3],
+        columns,
+    ):
+        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {(batch, heads, rows, columns)}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be ({heads},), got {tuple(sinks.shape)}")
