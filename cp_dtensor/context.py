@@ -50,7 +50,8 @@ class context_parallel(ContextDecorator):
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective.
-        RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`; on exit, out of order.
+        RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
+            `torch.compile`d function; on exit, out of order.
 
     Attention over other lengths than those of the buffers and `seq_lens` is allowed; the ranks then exchange their
     local lengths in one small collective per call. Only, on GPUs, lengths within about the number of ranks of those
@@ -88,11 +89,7 @@ class context_parallel(ContextDecorator):
         self._entered_before = False
 
     def __enter__(self) -> None:
-        if _torch_private.in_compiled_function():
-            raise RuntimeError(
-                "context_parallel cannot be entered inside of a torch.compile'd function, which would have been "
-                "compiled as if it were not: enter it around the call of the function"
-            )
+        _torch_private.refuse_in_compiled_function("context_parallel")
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
         if self._entered_before and any(not buffer.restore for buffer in self._buffers):

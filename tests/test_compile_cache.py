@@ -25,13 +25,14 @@ def check(rank: int, layout: Layout | None) -> Tensors:
     shards = Shards(rank)
     results = []
     for function in (compiled(attention, backend="inductor"), attention):
-        inputs = tuple(each.detach()[:, :2].contiguous().requires_grad_() for each in shards.inputs())
+        # Inductor of torch 2.11 cannot differentiate torch's own attention in float64 on CPUs.
+        inputs = tuple(each.detach()[:, :2].float().requires_grad_() for each in shards.inputs())
         if layout is None:
             out = function(*inputs)
         else:
             with context_parallel(init_device_mesh("cpu", (2,)), layout=layout):
                 out = function(*inputs)
-        results.append((out, *torch.autograd.grad(out, inputs, shards.grad[:, :2])))
+        results.append((out, *torch.autograd.grad(out, inputs, shards.grad[:, :2].float())))
     for got, expected in zip(*results, strict=True):
         equal(got, expected, layout)
     return results[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from compile_checks import Shards, causal, compiled, equal, fresh, no_compilation
 from processes import Processes
@@ -16,7 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
-from cp_dtensor import Contiguous, HeadTail, context_parallel, context_parallel_attention, ring_attention
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    context_parallel,
+    context_parallel_attention,
+    enable_context_parallel_dispatcher,
+    ring_attention,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +59,7 @@ def refusals(rank: int) -> None:
     fails(enters, q, match="cannot be entered inside of a torch.compile'd function")
     with pytest.raises(RuntimeError, match=r"cannot be entered inside of a torch\.compile'd function"):
         torch.compile(enters, backend="aot_eager")(q)  # runs between graphs
+    fails(lambda q: enable_context_parallel_dispatcher() and q, q, match="enable_context_parallel_dispatcher cannot be")
     fails(lambda q, k, v: ring_attention(q, k, v, mesh=mesh), q, k, v, match="or enable_gqa=True")
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, rotate_method="no"), q, match="unknown rotate method")
     fails(lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), q, match="mesh of two dims")
@@ -58,6 +67,8 @@ def refusals(rank: int) -> None:
     with context_parallel(mesh):
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match="attn_mask is not supported")
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), q, match="dropout is not supported")
+        with torch._dynamo.config.patch(caching_precompile=True):
+            fails(lambda q: q + 1, q, match="caching_precompile takes compiled code from disk")
         fails(lambda q: flex_attention(q, q, q), q, match="FlexAttention is not supported")
         attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
         fails(lambda q: attention(q, q, q)[0], q[0], match="need_weights=True")

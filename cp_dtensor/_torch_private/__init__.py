@@ -10,9 +10,9 @@ from cp_dtensor._torch_private.collectives import (
 from cp_dtensor._torch_private.compiler import (
     compiled_code_kept_apart,
     constant_in_trace,
-    in_compiled_function,
     is_traced,
     never_compiled,
+    refuse_in_compiled_function,
     traced_inside,
 )
 from cp_dtensor._torch_private.dtensor import (
@@ -71,7 +71,6 @@ __all__ = [
     "group_of_name",
     "has_cpu_backend",
     "in_autograd_thread",
-    "in_compiled_function",
     "in_main_thread",
     "is_traced",
     "label",
@@ -84,6 +83,7 @@ __all__ = [
     "override_sdpa",
     "propagated",
     "reduce_scatter_single",
+    "refuse_in_compiled_function",
     "run_locally",
     "sdpa_backend_enabled",
     "start_all_to_all",

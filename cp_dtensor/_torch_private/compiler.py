@@ -40,6 +40,11 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
             callback, name = original(callback), variant()
             if not name or callback is None:
                 return callback
+            if getattr(torch._dynamo.config, "caching_precompile", False):
+                raise NotImplementedError(
+                    "torch._dynamo.config.caching_precompile takes compiled code from disk without asking what it was "
+                    "compiled for: it cannot be used with context-parallel regions and DTensors"
+                )
             # False: reuse without compiling, whatever the backend; that would take the code of others.
             return None if callback is False else _VariantCallback(callback, name, variant)
 
@@ -133,11 +138,20 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return isinstance(getattr(tensor, "_local_tensor", tensor), (FakeTensor, FunctionalTensor))
 
 
-def in_compiled_function() -> bool:
-    """Whether this is Python code inside of a `torch.compile`d function: being traced, or run between its graphs."""
-    if torch.compiler.is_compiling():
-        return True
-    return _EVAL_FRAME in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+def refuse_in_compiled_function(what: str) -> None:
+    """For what changes how functions are compiled: refused while one is traced, or runs between its graphs.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    traced = torch.compiler.is_compiling()
+    if traced or (
+        _EVAL_FRAME in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+    ):
+        raise RuntimeError(
+            f"{what} cannot be entered inside of a torch.compile'd function, which is compiled as if it were not: "
+            "enter it around the call of the function"
+        )
 
 
 def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:

@@ -86,7 +86,11 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
 
     DTensor's sequence shards are contiguous (`torch.chunk`), so a causal mask loads the ranks unevenly; for training
     prefer `context_parallel` or `ContextParallel`, which balance the load.
+
+    Raises:
+        RuntimeError: inside of a `torch.compile`d function.
     """
+    _torch_private.refuse_in_compiled_function("enable_context_parallel_dispatcher")
     dispatcher_installation.acquire()
     _enabled_by_user.count(+1)
     return DispatcherLease()
