@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from cp_dtensor import (
     Contiguous,
     HeadTail,
+    MirroredBatch,
     context_parallel,
     context_parallel_attention,
     enable_context_parallel_dispatcher,
@@ -98,6 +100,39 @@ def other_threads(rank: int) -> None:
 
 def test_other_threads_are_in_no_context(processes: Processes) -> None:
     processes.run(other_threads)
+
+
+def parts_and_stances(rank: int) -> None:
+    fresh()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
+    mesh = init_device_mesh("cpu", (2,))
+    shards, outside = Shards(rank), Shards(0, ranks=1)
+
+    def in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = q * 1.0
+        torch._dynamo.graph_break()
+        return causal(q, k, v)
+
+    whole, parts = compiled(causal), torch.compile(in_parts, backend="aot_eager")
+    nested = compiled(lambda q, k, v: whole(q, k, v) * 1.0)
+    for function in (whole, parts, nested):
+        for _ in range(2):
+            outside.check(function)
+            with context_parallel(mesh):
+                shards.check(function)
+    for stance in ("force_eager", "eager_on_recompile"):
+        with torch.compiler.set_stance(stance), context_parallel(mesh, layout=Contiguous()):
+            Shards(rank, layout=Contiguous()).check(whole)
+    mirrored = Shards(rank, layout=MirroredBatch())
+    positions = torch.arange(18).view(2, 9)
+    with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1], layout=MirroredBatch()):
+        mirrored.check(whole)
+        with pytest.raises(ValueError, match="attention needs the batch size of the buffers, 2"):
+            whole(*(each[:1] for each in mirrored.inputs()))
+
+
+def test_code_in_parts_and_stances(processes: Processes) -> None:
+    processes.run(parts_and_stances)
 
 
 def other_groups(rank: int) -> None:
