@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import GPUS
 
+from cp_dtensor.masked_attention import RowMask, documents, prefix, window
+
 kernel = pytest.importorskip("cp_dtensor.kernels.attention_forward")
 ForwardConfig, launch = kernel.ForwardConfig, kernel.launch_attention_forward
 
@@ -128,3 +130,47 @@ def carried(
         state = result
     assert state is not None
     return state
+
+
+def masks_of(rows: int, columns: int) -> dict[str, RowMask]:
+    """One of each kind, with rows that see nothing among them."""
+    position = torch.arange(rows)
+    generator = torch.Generator().manual_seed(rows)
+    lo = torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
+    hi = lo + torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
+    packed = documents(position + 3, torch.tensor([5, 5, 12, rows - 4, rows - 2]))
+    return {
+        "full": RowMask(),
+        "causal": RowMask(causal_offset=columns - rows),
+        "causal, from below": RowMask(causal_offset=-7),
+        "window": window(position, 9, 4),
+        "causal window": window(position + columns - rows, 20, 0),
+        "prefix": prefix(position, 11),
+        "prefixes": prefix(position, torch.tensor([[11], [0]])),
+        "documents": packed,
+        "causal documents": packed & window(position + 3, None, 0),
+        "any intervals": RowMask(lo=lo, hi=hi),
+    }
+
+
+def to(mask: RowMask, device: str) -> RowMask:
+    """The mask on a device."""
+    if mask.lo is None or mask.hi is None:
+        return mask
+    return RowMask(lo=mask.lo.to(device), hi=mask.hi.to(device))
+
+
+def biases_of(heads: int, rows: int, columns: int) -> dict[str, torch.Tensor | None]:
+    """One of each kind for a batch of 2, each of another shape and with other strides."""
+    generator = torch.Generator().manual_seed(columns)
+    return {
+        "none": None,
+        "additive": torch.randn(2, heads, rows, columns, generator=generator),
+        "of keys": torch.randn(heads, 1, columns, generator=generator),
+        "narrow, transposed": torch.randn(2, 1, columns, rows, generator=generator).half().mT,
+        "boolean": torch.rand(2, 1, rows, columns, generator=generator) > 0.4,
+        "boolean, of keys": torch.rand(2, 1, 1, columns, generator=generator) > 0.4,
+        "hides": torch.zeros(rows, columns).masked_fill_(
+            torch.rand(rows, columns, generator=generator) > 0.5, -INFINITY
+        ),
+    }

@@ -1,0 +1,230 @@
+"""The Triton attention kernels, forward and backward, against their twin in float64: masks, biases, sinks, strides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from attention_kernels import (
+    EXACT,
+    NARROW,
+    SCALE,
+    SMALL,
+    TOLERANCE,
+    ForwardConfig,
+    Tensors,
+    biases_of,
+    draw,
+    each_device,
+    each_way_to_load,
+    launch,
+    masks_of,
+    to,
+)
+from hypothesis import given, settings
+
+from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
+from cp_dtensor.masked_attention import RowMask, window
+
+kernel = pytest.importorskip("cp_dtensor.kernels.attention_backward")
+configs = pytest.importorskip("cp_dtensor.kernels.attention_configs")
+common = pytest.importorskip("cp_dtensor.kernels.attention_common")
+
+ROWS, COLUMNS, HEADS = 37, 53, 2
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def through_kernels(
+    tensors: Tensors,
+    grad_out: torch.Tensor,
+    mask: RowMask,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    config: ForwardConfig | None,
+    state: Tensors | None = None,
+) -> Tensors:
+    """`(out, lse, dq, dk, dv)`; backward takes the out and lse of forward."""
+    q, k, v = tensors
+    out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
+    lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    launch(out, lse, q, k, v, SCALE, **mask.arguments(), bias=bias, sinks=sinks, state=state, config=config)
+    kernel.launch_attention_delta(delta, grad_out, out)
+    gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
+    both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
+    arguments = mask.arguments()
+    kernel.launch_attention_backward(
+        *gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, bias=bias, config=both
+    )
+    return out, lse, *gradients
+
+
+def through_twin(
+    tensors: Tensors, grad_out: torch.Tensor, mask: RowMask, bias: torch.Tensor | None, sinks: torch.Tensor | None
+) -> Tensors:
+    q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
+    out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
+    arguments = to(mask, "cpu").arguments()
+    bias = None if bias is None else bias.cpu()
+    attention_forward_twin(
+        out, lse, q, k, v, SCALE, **arguments, bias=bias, sinks=None if sinks is None else sinks.cpu()
+    )
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    delta = (grad_out * out).sum(-1)
+    attention_backward_twin(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, bias=bias)
+    return out, lse, *gradients
+
+
+def check(
+    tensors: Tensors,
+    mask: RowMask,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    config: ForwardConfig | None = SMALL,
+) -> None:
+    q, _, v = tensors
+    device = q.device
+    mask = to(mask, str(device))
+    bias, sinks = (None if x is None else x.to(device) for x in (bias, sinks))
+    shape = (*q.shape[:3], v.size(3))
+    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, q.dtype)
+    results = through_kernels(tensors, grad_out, mask, bias, sinks, config)
+    expected = through_twin(tensors, grad_out, mask, bias, sinks)
+    for name, got, wanted in zip(NAMES, results, expected, strict=True):
+        got = got.cpu().double()
+        unseen = wanted == -float("inf")
+        assert torch.equal(got == -float("inf"), unseen), name
+        if wanted.numel():
+            error = (got - wanted)[~unseen].abs().max().nan_to_num(nan=9e9) if not unseen.all() else torch.zeros(())
+            relative = error / wanted[~unseen].abs().max().clamp(min=1) if not unseen.all() else error
+            assert relative <= 2 * TOLERANCE[q.dtype], f"{name}: error {relative:.2e}"
+    assert (results[2].cpu()[expected[1] == -float("inf")] == 0).all()
+
+
+@each_device
+@each_way_to_load
+@pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
+def test_masks(device: str, mask: RowMask, tma: bool) -> None:
+    check(draw(device, ROWS, COLUMNS, batch=2), mask, config=replace(SMALL, tma=tma))
+
+
+@each_device
+@pytest.mark.parametrize("bias", biases_of(HEADS, ROWS, COLUMNS).values(), ids=biases_of(HEADS, ROWS, COLUMNS))
+@pytest.mark.parametrize("kind", ["full", "causal", "any intervals"])
+def test_biases_and_sinks(device: str, kind: str, bias: torch.Tensor | None) -> None:
+    check(draw(device, ROWS, COLUMNS, batch=2), masks_of(ROWS, COLUMNS)[kind], bias, torch.tensor([0.5, 3.0]))
+
+
+@each_device
+@each_way_to_load
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (32, 64), (48, 20)], ids=str)
+def test_groups_and_head_dims(device: str, heads: tuple[int, int], dims: tuple[int, int], tma: bool) -> None:
+    tensors = draw(device, 18, 21, heads=heads, dims=dims, batch=2)
+    tma = tma and configs.can_use_tma(*tensors)
+    check(tensors, RowMask(causal_offset=3), config=replace(SMALL, tma=tma))
+
+
+@each_device
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_default_configs(device: str, dim: int) -> None:
+    tensors = draw(device, 70, 75, heads=(2, 1), dims=(dim, dim), dtype=NARROW[device])
+    check(tensors, window(torch.arange(70), 40, 3), config=None)
+
+
+@each_device
+@each_way_to_load
+def test_strides_are_free_but_for_the_last_dim(device: str, tma: bool) -> None:
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(device, 19, 23, batch=2)]
+    check(tuple(tensors), RowMask(causal_offset=4), config=replace(SMALL, tma=tma))
+
+
+@each_device
+@pytest.mark.parametrize("kind", ["causal", "any intervals", "documents"])
+def test_carried_state_is_one_call(device: str, kind: str) -> None:
+    """Two tiles, the second from the first's state: all results, and gradients that are summed over the tiles."""
+    q, k, v = draw(device, ROWS, COLUMNS, batch=2)
+    mask = to(masks_of(ROWS, COLUMNS)[kind], device)
+    grad_out = torch.randn(2, HEADS, ROWS, 32, generator=torch.Generator().manual_seed(3)).to(device, q.dtype)
+    whole = through_kernels((q, k, v), grad_out, mask, None, None, SMALL)
+    cut = 21
+    first, second = mask.tile(0, ROWS, 0), mask.tile(0, ROWS, cut)
+    state = through_kernels((q, k[:, :, :cut], v[:, :, :cut]), grad_out, first, None, None, SMALL)[:2]
+    tile = q, k[:, :, cut:], v[:, :, cut:]
+    out, lse, _, grad_k, grad_v = through_kernels(tile, grad_out, second, None, None, SMALL, state)
+    tolerance = {"rtol": 0, "atol": 5 * TOLERANCE[EXACT[device]]}
+    for got, wanted in (
+        (out, whole[0]),
+        (lse, whole[1]),
+        (grad_k, whole[3][:, :, cut:]),
+        (grad_v, whole[4][:, :, cut:]),
+    ):
+        torch.testing.assert_close(got, wanted, **tolerance)
+
+
+@each_device
+@pytest.mark.parametrize("tma", [False, True])
+def test_blocks_that_are_not_seen_are_not_read(device: str, tma: bool) -> None:
+    """NaN in them would reach everything. Blocks begin with the first column that is seen, not at multiples of 16."""
+    q, k, v = draw(device, 48, 80)
+    grad_out = torch.ones_like(q)
+    config = replace(SMALL, tma=tma)
+    mask = to(window(torch.arange(48), 15, 0), device)
+    for x in (k, v):
+        x[:, :, 63:] = float("nan")
+    results = through_kernels((q, k, v), grad_out, mask, None, None, config)
+    assert all(x[:, :, :63].isfinite().all() for x in results)
+    q, k, v = draw(device, 48, 64)
+    mask = to(window(torch.arange(48) + 16, 0, 15), device)
+    grad_out[:, :, 32:] = float("nan")
+    gradients = through_kernels((q, k, v), grad_out, mask, None, None, config)[3:]
+    assert all(x[:, :, :48].isfinite().all() for x in gradients)  # row 32 begins to see at column 48
+
+
+@each_device
+def test_results_do_not_vary(device: str) -> None:
+    tensors = draw(device, 300, 300, dims=(64, 64)) if device == "cuda" else draw(device, ROWS, COLUMNS)
+    grad_out = torch.ones_like(tensors[0])
+    first = through_kernels(tensors, grad_out, RowMask(causal_offset=0), None, None, SMALL)
+    for _ in range(5 if device == "cuda" else 1):
+        assert all(
+            map(torch.equal, through_kernels(tensors, grad_out, RowMask(causal_offset=0), None, None, SMALL), first)
+        )
+
+
+@given(data=st.data())
+def test_rows_of_columns_are_all_of_them_and_tight(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 12), "rows"), data.draw(st.integers(1, 20), "columns")
+    block = data.draw(st.integers(1, 8), "block")
+    edge = st.lists(st.integers(-3, columns + 3), min_size=rows, max_size=rows)
+    lo, hi = (torch.tensor(data.draw(edge, name), dtype=torch.int32) for name in ("lo", "hi"))
+    ordered = data.draw(st.booleans(), "ordered")
+    if ordered:
+        lo, hi = lo.sort().values, hi.sort().values
+    column = torch.arange(columns)
+    seen = (lo.unsqueeze(1) <= column) & (column < hi.unsqueeze(1))
+    ranges = common.rows_of_columns(lo, hi, columns, block)[:, 0].T.tolist()
+    for part, (first, last, whole_first, whole_last) in zip(seen.split(block, 1), ranges, strict=True):
+        some, every = part.any(1).nonzero().flatten(), part.all(1).nonzero().flatten()
+        assert all(first <= row < last for row in some.tolist())
+        assert all(row in every for row in range(whole_first, whole_last))
+        if ordered and (lo < hi).all():
+            if len(some):
+                assert (first, last) == (some[0], some[-1] + 1)
+            if len(every):
+                assert (whole_first, whole_last) == (every[0], every[-1] + 1)
+
+
+@each_device
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_intervals_and_lengths(device: str, data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(1, 40), "columns")
+    edge = st.lists(st.integers(-3, columns + 3), min_size=rows, max_size=rows)
+    lo, hi = (torch.tensor(data.draw(edge, name), dtype=torch.int32) for name in ("lo", "hi"))
+    if data.draw(st.booleans(), "ordered"):
+        lo, hi = lo.sort().values, hi.sort().values
+    blocks = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 32)]), "blocks")
+    config = ForwardConfig(*blocks, warps=4, stages=2, tma=data.draw(st.booleans(), "tma"))
+    check(draw(device, rows, columns), RowMask(lo=lo, hi=hi), config=config)
