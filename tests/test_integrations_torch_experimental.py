@@ -56,10 +56,16 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As models call it: views from transpose, inside of sdpa_kernel."""
+    """As models call it: views from transpose."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+
+
+@pytest.fixture(autouse=True)
+def inside_of_sdpa_kernel() -> Iterator[None]:
+    """As models do; around all ranks, since it sets flags of the process, which ranks that are threads share."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+        yield
 
 
 def check_training(rank: int, world_size: int, layout: Layout, function: Callable[..., Any] = attention) -> None:
