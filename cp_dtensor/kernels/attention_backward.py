@@ -83,7 +83,7 @@ def launch_attention_backward(
         for grad in (dq, dk, dv):
             grad.zero_()
         return
-    config = config or default_backward_config(q, k, v, grad_out)
+    config = config or default_backward_config(q, k, v, grad_out, bias is not None)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
     bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
     block_dim, block_v = padded(head_dim), padded(v_dim)

@@ -208,6 +208,8 @@ def bias_arguments(
     """`(BIAS, tensor, strides)` of a bias that broadcasts to `shape` (B, H, S, T); it is not expanded in memory."""
     if bias is None:
         return NO_BIAS.value, unused, (0, 0, 0, 0)
+    if bias.dtype == torch.float64:
+        bias = bias.float()
     expanded = bias.expand(shape)
     if bias.dtype == torch.bool:
         return BOOLEAN.value, expanded.view(torch.uint8), expanded.stride()

@@ -34,52 +34,58 @@ class BackwardConfig:
     """Its loop reads Q and the gradient of the output."""
 
 
+# Measured on an H200 (see `tools.attention_kernels`). What fits: 227 KiB of shared memory, 255 registers, no spills.
 _HOPPER_FORWARD = {
-    16: ForwardConfig(128, 128, 8, 3),
-    32: ForwardConfig(128, 128, 8, 3),
-    64: ForwardConfig(128, 128, 8, 3),
+    16: ForwardConfig(128, 64, 4, 3),
+    32: ForwardConfig(128, 64, 4, 3),
+    64: ForwardConfig(128, 64, 4, 3),
     128: ForwardConfig(128, 128, 8, 3),
     256: ForwardConfig(128, 64, 8, 2),
 }
 _HOPPER_BACKWARD = {
-    16: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
-    32: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
-    64: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
-    128: BackwardConfig(ForwardConfig(128, 64, 8, 2), ForwardConfig(64, 128, 8, 2)),
-    256: BackwardConfig(ForwardConfig(64, 32, 8, 2), ForwardConfig(32, 64, 8, 2)),
+    16: BackwardConfig(ForwardConfig(128, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
+    32: BackwardConfig(ForwardConfig(128, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
+    64: BackwardConfig(ForwardConfig(128, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
+    128: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
+    256: BackwardConfig(ForwardConfig(64, 64, 8, 2), ForwardConfig(32, 64, 8, 2)),
 }
-# Less shared memory: 99 KiB on some GPUs of that generation.
-_AMPERE_FORWARD = {
+# Not measured. These fit the 99 KiB of shared memory that some GPUs have.
+_SMALL_FORWARD = {
     16: ForwardConfig(128, 64, 4, 3),
     32: ForwardConfig(128, 64, 4, 3),
     64: ForwardConfig(128, 64, 4, 3),
-    128: ForwardConfig(128, 32, 4, 3),
+    128: ForwardConfig(128, 64, 8, 2),
     256: ForwardConfig(64, 32, 4, 2),
 }
-_AMPERE_BACKWARD = {
+_SMALL_BACKWARD = {
     16: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
     32: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
     64: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    128: BackwardConfig(ForwardConfig(64, 32, 4, 2), ForwardConfig(32, 64, 4, 2)),
+    128: BackwardConfig(ForwardConfig(64, 32, 4, 2), ForwardConfig(32, 64, 8, 2)),
     256: BackwardConfig(ForwardConfig(32, 32, 4, 1), ForwardConfig(32, 32, 4, 1)),
 }
 
 
-def default_config(k: torch.Tensor, v: torch.Tensor) -> ForwardConfig:
+def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False) -> ForwardConfig:
     """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv)."""
-    table = _HOPPER_FORWARD if _is_hopper(k) else _AMPERE_FORWARD
-    return replace(_by_head_dim(table, k, v), tma=_is_hopper(k) and can_use_tma(k, v))
+    large = _is_large(k)
+    config = _by_head_dim(_HOPPER_FORWARD if large else _SMALL_FORWARD, k, v)
+    if has_bias:  # which goes through shared memory
+        config = replace(config, block_columns=max(32, config.block_columns // 2))
+    return replace(config, tma=large and can_use_tma(k, v))
 
 
 def default_backward_config(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, has_bias: bool = False
 ) -> BackwardConfig:
     """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
-    hopper = _is_hopper(k)
-    config = _by_head_dim(_HOPPER_BACKWARD if hopper else _AMPERE_BACKWARD, k, v)
+    large = _is_large(k)
+    config = _by_head_dim(_HOPPER_BACKWARD if large else _SMALL_BACKWARD, k, v)
+    dq, dkv = config.dq, config.dkv
+    if has_bias:
+        dq, dkv = (replace(x, stages=min(2, x.stages)) for x in (dq, dkv))
     return BackwardConfig(
-        dq=replace(config.dq, tma=hopper and can_use_tma(k, v)),
-        dkv=replace(config.dkv, tma=hopper and can_use_tma(q, grad_out)),
+        dq=replace(dq, tma=large and can_use_tma(k, v)), dkv=replace(dkv, tma=large and can_use_tma(q, grad_out))
     )
 
 
@@ -98,8 +104,9 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _is_hopper(x: torch.Tensor) -> bool:
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)  # the interpreter takes anything
+def _is_large(x: torch.Tensor) -> bool:
+    """Whether it is on a GPU with descriptors and Hopper's shared memory; the interpreter takes anything."""
+    return not x.is_cuda or (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)
 
 
 def _by_head_dim(table: Mapping[int, _Config], k: torch.Tensor, v: torch.Tensor) -> _Config:

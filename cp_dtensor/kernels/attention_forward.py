@@ -232,7 +232,7 @@ def launch_attention_forward(
     columns, v_dim = v.shape[2:]
     if q.numel() == 0:
         return
-    config = config or default_config(k, v)
+    config = config or default_config(k, v, bias is not None)
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
     lo, hi = intervals or (lse, lse)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-import triton
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.runtime.errors import TritonError
 
@@ -212,10 +214,20 @@ def _error(case: Case, mask: RowMask, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _median_ms(call: Pass) -> float:
     """After the clocks have settled."""
-    first = triton.testing.do_bench(call, warmup=1, rep=1, return_mode="median")
-    return triton.testing.do_bench(
-        call, warmup=int(1e3 * _WARM_UP_S), rep=max(int(1e3 * _REPEATED_S), int(3 * first)), return_mode="median"
-    )
+    start = time.perf_counter()
+    calls = 0
+    while calls == 0 or time.perf_counter() - start < _WARM_UP_S:
+        call()
+        torch.cuda.synchronize()
+        calls += 1
+    calls = max(3, int(_REPEATED_S * calls / (time.perf_counter() - start)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in pairwise(events))
 
 
 def _cells(row: Measured) -> list[str]:
