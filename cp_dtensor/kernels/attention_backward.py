@@ -118,7 +118,7 @@ def launch_attention_backward(
         k, v, *(lines if len(lines) == 4 else (*lines, lo, hi)), ranges, bias,
         *numbers, *dk.stride()[:3], *dv.stride()[:3], *strides, *ranges_strides, *bias_strides,
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
     cut = config.dq
     attention_dq_kernel[heads, triton.cdiv(rows, cut.block_rows), batch](
@@ -127,7 +127,7 @@ def launch_attention_backward(
         shift, padded_delta, lo, hi, bias,
         *numbers, *dq.stride()[:3], *strides, *bias_strides,
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 

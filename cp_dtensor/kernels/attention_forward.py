@@ -251,5 +251,5 @@ def launch_attention_forward(
         HEAD_DIM=head_dim, V_DIM=v_dim, BLOCK_DIM=block_dim, BLOCK_V=block_v,
         BLOCK_ROWS=config.block_rows, BLOCK_COLUMNS=config.block_columns,
         MASK=mask, BIAS=bias_kind, HAS_SINKS=sinks is not None, HAS_STATE=state is not None, TMA=config.tma,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -1,0 +1,96 @@
+"""The attention kernels compiled for a Hopper GPU, where there is none: they fit, and stay in registers.
+
+Run as a script, this file compiles them and prints what they take: Triton's interpreter, in which other tests run
+kernels, cannot compile in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+
+SHARED_BYTES = 227 * 1024
+STACK_BYTES = 64
+"""Of spilled registers; the loops of dK and dV hold almost 255, and compilers differ."""
+
+
+def compiled(name: str, mask: int, head_dim: int = 128) -> dict[str, object]:
+    """Shared memory and stack, in bytes, of a kernel with its default config for bfloat16 and descriptors."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from cp_dtensor.kernels import attention_backward_kv, attention_backward_q, attention_configs, attention_forward
+
+    backward = attention_configs._HOPPER_BACKWARD[head_dim]
+    kernel, config, blocks = {
+        "forward": (
+            attention_forward.attention_forward_kernel,
+            attention_configs._HOPPER_FORWARD[head_dim],
+            ("k", "v"),
+        ),
+        "dq": (attention_backward_q.attention_dq_kernel, backward.dq, ("k", "v")),
+        "dkv": (attention_backward_kv.attention_dkv_kernel, backward.dkv, ("q", "grad")),
+    }[name]
+    constants = {"HEAD_DIM": head_dim, "V_DIM": head_dim, "BLOCK_DIM": head_dim, "BLOCK_V": head_dim}
+    constants |= {"BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns}
+    constants |= {"MASK": mask, "BIAS": 0, "TMA": True, "HAS_STATE": False, "HAS_SINKS": False}
+    read = config.block_rows if name == "dkv" else config.block_columns
+    line = f"tensordesc<{{}}[1,{config.block_rows}]>"
+    types = {"lo_ptr": "*i32", "hi_ptr": "*i32", "ranges_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"}
+    types |= {"shift": line.format("fp32"), "delta": line.format("fp32")}
+    types |= {x: line.format("i32") if mask == 2 else "*fp32" for x in ("lo", "hi")}
+    types |= {f"{x}_ptr": "*bf16" for x in ("out", "q", "k", "v", "dq", "dk", "dv", "grad")}
+    types |= dict.fromkeys(blocks, f"tensordesc<bf16[1,1,{read},{head_dim}]>")
+    signature, hints = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        default = "*fp32" if argument.endswith("_ptr") else "i32"
+        signature[argument] = "constexpr" if argument in constants else types.get(argument, default)
+        whole_blocks = "stride" in argument and not argument.startswith(("intervals", "ranges"))
+        if whole_blocks or signature[argument] == "*bf16":
+            hints[(index,)] = [["tt.divisibility", 16]]
+    known = {(kernel.arg_names.index(x),): value for x, value in constants.items() if x in kernel.arg_names}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    source = ASTSource(kernel, signature, known, hints)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        command = [str(disassembler()), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack, usage
+    return {"kernel": name, "mask": mask, "shared": result.metadata.shared, "stack": int(stack.group(1))}
+
+
+def disassembler() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@pytest.mark.slow
+def test_kernels_fit_a_hopper_gpu() -> None:
+    pytest.importorskip("triton")
+    if not disassembler().exists():
+        pytest.skip("this Triton has no disassembler")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert len(results) == 9
+    for result in results:
+        assert result["shared"] <= SHARED_BYTES, result
+        assert result["stack"] <= STACK_BYTES, result
+
+
+if __name__ == "__main__":
+    print(json.dumps([compiled(name, mask) for name in ("forward", "dq", "dkv") for mask in range(3)]))
