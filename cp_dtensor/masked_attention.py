@@ -139,7 +139,7 @@ def attention_forward(
         sinks: (H,), a logit of each query head that counts in the denominator alone. In one of a row's tiles.
         state: `(out, lse)` of the tiles before, `out` in float32.
         out_dtype: of `out`; None: that of q. float32 to hand it on as a state.
-        in_place: write to the state (whose dtype is `out_dtype` then) rather than to new tensors.
+        in_place: write to the state, in its dtype, rather than to new tensors.
 
     Returns:
         out: (B, H, S, Dv); 0 for rows that have seen nothing.
@@ -148,7 +148,8 @@ def attention_forward(
     _check(q, k, v, mask, scale, bias, sinks)
     q, k, v = _last_dim_contiguous(q, k, v)
     if in_place:
-        assert state is not None
+        if state is None or state[0].dtype != (out_dtype or state[0].dtype):
+            raise ValueError("in place means: in the state's tensors, in their dtype")
         out, lse = state
     else:
         out = q.new_empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype)
@@ -248,10 +249,10 @@ def _check(
     for x in (mask.lo, mask.hi):
         if x is not None and (x.dtype != torch.int32 or x.shape not in ((rows,), (batch, rows))):
             raise ValueError(f"lo and hi must be int32 of ({rows},) or ({batch}, {rows}), got {x.dtype} {x.shape}")
-    if bias is not None and torch.broadcast_shapes(bias.shape, (batch, heads, rows, columns)) != (
-        *q.shape[:3],
-        columns,
+    shape = (batch, heads, rows, columns)
+    if bias is not None and (
+        bias.dim() > 4 or any(size not in (1, full) for size, full in zip(bias.shape[::-1], shape[::-1], strict=False))
     ):
-        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {(batch, heads, rows, columns)}")
+        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {shape}")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks must be ({heads},), got {tuple(sinks.shape)}")

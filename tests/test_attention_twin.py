@@ -166,9 +166,11 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q, k, v), RowMask(lo=short, hi=short), 1.0, {}),
         ((q, k, v), window(torch.zeros(3, 5), 1, 1), 1.0, {}),
         ((q, k, v), RowMask(), 1.0, {"sinks": torch.zeros(3)}),
-        ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(2, 1, 1, 5, 7)}),
+        ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(1, 1, 1, 5, 7)}),
+        ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(5, 5)}),
+        ((q, k, v), RowMask(), 1.0, {"in_place": True}),
     ):
-        with pytest.raises(ValueError, match=r"fit|dtype|scale|int32|broadcast|sinks"):
+        with pytest.raises(ValueError, match=r"fit|dtype|scale|int32|broadcast|sinks|in place"):
             attention_forward(*tensors, mask, scale, **options)
     with pytest.raises(ValueError, match="or both lo and hi"):
         RowMask(lo=short)
