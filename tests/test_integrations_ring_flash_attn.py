@@ -225,14 +225,6 @@ def test_deterministic_gradients_on_a_cpu_only() -> None:
         function("ring")(q, q, q, deterministic=True)
 
 
-def test_causal_attention_between_different_lengths_is_refused() -> None:
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 5, 2, 8)
-    with pytest.raises(NotImplementedError, match="4 local queries and 5 local keys, expected equal lengths"):
-        function("ring")(q, k, k, causal=True)
-    with pytest.raises(NotImplementedError, match=r"of \(8, 9\), expected equal lengths"):
-        function("ring")(q, q, q, causal=True, seq_len=(8, 9))
-
-
 def test_tensors_that_do_not_fit() -> None:
     q, ring, qkvpacked = torch.randn(2, 4, 6, 8), function("ring"), function("ring", "qkvpacked_")
     with pytest.raises(TypeError, match=r"expected k to be a torch.Tensor, got list"):

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dtensor import _torch_private
+from cp_dtensor.arguments import Mesh, sequence_ranks
 
 AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 """out, or (out, lse, None) where `return_attn_probs` was given."""
-Mesh = DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -97,26 +98,47 @@ def unpacked(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor,
     return packed.unbind(2)
 
 
-def check_causal_lengths(q: torch.Tensor, k: torch.Tensor, causal: bool, seq_len: int | tuple[int, int] | None) -> None:
+def check_causal_lengths(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, seq_len: int | tuple[int, int] | None, mesh: Mesh
+) -> None:
     """Refuses causal attention between different lengths, where flash-attn lines up the last query with the last key.
+
+    Global lengths may differ where this rank's do not: of 9 queries and 10 keys, the first of 2 ranks has 5 and 5. So
+    without `seq_len` the ranks tell each other their local lengths, in one small collective. In compiled code there is
+    none, and a rank compares its own.
 
     Args:
         q: (B, S, H, D), local queries.
         k: (B, T, Hkv, D), local keys.
         causal: nothing is refused without.
-        seq_len: global lengths, if the caller knows them; then every rank refuses alike.
+        seq_len: the global length, which says that there is one, or those of queries and keys.
+        mesh: the ranks that share the sequence.
 
     Raises:
-        NotImplementedError: S is not T, or the global lengths differ.
+        NotImplementedError: the lengths differ; on every rank alike, if `seq_len` is right or None.
+        TypeError, ValueError: no such mesh.
     """
-    lengths = seq_len if isinstance(seq_len, (tuple, list)) else ()
-    if causal and (q.size(1) != k.size(1) or len(set(lengths)) > 1):
-        received = f"{q.size(1)} local queries and {k.size(1)} local keys" + (f" of {lengths}" if lengths else "")
-        raise NotImplementedError(
-            "causal attention between queries and keys of different lengths is aligned to the last tokens in "
-            f"flash-attn, which is not supported on sequence shards yet; got {received}, expected equal lengths "
-            "(cp_dtensor.ring_attention aligns the first tokens)"
-        )
+    if not causal:
+        return
+    q_length, k_length = q.size(1), k.size(1)
+    if isinstance(seq_len, (tuple, list)) and len(set(seq_len)) > 1:
+        raise _lengths_differ(f"{q_length} local queries and {k_length} local keys of {tuple(seq_len)}")
+    if seq_len is None and not (torch.compiler.is_compiling() or _torch_private.is_traced(q)):
+        ranks = sequence_ranks(mesh)
+        mine = torch.tensor([q_length, k_length], device="cpu" if ranks.have_cpu_backend else q.device)
+        q_lengths, k_lengths = ranks.gather(mine).t().tolist()
+        if q_lengths != k_lengths:
+            raise _lengths_differ(f"{q_lengths} local queries and {k_lengths} local keys, by rank")
+    elif q_length != k_length:
+        raise _lengths_differ(f"{q_length} local queries and {k_length} local keys")
+
+
+def _lengths_differ(received: str) -> NotImplementedError:
+    return NotImplementedError(
+        "causal attention between queries and keys of different lengths is aligned to the last tokens in flash-attn, "
+        f"which is not supported on sequence shards yet; got {received}, expected equal lengths "
+        "(cp_dtensor.ring_attention aligns the first tokens)"
+    )
 
 
 def group_or_default(group: Mesh | None) -> Mesh:

@@ -160,13 +160,13 @@ class LongContextAttention(nn.Module):
 
         Raises:
             TypeError, ValueError: arguments that do not fit.
-            NotImplementedError: what is refused above; causal attention between local queries and keys of different
-                lengths. All before any collective.
+            NotImplementedError: what is refused above, before any collective; causal attention between queries and keys
+                of different lengths, on every rank alike.
         """
         options = FlashAttnOptions(dropout_p, window_size, softcap, alibi_slopes, deterministic)
         q, k, v = heads_first(query, key, value)
         options.check(query.device)
-        check_causal_lengths(query, key, causal, seq_len)
+        check_causal_lengths(query, key, causal, seq_len, self.mesh)
         out = context_parallel_attention(
             q, k, v, mesh=self.mesh, method="hybrid", is_causal=causal, scale=softmax_scale, enable_gqa=True,
             layout=self.layout, seq_len=seq_len,

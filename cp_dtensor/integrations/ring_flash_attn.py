@@ -105,25 +105,27 @@ class AttentionKind:
                 the default group if None.
             softcap: 0.0; other values are refused.
             seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
-                their local lengths in one small collective (on the host where the group has a CPU backend).
+                their local lengths in one small collective, or two if `causal` (on the host where the group has a CPU
+                backend).
 
         Returns:
             out: (B, S, H, Dv), contiguous. With `return_attn_probs`, (out, lse, None), where lse: (B, H, S) is the
             natural log of the softmax denominator in float32 (float64 for float64 inputs); not differentiable.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit, before any collective; lengths that are no division of
-                any global length in the layout, on every rank alike.
-            NotImplementedError: what is refused above, and causal attention between local queries and keys of
-                different lengths, before any collective.
+            TypeError, ValueError: arguments that do not fit, before keys and values travel; lengths that are no
+                division of any global length in the layout, on every rank alike.
+            NotImplementedError: what is refused above, before any collective; causal attention between queries and
+                keys of different lengths, on every rank alike.
         """
         options = FlashAttnOptions(dropout_p, window_size, softcap, alibi_slopes, deterministic)
         heads_first_qkv = heads_first(q, k, v)
         options.check(q.device)
-        check_causal_lengths(q, k, causal, seq_len)
+        mesh = group_or_default(group)
+        check_causal_lengths(q, k, causal, seq_len, mesh)
         out, lse = ring_attention(
             *heads_first_qkv,
-            mesh=group_or_default(group),
+            mesh=mesh,
             is_causal=causal,
             scale=softmax_scale,
             enable_gqa=True,
