@@ -38,6 +38,9 @@ class CallFacts:
     method: str
     rotate_method: str
     requires_grad: bool
+    declared_q: int
+    declared_kv: int
+    """Global lengths that the caller has said, -1 if none."""
 
     def encoded(self) -> list[int]:
         """The fields as int64 words: floats by their bits, text by its first bytes."""

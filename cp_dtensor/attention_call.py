@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +47,16 @@ class AttentionCall(ABC):
 
         Compiled code keeps tensors whose shapes it knows, which those of exchanged heads are not.
         """
+
+
+@contextmanager
+def cleaned_up_on_error(clean_up: Callable[[], None]) -> Iterator[None]:
+    """What has raised half-way must not be in the way of the next call."""
+    try:
+        yield
+    except BaseException:
+        clean_up()
+        raise
 
 
 class Attention(torch.autograd.Function):

@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 from cp_dtensor.division import CallShape
 from cp_dtensor.head_division import HeadDivision, divide_heads
 from cp_dtensor.plan import Plan, ring_plan
-from cp_dtensor.planning import DEFAULT_HEAD_STAGING
+from cp_dtensor.planning import DEFAULT_HEAD_STAGING, with_heads
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation, RotationMethod
-from cp_dtensor.rotation.cost import Hardware, buffer_bytes, transfer_bytes
+from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, transfer_bytes
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.schedule import rows_in_order
 from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
 
 # Launches of an exchange there and back.
 _EXCHANGE_LAUNCHES = 4
-# Attention runs so much slower while collectives take multiprocessors from it.
-_COLLECTIVE_TAX = 0.15
 _TOLERANCE = 1.03
 
 
@@ -92,12 +90,13 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, method: 
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size)
     heads = divide_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
     united = replace(shape, division=UnitedDivision(shape.division, inner.size))
-    by_stage = [_with_heads(united, heads, stage) for stage in range(heads.stages)]
+    # The first rank's heads, which has the most.
+    by_stage = [with_heads(united, heads, heads.units(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
     ring = _rotation(method, by_stage[0], around)
     computed = [_passes(ring, each, around) for each in by_stage]
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
-        together = _passes(ring, _with_heads(united, heads, None), around)
+        together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
     times = []
@@ -177,13 +176,6 @@ def _ring_memory(plan: Plan, shape: CallShape) -> float:
     )
 
 
-def _with_heads(shape: CallShape, heads: HeadDivision, stage: int | None) -> CallShape:
-    """The first rank's heads, which has the most."""
-    units = heads.units(0, stage)
-    first, last = heads.query_heads(units)
-    return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])
-
-
 def _exchanged(shape: CallShape, heads: HeadDivision) -> tuple[tuple[float, float], tuple[float, float]]:
     """Bytes of a rank's tensors, in forward and in backward, on the way to heads and on the way to rows."""
     group = shape.division.groups()[0]
@@ -200,14 +192,14 @@ def _exchange_seconds(size: float, axis: Axis) -> float:
     """Of `size` bytes on every rank, its own share included."""
     hardware = axis.hardware
     copies = 2 if axis.shares_memory else 4
-    link = size * (axis.size - 1) / axis.size / hardware.link_speed
+    link = size * (axis.size - 1) / axis.size / hardware.link_speed if axis.size > 1 else 0.0
     return 2 * hardware.link_latency + link + copies * size / hardware.memory_speed
 
 
 def _pipeline(computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool) -> float:
     """Stages of which the first arrival and the last departure are not hidden."""
     host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
-    tax = 0.0 if axis.shares_memory else _COLLECTIVE_TAX
+    tax = 0.0 if axis.shares_memory else TRANSFER_TAX
     total = arriving + leaving
     for index, seconds in enumerate(computed):
         hidden = (arriving if index + 1 < len(computed) else 0.0) + (leaving if index else 0.0)

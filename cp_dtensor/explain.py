@@ -14,7 +14,7 @@ from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.shard_attention import checked_layout, checked_seq_len
-from cp_dtensor.splitting import axis_of
+from cp_dtensor.splitting import axes_of
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks); what `explain` takes where there is no GPU."""
@@ -119,7 +119,7 @@ def explain(
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-        axes = [axis_of(group, device, dtype.itemsize) for group in groups]
+        axes = [axis for axis in axes_of(ranks, device, dtype.itemsize) if axis is not None]
         assumption = f"measured: {torch.cuda.get_device_name(device)}, " + ", ".join(
             f"{axis.hardware.link_speed / 1e9:.0f} GB/s" for axis in axes
         )

@@ -98,7 +98,7 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
         heads=heads,
         kinds=kinds,
         inner=tuple(
-            _ring(_with_heads(united_shape, heads, heads.units(rank, stage)), request, ring, ring_rank)
+            _ring(with_heads(united_shape, heads, heads.units(rank, stage)), request, ring, ring_rank)
             for stage in range(heads.stages)
         ),
         exchange=CollectiveHeads() if isinstance(shared_memory, str) else shared_memory,
@@ -107,6 +107,7 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
     )
 
 
+@lru_cache(maxsize=4096)  # one object for equal ones: what is kept on devices is looked up by identity
 def _kinds(heads: HeadDivision, united: UnitedDivision, ring_rank: int) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage what the ranks have: of queries, and of keys and values."""
     query_rows, key_rows = united.query_rows(ring_rank), united.key_rows(ring_rank)
@@ -145,7 +146,8 @@ def _ring(shape: CallShape, request: CallRequest, group: dist.ProcessGroup | Non
     return RingDecision(_plan(rotation, shape, rank), shape, rotation, request.backend, request.problem.state_dtype)
 
 
-def _with_heads(shape: CallShape, heads: HeadDivision, units: Span) -> CallShape:
+def with_heads(shape: CallShape, heads: HeadDivision, units: Span) -> CallShape:
+    """The shape of attention with some units of heads."""
     first, last = heads.query_heads(units)
     return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])
 

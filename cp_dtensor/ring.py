@@ -6,8 +6,7 @@ after a context has been left, in other threads, and whatever the settings are b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from cp_dtensor._torch_private import label
 from cp_dtensor.accumulate import Accumulator, Addition, LseMerge, Part, place_sums
-from cp_dtensor.attention_call import AttentionCall
+from cp_dtensor.attention_call import AttentionCall, cleaned_up_on_error
 from cp_dtensor.layouts import Span
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.plan import Plan, Step
@@ -256,15 +255,10 @@ def _query_heads(kv_heads: Span, q: torch.Tensor, k: torch.Tensor) -> Span:
     return kv_heads[0] * group, kv_heads[1] * group
 
 
-@contextmanager
-def abandoned_on_error(call: RingCall) -> Iterator[None]:
-    """What has raised half-way must not be in the way of the next call."""
-    try:
-        yield
-    except BaseException:
-        if call.group is not None:
-            call.rotation.abandon(call.group)
-        raise
+def abandoned_on_error(call: RingCall) -> AbstractContextManager[None]:
+    """Forgets the transfers of a call that raises."""
+    group = call.group
+    return nullcontext() if group is None else cleaned_up_on_error(lambda: call.rotation.abandon(group))
 
 
 def nothing_to_do(q: torch.Tensor) -> bool:

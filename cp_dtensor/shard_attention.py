@@ -211,6 +211,7 @@ def _global_lengths(
         head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), is_causal=bool(is_causal), scale=scale,
         layout=repr(layout), method=splitting.method, rotate_method=splitting.rotation.name,
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
     )  # fmt: skip
     everyone = agreement.exchange(facts, settings.ranks, q.device)
     found = (

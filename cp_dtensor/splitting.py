@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.decisions import Decision
 from cp_dtensor.division import LayoutDivision
@@ -75,7 +77,8 @@ def decide_call(
     """
     allowed = allowed or allowed_backends()
     decisions = _decisions.of(ranks.outer)
-    place = (ranks.rank, ranks.size, ranks.inner_size)
+    inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
+    place = (ranks.rank, ranks.size, inner)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, bool(is_causal), allowed, place)
     found = decisions.get(key)
     if found is None:
@@ -112,11 +115,49 @@ def _predicted_fastest(request: CallRequest, ranks: SequenceRanks) -> str:
     if request.device.type != "cuda":  # of which the cost model knows nothing
         return "ring" if ranks.inner is None else "hybrid"
     with on_device(request.device):
-        outer = axis_of(ranks.outer, request.device, request.itemsize)
-        inner = None if ranks.inner is None else axis_of(ranks.inner, request.device, request.itemsize)
+        outer, inner = axes_of(ranks, request.device, request.itemsize)
     return fastest(estimates(request.shape, outer, inner, request.method))
 
 
-def axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:
-    """What the ranks of a group have in common. The first call for a group is a collective."""
+def remembered(group: dist.ProcessGroup, key: object, make: Callable[[], Decision]) -> Decision:
+    """What has been decided for `key`, a value that says all that the decision depends on."""
+    decisions = _decisions.of(group)
+    found = decisions.get(key)
+    if found is None:
+        found = decisions[key] = make()
+    return found
+
+
+class _Axes:
+    """What all ranks of two axes have in common, by the groups."""
+
+    def __init__(self) -> None:
+        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
+
+    def of(self, outer: dist.ProcessGroup) -> dict[str, tuple[Axis, Axis]]:
+        return self._by_group.setdefault(outer, {})
+
+
+_axes = _Axes()
+
+
+def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[Axis, Axis | None]:
+    """The outer and the inner axis as the weakest ranks have them, alike on all. At first a collective."""
+    if ranks.inner is None:
+        return _axis_of(ranks.outer, device, itemsize), None
+    known = _axes.of(ranks.outer)
+    name = f"{_torch_private.name_of_group(ranks.inner)} {itemsize}"
+    if name not in known:
+        outer, inner = (_axis_of(group, device, itemsize) for group in (ranks.outer, ranks.inner))
+        # Other ranks have other groups, which have measured something else.
+        mine = [value for axis in (outer, inner) for value in (axis.hardware.link_speed, float(axis.shares_memory))]
+        weakest = ranks.gather(torch.tensor(mine, dtype=torch.float64, device=device)).amin(0).tolist()
+        known[name] = (
+            Axis(outer.size, replace(outer.hardware, link_speed=weakest[0]), bool(weakest[1])),
+            Axis(inner.size, replace(inner.hardware, link_speed=weakest[2]), bool(weakest[3])),
+        )
+    return known[name]
+
+
+def _axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:
     return Axis(group.size(), hardware_of(group, device, itemsize), why_not(group, device) is None)

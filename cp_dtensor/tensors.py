@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 
 import torch
 
@@ -20,6 +21,27 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
 def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
     """`grad_out` in the memory order of `out`, which cuDNN insists on, so that it is not copied for every tile."""
     return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
+
+
+def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out` (B, H, S, Dv) in strides that are a function of those of q (B, H, S, D) alone; a copy if it has others.
+
+    They are q's own where the shapes are equal and no elements of q share memory, else those of memory without gaps in
+    q's order of dims.
+    """
+    order = sorted(range(q.dim()), key=lambda dim: (q.stride(dim), q.size(dim)))
+    strides = list(q.stride())
+    overlaps = any(stride == 0 < size - 1 for size, stride in zip(q.shape, strides, strict=True)) or any(
+        strides[outer] < strides[inner] * q.size(inner) for inner, outer in pairwise(order) if q.size(outer) > 1
+    )
+    if out.shape != q.shape or overlaps:
+        step = 1
+        for dim in order:
+            strides[dim] = step
+            step *= out.size(dim)
+    if all(size == 1 or ours == wanted for size, ours, wanted in zip(out.shape, out.stride(), strides, strict=True)):
+        return out
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ ring over another axis (a hybrid: USP, arXiv 2405.07719), whose queries and keys
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.attention_call import AttentionCall, Tensors
+from cp_dtensor.attention_call import AttentionCall, Tensors, cleaned_up_on_error
 from cp_dtensor.head_division import HeadDivision
 from cp_dtensor.rotation.head_exchange import CollectiveHeads, Departure, HeadExchange
 from cp_dtensor.rotation.heads import HeadRows
@@ -36,7 +38,7 @@ class UlyssesCall(AttentionCall):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        with on_device_of(q):
+        with on_device_of(q), self._abandoned_on_error():
             return self._forward(q, k, v, needs_lse)
 
     def _forward(
@@ -48,38 +50,46 @@ class UlyssesCall(AttentionCall):
         stages = self.kinds
         arriving = self.exchange.to_heads([[q], [k, v]], stages, self.group)
         leaving: list[Departure] = []
-        main_stream, side_stream = self._streams(q)
-        for index, ((of_queries, _), inner) in enumerate(zip(stages, self.inner, strict=True)):
-            is_last = index == len(stages) - 1
-            # Whatever a stage allocates is kept until both streams have met again.
-            with torch.cuda.stream(side_stream if index % 2 else main_stream):
-                (stage_q,), (stage_k, stage_v) = arriving.receive()
-                stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, True)
-                saved += stage_saved
-                if side_stream is None:
-                    _finish(leaving)
-                leaving.append(self.exchange.to_rows([[stage_out]], [[out]], [of_queries], self.group, is_last))
-                if needs_lse:
-                    of_lse = [[stage_lse.unsqueeze(3)]], [[lse]], [of_queries]
-                    leaving.append(CollectiveHeads().to_rows(*of_lse, self.group, is_last))
-        _finish(leaving)
+        with self._streams(q) as streams:
+            for index, ((of_queries, _), inner) in enumerate(zip(stages, self.inner, strict=True)):
+                is_last = index == len(stages) - 1
+                with torch.cuda.stream(streams[index % 2]):
+                    (stage_q,), (stage_k, stage_v) = arriving.receive()
+                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, True)
+                    saved += stage_saved  # among them what it allocates: kept until both streams have met again
+                    if streams[0] is streams[1]:
+                        _finish(leaving)
+                    leaving.append(self.exchange.to_rows([[stage_out]], [[out]], [of_queries], self.group, is_last))
+                    if needs_lse:
+                        of_lse = [[stage_lse.unsqueeze(3)]], [[lse]], [of_queries]
+                        leaving.append(CollectiveHeads().to_rows(*of_lse, self.group, is_last))
+            _finish(leaving)
+        if streams[0] is not None:
+            for tensor in saved:  # the allocator of the side stream does not see who reads them in backward
+                tensor.record_stream(streams[0])
         return out, lse.squeeze(3) if needs_lse else lse, tuple(saved)
 
-    def _streams(self, q: torch.Tensor) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-        """Where the stages are computed in turns: None is the current stream."""
+    @contextmanager
+    def _streams(self, q: torch.Tensor) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
+        """Two streams on which stages are computed in turns, joined in the end; None is the current one."""
         side = self.exchange.side_stream(q, self.group) if self.overlaps_stages else None
         if side is None:
-            return None, None
+            yield None, None
+            return
         main = torch.cuda.current_stream()
         side.wait_stream(main)
-        return main, side
+        try:
+            yield main, side
+        finally:
+            main.wait_stream(side)
 
     def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with on_device_of(grad_out):
+        with on_device_of(grad_out), self._abandoned_on_error():
             return self._backward(grad_out, saved)
 
     def _backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stages = len(self.inner)
+        assert len(saved) % stages == 0, "every stage keeps as many tensors"
         by_stage = [saved[len(saved) // stages * stage : len(saved) // stages * (stage + 1)] for stage in range(stages)]
         q_like, k_like, v_like = by_stage[0][:3]  # some heads of all rows
         grad_q = _row_after_row(grad_out, q_like.size(3))
@@ -100,7 +110,7 @@ class UlyssesCall(AttentionCall):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         of_queries = [of_stage[:1] for of_stage in self.kinds]
-        with on_device_of(q):
+        with on_device_of(q), self._abandoned_on_error():
             # One exchange after the other: they share the memory in which ranks publish.
             arriving = self.exchange.to_heads([[q], [k, v]], self.kinds, self.group)
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
@@ -115,6 +125,9 @@ class UlyssesCall(AttentionCall):
                 )
                 for tensor in inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse)
             )
+
+    def _abandoned_on_error(self) -> AbstractContextManager[None]:
+        return cleaned_up_on_error(lambda: self.exchange.abandon(self.group))
 
     def _grad_of_units(self, like: torch.Tensor) -> torch.Tensor:
         rows = sum(self.kinds[0][1].rows.lengths[self.group.rank()])

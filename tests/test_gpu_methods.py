@@ -22,9 +22,12 @@ from cp_dtensor import (
     Striped,
     context_parallel_attention,
     planning,
+    ring,
     splitting,
 )
 from cp_dtensor.planning import HeadStaging
+from cp_dtensor.ring import ring_forward
+from cp_dtensor.rotation import head_exchange_symm_mem
 from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
 
 pytestmark = pytest.mark.gpu(2)
@@ -124,7 +127,18 @@ def _layers(rank: int, methods: list[tuple[str, str]], seed: int, delays: random
 def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -> list[str]:
     draw = random.Random(rank)
     wrong = []
-    with mock.patch.object(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages)):
+    copy = head_exchange_symm_mem._Table.copy
+
+    def late_copy(table: Any, targets: Any, stream: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):  # streams that read may be late as well
+            _delay(draw)
+        copy(table, targets, stream, current)
+
+    with ExitStack() as stack:
+        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(head_exchange_symm_mem._Table, "copy", late_copy))
+        stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
         for seed in range(rounds):
             expected = _layers(rank, [("ring", "allgather")], seed, None)
             for attempt in range(3):
@@ -136,7 +150,7 @@ def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -
     return wrong
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize(
     "methods",
     [[("ulysses", "auto")], [("ulysses", "auto"), ("ring", "symm_mem")]],
@@ -180,7 +194,42 @@ def test_compiled_equals_eager(gpus: Processes, method: str, stages: int) -> Non
         assert max(worst) == 0, worst
 
 
-def _graph(rank: int) -> list[float]:
+def _error(rank: int) -> float:
+    """The largest difference in a call after one that has raised in its second stage."""
+    problem = Problem(512, 512, 1, 8, 8, 64, is_causal=True, dtype=torch.float32)
+    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
+    calls = []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("planted")
+        return ring_forward(*args)
+
+    with ExitStack() as stack:
+        staging = HeadStaging(flops_per_stage=1e-3, most=4)
+        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
+        expected = _attend(inputs, problem, HeadTail(), "ulysses")
+        with mock.patch.object(ring, "ring_forward", failing), pytest.raises(RuntimeError, match="planted"):
+            _attend(inputs, problem, HeadTail(), "ulysses")
+        results = _attend(inputs, problem, HeadTail(), "ulysses")
+    return max((ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True))
+
+
+def test_a_call_after_one_that_raised_half_way(gpus: Processes) -> None:
+    assert max(gpus.run(_error)) == 0
+
+
+def _graph(rank: int, stages: int) -> list[float]:
+    with ExitStack() as stack:
+        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
+        return _replayed(rank)
+
+
+def _replayed(rank: int) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
     inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
     stream = torch.cuda.Stream()
@@ -204,6 +253,7 @@ def _graph(rank: int) -> list[float]:
     return worst
 
 
-def test_a_captured_graph_is_replayed_with_other_inputs(gpus: Processes) -> None:
-    for worst in gpus.run(_graph):
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_captured_graph_is_replayed_with_other_inputs(gpus: Processes, stages: int) -> None:
+    for worst in gpus.run(_graph, stages):
         assert max(worst) < 1e-4, worst

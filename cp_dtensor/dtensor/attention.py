@@ -29,6 +29,7 @@ from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import GroupSegments
 from cp_dtensor.shard_attention import positive_scale, softmax_scale
+from cp_dtensor.splitting import remembered
 
 
 def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
@@ -114,7 +115,8 @@ def _decide(request: CallRequest, plan: AttentionPlacements, groups: list[dist.P
     ranks = SequenceRanks.over(groups)
     if plan.ulysses_axis is None:
         return decide_ring(request, ranks.outer, ranks.rank)
-    return decide_ulysses(request, ranks)
+    key = (request, plan, tuple(map(_torch_private.name_of_group, groups)))
+    return remembered(groups[0], key, lambda: decide_ulysses(request, ranks))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.flash import FlashAttention, half_precision_refusal
 from cp_dtensor.masks import TileMask
+from cp_dtensor.tensors import laid_out_after
 
 aten = torch.ops.aten
 
@@ -54,8 +55,9 @@ class CudnnAttention(LocalAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if _has_single_row(q, k):
             return self._for_single_rows.backward(grad_out, q, k, v, out, lse, mask, scale)
-        if grad_out.stride() != out.stride():  # cuDNN asserts equal strides
-            grad_out, out = grad_out.contiguous(), out.contiguous()
+        # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run one that was made
+        # for other strides of out; so those must follow from q's. (Those of grad_out must be those of out.)
+        grad_out, out = laid_out_after(q, grad_out), laid_out_after(q, out)
         state = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,

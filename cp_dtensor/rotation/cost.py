@@ -16,10 +16,10 @@ from cp_dtensor.tiles import Tile
 
 # Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward).
 _BLOCK = 128
-# Attention runs so much slower while transfers take multiprocessors from it.
-_TRANSFER_TAX = 0.15
-# Backward has five matrix products where forward has two, and its kernels are slower.
-_BACKWARD_FLOPS = 2.8
+TRANSFER_TAX = 0.15
+"""Attention runs so much slower while transfers take multiprocessors from it."""
+# Of backward over forward: it has five matrix products where forward has two, and its kernels are slower.
+_BACKWARD_TIME = 2.8
 # Beginning and end of a kernel.
 _KERNEL = 10e-6
 # Host time of a launch of backward over one of forward (from the benchmark tables).
@@ -70,7 +70,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
                 link = busy_until = start + _transfer_seconds(arrivals[0], plan, shape, hardware)
         compute = _compute_seconds(step, plan, shape, hardware, backward)
         if slows_compute:
-            compute += _TRANSFER_TAX * min(compute, max(busy_until - start, 0.0))
+            compute += TRANSFER_TAX * min(compute, max(busy_until - start, 0.0))
         gpu = start + compute
         if backward and step.transfer is not None:
             sending = max(sending, gpu) + _transfer_seconds(step.transfer, plan, shape, hardware)
@@ -94,7 +94,7 @@ def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardwar
 def _tile_seconds(tile: Tile, heads: int, shape: CallShape, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
     flops = 2.0 * batch * heads * rows * columns * (shape.head_dim + shape.v_head_dim)
-    flops *= (1.0 if tile.mask.is_full else 0.53) * (_BACKWARD_FLOPS if backward else 1.0)
+    flops *= (1.0 if tile.mask.is_full else 0.53) * (_BACKWARD_TIME if backward else 1.0)
     blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
     waves = blocks / hardware.multiprocessors
     if not waves:

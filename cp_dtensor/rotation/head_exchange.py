@@ -72,6 +72,10 @@ class HeadExchange(ABC):
         """
 
     @abstractmethod
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        """Forgets a call that has raised in the middle, on all ranks alike, so that the next one can work."""
+
+    @abstractmethod
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         """A stream on which every other stage may be computed, so that the end of a kernel is not idle; or None."""
 
@@ -97,6 +101,9 @@ class CollectiveHeads(HeadExchange):
         is_last: bool,
     ) -> Departure:
         return _CollectiveDeparture(bundles, targets, kinds, group)
+
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        pass  # collectives leave nothing behind
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         return None

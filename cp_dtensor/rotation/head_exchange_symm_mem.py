@@ -27,6 +27,7 @@ from cp_dtensor.rotation.workspace import Flag, Workspace
 if TRITON_AVAILABLE:
     from cp_dtensor.kernels.copy_pieces import ALIGNMENT, PIECE_FIELDS, launch_copies
 
+_MOST_TABLES = 1024
 _PROGRAMS = 1056  # eight for each multiprocessor of an H200
 
 
@@ -59,6 +60,9 @@ class SharedMemoryHeads(HeadExchange):
         is_last: bool,
     ) -> Departure:
         return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
+
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        workspaces.abandon(group)
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         return self._workspace([[like]], group).side_stream
@@ -237,8 +241,9 @@ def _table(
     """Made once for each kind of exchange: uploading it takes longer than the exchange."""
     key = (pieces_of, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in published))
     table = workspace.tables.get(key)
+    is_capturing = torch.cuda.is_current_stream_capturing()
     if table is None:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing:
             raise RuntimeError(
                 "an exchange of heads has to be prepared on the device, which a CUDA graph cannot capture: run one "
                 "forward and backward of this size before capturing"
@@ -254,5 +259,9 @@ def _table(
             max((piece.row_bytes for piece in pieces), default=0),
             published,
         )
+        if len(workspace.tables) > _MOST_TABLES:  # lengths that change at every call
+            workspace.tables.clear()
         workspace.tables[key] = table
+    if is_capturing:
+        workspace.captured.append(table)
     return table

@@ -73,7 +73,11 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Links:
         stop.synchronize()
         best = min(best, start.elapsed_time(stop) / 1e3)
     properties = torch.cuda.get_device_properties(device)
-    mine = [(group.size() - 1) * count / best, properties.major, properties.multi_processor_count]
+    mine = [
+        (group.size() - 1) * count / best if group.size() > 1 else float("inf"),
+        properties.major,
+        properties.multi_processor_count,
+    ]
     weakest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
     speed, capability, multiprocessors = weakest.tolist()

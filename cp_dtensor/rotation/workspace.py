@@ -8,25 +8,22 @@ One workspace per group serves all its calls, in all layers, forward and backwar
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch_private import SymmetricBuffer, symmetric_buffer, uses_nccl
-from cp_dtensor.rotation import device_streams
+from cp_dtensor._torch_private import SymmetricBuffer, symmetric_buffer
 from cp_dtensor.rotation.device_streams import FlagOperations, await_flags, raise_flags
+from cp_dtensor.rotation.sharing import GRANULE, why_unshared
 
 _log = logging.getLogger("cp_dtensor")
 _FLAG_BYTES = 64 * 1024
-_GRANULE = 2 << 20  # what CUDA maps at a time
 
 
 class Flag(IntEnum):
@@ -57,35 +54,39 @@ class Workspace:
     grads_arrived: tuple[torch.cuda.Event, torch.cuda.Event]
     tables: dict[object, Any] = field(default_factory=dict)
     """What users of this memory keep on the device, with addresses in it."""
+    captured: list[Any] = field(default_factory=list)
+    """Those of them that captured graphs read."""
     _last_stream: list[torch.cuda.Stream] = field(default_factory=list)
 
     def wait(self, flag: Flag) -> FlagOperations:
-        """Waits until all other ranks have raised a flag for this one."""
+        """Waits until all ranks have raised a flag for this one."""
         return self._waits[flag]
 
     def tell(self, flag: Flag) -> FlagOperations:
-        """Raises this rank's flag for all other ranks."""
+        """Raises this rank's flag for all ranks."""
         return self._raises[flag]
 
     @cached_property
     def _waits(self) -> list[FlagOperations]:
-        return [await_flags([self._flag(self.rank, flag, peer) for peer in self._peers]) for flag in Flag]
+        return [await_flags([self._flag(self.rank, flag, rank) for rank in self._ranks]) for flag in Flag]
 
     @cached_property
     def _raises(self) -> list[FlagOperations]:
-        return [raise_flags([self._flag(peer, flag, self.rank) for peer in self._peers]) for flag in Flag]
+        return [raise_flags([self._flag(rank, flag, self.rank) for rank in self._ranks]) for flag in Flag]
 
     @property
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.world_size) if peer != self.rank]
+    def _ranks(self) -> range:
+        # With this rank among them: it publishes and reads on different streams, which nothing else orders.
+        return range(self.world_size)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Orders what is published on `stream` behind what was published before, on whatever stream.
 
         Peers pull in the order of calls, so that is the order in which rows have to be written.
         """
-        if self._last_stream and self._last_stream[0] != stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self._last_stream[0])
+        last = self._last_stream[0] if self._last_stream else stream
+        if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph cannot wait for what is not in it
+            stream.wait_stream(last)
         self._last_stream[:] = [stream]
 
     def _flag(self, holder: int, flag: Flag, raised_by: int) -> int:
@@ -108,6 +109,11 @@ class Workspace:
     def grads_address(self, rank: int) -> int:
         """Where `rank` publishes contributions to gradients."""
         return self.addresses[rank] + _FLAG_BYTES + self.kv_bytes
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _Workspaces:
@@ -134,7 +140,7 @@ class _Workspaces:
                     "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
                     "one call before capturing"
                 )
-            reasons[device.type] = _why_not(group, device)
+            reasons[device.type] = why_unshared(group, device)
         return reasons[device.type]
 
     def tell_fallback(self, group: dist.ProcessGroup, reason: str) -> None:
@@ -150,8 +156,8 @@ class _Workspaces:
         if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
             if capturing:
                 raise RuntimeError(
-                    "the symm_mem rotation has to map memory, which a CUDA graph cannot capture: run one forward "
-                    "and backward of this size before capturing"
+                    "the ranks have to map shared memory, which a CUDA graph cannot capture: run one forward and "
+                    "backward of this size before capturing"
                 )
             if held is not None:
                 kv_bytes, grad_bytes = max(kv_bytes, held.kv_bytes), max(grad_bytes, held.grad_bytes)
@@ -249,48 +255,5 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
     return made
 
 
-def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Found out together, so that every rank comes to the same answer."""
-    if device.type != "cuda":
-        return f"it needs CUDA devices, the tensors are on {device.type}"
-    if not uses_nccl(group, device):
-        return "it needs a process group with an NCCL backend"
-    local = None if device_streams.is_available() else "the CUDA driver has no stream memory operations"
-    facts = (_host(), str(torch.cuda.get_device_properties(device).uuid), local or _unreachable_peer(device))
-    everyone: list[tuple[str, str, str | None]] = [facts] * group.size()
-    dist.all_gather_object(everyone, facts, group=group)
-    hosts, devices, reasons = zip(*everyone, strict=True)
-    if len(set(hosts)) > 1:
-        return f"the ranks are on {len(set(hosts))} hosts"
-    if len(set(devices)) < group.size():
-        return "some ranks share a device"
-    return next((reason for reason in reasons if reason is not None), None) or _failed_trial(group, device)
-
-
-def _host() -> str:
-    """What tells hosts apart, also where they are called alike."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-def _failed_trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Maps a little memory: what processes may share, containers among them, shows only so."""
-    reason = None
-    try:
-        symmetric_buffer(_GRANULE, device, group)
-    except RuntimeError as error:
-        reason = f"mapping memory failed: {error}"
-    everyone: list[str | None] = [reason] * group.size()
-    dist.all_gather_object(everyone, reason, group=group)
-    return next((each for each in everyone if each is not None), None)
-
-
-def _unreachable_peer(device: torch.device) -> str | None:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    peers = [peer for peer in range(torch.cuda.device_count()) if peer != index]
-    unreachable = [peer for peer in peers if not torch.cuda.can_device_access_peer(index, peer)]
-    return f"device {index} cannot access device {unreachable[0]}" if unreachable else None
-
-
 def _round_up(count: int) -> int:
-    return -(-count // _GRANULE) * _GRANULE
+    return -(-count // GRANULE) * GRANULE

@@ -24,7 +24,7 @@ from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.choice import METHODS, ROTATIONS
-from cp_dtensor.splitting import axis_of
+from cp_dtensor.splitting import axes_of
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.rows import IDEAL, TORCH_PREFIX
 from cp_dtensor.tools.bench.work import Attention
@@ -232,8 +232,7 @@ def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) ->
     division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, ranks.size)
     mask = Mask.CAUSAL if case.causal else Mask.FULL
     shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
-    outer = axis_of(ranks.outer, device, itemsize)
-    inner = None if ranks.inner is None else axis_of(ranks.inner, device, itemsize)
+    outer, inner = axes_of(ranks, device, itemsize)
     found = estimates(shape, outer, inner, METHODS[way.rotate_method])
     estimate = found[fastest(found) if way.method == "auto" else way.method]
     return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
