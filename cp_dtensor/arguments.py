@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 import torch
@@ -14,21 +15,22 @@ from cp_dtensor.rotation.ranks import SequenceRanks
 METHODS = ("auto", "ring", "ulysses", "hybrid")
 """Ways to split the work over the ranks that share a sequence."""
 Mesh = DeviceMesh | dist.ProcessGroup
-_SEQUENCE_AXES = ("ring", "ulysses", "cp", "sp", "seq", "context")
+# One of these words, alone or with more after a separator or digit: "sparse" and "split_dp" share no sequence.
+_SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*)?")
 
 
 def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     """The ranks that share a sequence.
 
     Args:
-        mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with "ring",
-            "ulysses", "cp", "sp", "seq" or "context", so that nobody shards a sequence over a data-parallel axis by
-            mistake. The one whose name begins with "ulysses" is the inner axis, otherwise the second: its ranks own
-            neighbouring parts of the sequence.
+        mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
+            "ring", "ulysses", "cp", "sp", "seq", "sequence" or "context" (as "cp_node" and "cp2" do, and "sparse" does
+            not), so that nobody shards a sequence over a data-parallel axis by mistake. The one whose name begins with
+            "ulysses" is the inner axis, otherwise the second: its ranks own neighbouring parts of the sequence.
 
     Raises:
         TypeError: anything else.
-        ValueError: a mesh of other dims, or one that this rank is not part of.
+        ValueError: a mesh of other dims, one of two inner axes, or one that this rank is not part of.
         NotImplementedError: a mesh of other devices than CPUs and CUDA devices.
     """
     if isinstance(mesh, dist.ProcessGroup):
@@ -41,8 +43,8 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(name.startswith(_SEQUENCE_AXES) for name in names))):
-        sequence = [name for name in names if name.startswith(_SEQUENCE_AXES)][-2:] or list(names[-1:])
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_shares_sequence, names)))):
+        sequence = [name for name in names if _shares_sequence(name)][-2:] or list(names[-1:])
         hint = (
             f"mesh[{', '.join(map(repr, sequence))}]"
             if sequence
@@ -52,6 +54,11 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
             "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
             f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
             f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass those axes of it, such as {hint}"
+        )
+    if mesh.ndim == 2 and all(map(is_ulysses_axis, names)):
+        raise ValueError(
+            'expected at most one axis whose name begins with "ulysses", the inner one, beside an outer one such as '
+            f"'ring'; got names {mesh.mesh_dim_names}"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
@@ -74,7 +81,22 @@ def axis_names(mesh: Mesh) -> tuple[str, ...]:
 def inner_axis(mesh: DeviceMesh) -> int:
     """Which of two axes is the inner one."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
-    return next((axis for axis, name in enumerate(names) if name.startswith("ulysses")), 1)
+    return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
+
+
+def is_ulysses_axis(name: str) -> bool:
+    """Whether a name begins with the word "ulysses"."""
+    return _first_word(name) == "ulysses"
+
+
+def _shares_sequence(name: str) -> bool:
+    return _first_word(name) is not None
+
+
+def _first_word(name: str) -> str | None:
+    """The word for which an axis that shares the sequence is known, None for other names."""
+    found = _SEQUENCE_AXIS.fullmatch(name)
+    return found and found[1]
 
 
 def checked_method(method: str) -> str:

@@ -32,7 +32,8 @@ def planner_inputs(draw: st.DrawFn) -> PlannerInputs:
     q, k, v = zip(*of_axes, strict=True)
     kv_heads = draw(st.integers(1, 8))
     q_heads = kv_heads * draw(st.integers(1, 4))
-    names = draw(st.one_of(st.none(), st.permutations(["ulysses", "ring", "dp", "tp"])))
+    ulysses = draw(st.sampled_from(["ulysses", "ulysses_low", "ulysses2", "ulyssean"]))
+    names = draw(st.one_of(st.none(), st.permutations([ulysses, "ring", "dp", "tp"])))
     return q, k, v, mesh_shape, q_heads, kv_heads, None if names is None else tuple(names[: len(mesh_shape)])
 
 
@@ -73,7 +74,9 @@ def test_ulysses_is_over_the_axis_of_that_name_or_the_second_that_shards_all_thr
     q, k, v, *_, names = inputs
     axes = [axis for axis, column in enumerate(zip(q, k, v, strict=True)) if set(column) == {SEQ}]
     second = axes[1] if len(axes) > 1 else None
-    named = names.index("ulysses") if names and "ulysses" in names else None
+    named = next(
+        (axis for axis, name in enumerate(names or ()) if name in ("ulysses", "ulysses_low", "ulysses2")), None
+    )
     assert plan(inputs).ulysses_axis == (named if named in axes else second)
 
 
@@ -140,7 +143,7 @@ def test_nothing_is_partial_or_sharded_along_the_head_dim(inputs: PlannerInputs)
 
 @given(planner_inputs())
 def test_what_is_planned_needs_no_other_plan(inputs: PlannerInputs) -> None:
-    """Of placements; an axis called "ulysses" on which only then all three are sharded may have been the ring's."""
+    """Of placements; a Ulysses axis on which only then all three are sharded may have been the ring's."""
     planned = plan(inputs)
     again = plan_placements(planned.q, planned.kv, planned.kv, *inputs[3:])
     assert (again.q, again.kv, again.grad_kv) == (planned.q, planned.kv, planned.grad_kv)

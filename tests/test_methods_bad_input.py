@@ -29,6 +29,7 @@ from cp_dtensor import (
     ring_attention,
     ulysses_attention,
 )
+from cp_dtensor.arguments import sequence_ranks
 
 RANKS = 4
 MOVING = {"AllToAllBase", "AllToAll", "AllGather", "ReduceScatter"}
@@ -126,12 +127,36 @@ MESH_ENTRIES: dict[str, Callable[[Any], object]] = {
 def test_axes_that_may_not_be_the_sequences_are_refused_with_a_hint(entry: Callable[[Any], object]) -> None:
     for names, shape, hint in (
         (("dp", "cp"), (2, 2), r"names \('dp', 'cp'\), shape \(2, 2\)\)\. Pass those axes of it, such as mesh\['cp'\]"),
+        (("split_dp", "cp"), (2, 2), r"Pass those axes of it, such as mesh\['cp'\]"),
+        (("cp", "sparse"), (2, 2), r"Pass those axes of it, such as mesh\['cp'\]"),
         (("ring", "tp"), (1, 2), r"Pass those axes of it, such as mesh\['ring'\]"),
         (None, (2, 2), r"names None.*such as init_device_mesh\(\.\.\., mesh_dim_names=\.\.\.\) and mesh\['cp'\]"),
         (("dp", "ring", "ulysses"), (1, 2, 2), r"shape \(1, 2, 2\)\)\. Pass .* such as mesh\['ring', 'ulysses'\]"),
     ):
         message = rf"expected a mesh of one dim.*such as \('ring', 'ulysses'\) or \('cp_node', 'cp_gpu'\); got.*{hint}"
         check_refused(shape, names, message, entry)
+
+
+@pytest.mark.parametrize("entry", MESH_ENTRIES.values(), ids=MESH_ENTRIES)
+def test_two_inner_axes_are_refused(entry: Callable[[Any], object]) -> None:
+    message = r"at most one axis whose name begins with \"ulysses\".*got names \('ulysses', 'ulysses_low'\)"
+    check_refused((2, 2), ("ulysses", "ulysses_low"), message, entry)
+
+
+@pytest.mark.parametrize(
+    ("names", "inner"),
+    [
+        (("cp_node", "cp_gpu"), 1), (("cp0", "cp1"), 1), (("context-a", "context-b"), 1), (("sequence", "seq2"), 1),
+        (("sp", "context_parallel"), 1), (("ulysses_low", "sp"), 0), (("ulysses2", "ring"), 0),
+    ],
+)  # fmt: skip
+def test_names_of_two_axes_that_are_taken(names: tuple[str, str], inner: int) -> None:
+    def body(rank: int) -> None:
+        ranks = sequence_ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        row, column = divmod(rank, 2)
+        assert ranks.rank == (rank if inner == 1 else 2 * column + row)
+
+    run_ranks(4, body)
 
 
 def test_two_axes_of_a_larger_mesh_are_taken() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from cp_dtensor.arguments import is_ulysses_axis
 from cp_dtensor.layouts import Segment, TorchChunk
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
@@ -21,7 +22,7 @@ class AttentionPlacements:
     grad_kv: tuple[Placement, ...]
     """As `kv`, but Partial where ranks with different queries hold the same keys."""
     ring_axis: int | None
-    """The mesh axis around which K/V travel; None if there is no such axis."""
+    """The mesh axis around which K/V travel; None if there is no such axis. Ulysses may then be alone."""
     ulysses_axis: int | None = None
     """The mesh axis over which rows are exchanged for heads, if there is one."""
 
@@ -52,11 +53,11 @@ def plan_placements(
 ) -> AttentionPlacements:
     """Decides the placements, axis by axis.
 
-    Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis called "ulysses", or on two
-    axes, then that axis, or the second, is for Ulysses. K/V that are sharded along the sequence stay so there and on
-    the first other such axis, the ring, and are gathered over further ones; K/V that are replicated stay so. Batch and
-    heads: all three sharded alike (heads only if every rank gets whole groups of query heads with their key head).
-    Anything else: replicated.
+    Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis whose name begins with
+    "ulysses" (the first of several), or on two axes, then that axis, or the second, is for Ulysses. K/V that are
+    sharded along the sequence stay so there and on the first other such axis, the ring, and are gathered over further
+    ones; K/V that are replicated stay so. Batch and heads: all three sharded alike (heads only if every rank gets whole
+    groups of query heads with their key head). Anything else: replicated.
     """
     plan_q: list[Placement] = []
     plan_kv: list[Placement] = []
@@ -95,7 +96,7 @@ def _ulysses_axis(
 ) -> int | None:
     """Rows can be exchanged for heads over axes on which all three are sharded along the sequence."""
     axes = [axis for axis, placements in enumerate(zip(q, k, v, strict=True)) if all(map(on_seq, placements))]
-    named = [axis for axis in axes if axis_names and axis_names[axis].startswith("ulysses")]
+    named = [axis for axis in axes if axis_names and is_ulysses_axis(axis_names[axis])]
     if named:
         return named[0]
     return axes[1] if len(axes) > 1 else None
