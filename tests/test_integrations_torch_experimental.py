@@ -173,11 +173,7 @@ def test_without_buffers_and_not_causal() -> None:
     run_ranks(2, body)
 
 
-# From torch 2.13 on, fullgraph=True wants a compiled frame in each call, and regions run eagerly.
-FULLGRAPH = pytest.param(True, marks=pytest.mark.xfail(strict=False))
-
-
-@pytest.mark.parametrize("fullgraph", [False, FULLGRAPH])
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_blocks(fullgraph: bool) -> None:
     def body(rank: int) -> None:
         block = torch.compile(attention, backend="eager", fullgraph=fullgraph)
