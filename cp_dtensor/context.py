@@ -32,7 +32,7 @@ class context_parallel(ContextDecorator):
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims, of which the one called "ulysses" is the inner axis, otherwise the second.
+            dims, of which the one whose name begins with "ulysses" is the inner axis, otherwise the second.
         buffers: tensors that every rank has whole, of any dtype. Leaf tensors may require grad: inside they are leaves
             of the local shape, and on exit `.grad` has the full shape, zero outside of this rank's tokens, so that its
             sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with

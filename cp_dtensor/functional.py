@@ -47,8 +47,8 @@ def context_parallel_attention(
         k: (B, Hkv, T, D), this rank's keys. T may differ from S (cross-attention).
         v: (B, Hkv, T, Dv), this rank's values.
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims. Of these the one called "ulysses" is the inner axis, otherwise the second; rank in the sequence =
-            outer rank * inner size + inner rank.
+            dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second; rank in the
+            sequence = outer rank * inner size + inner rank.
         method: "ring": K/V travel, over two axes as a ring of rings; "ulysses": ranks exchange rows for heads;
             "hybrid": by heads over the inner axis, as a ring over the outer one; "auto": what is predicted to be
             fastest (see `explain`).

@@ -22,7 +22,7 @@ from cp_dtensor.shard_attention import AttentionSettings, ShardRecipe, checked_l
 
 
 class ContextParallel(ParallelStyle):
-    """`parallelize_module(attention, mesh["cp"], ContextParallel())`: SDPA inside of `attention` is ring attention.
+    """`parallelize_module(attention, mesh["cp"], ContextParallel())`: SDPA inside of `attention` sees all tokens.
 
     The module form of `context_parallel`. It belongs to the module, so it holds whenever and wherever its forward
     runs: in a recompute under any activation checkpointing, after any context, in any thread. It does not shard
@@ -38,7 +38,8 @@ class ContextParallel(ParallelStyle):
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; a mesh of several dims; a module that has the style already.
+        TypeError, ValueError: arguments that do not fit, when it is made; from parallelize_module, a mesh that is
+            neither one axis nor two that share the sequence, or a module that has the style already.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def local_positions(
     """Global positions of this rank's tokens, for position ids, RoPE and the like.
 
     Args:
-        mesh: the context-parallel axis.
+        mesh: as for `context_parallel_shard`.
         seq_len: global number of tokens.
         layout: `HeadTail()` if None.
         batch_size: rows of the batch; only `MirroredBatch` needs it, where positions depend on the row.

@@ -88,7 +88,7 @@ _dispatcher = _Dispatcher()
 
 
 def _enable_context_parallel_dispatcher() -> None:
-    """From now on, SDPA on DTensors that are sharded along the sequence is ring attention; again does nothing.
+    """From now on, SDPA on DTensors that are sharded along the sequence sees all of it; again does nothing.
 
     See `cp_dtensor.enable_context_parallel_dispatcher`. Beyond it, causal attention of DTensors that hold shards of
     `_context_parallel_shard` is in the order of its load balancer.
