@@ -75,10 +75,10 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
 
     Results are those of `F.scaled_dot_product_attention` on the full tensors, whatever the mesh: a ring runs around
     the axis with `Shard(2)`, or Ulysses over it if its name begins with "ulysses", or both over two; `Shard(0)` (data
-    parallel) and `Shard(1)` (tensor parallel over heads) on other axes stay local. DTensors that are not sharded along the
-    sequence are left to torch, except that on the CPU, where torch has no rule for its fused op, batch and head shards
-    are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward) get sharding
-    strategies for the sequence dim as well.
+    parallel) and `Shard(1)` (tensor parallel over heads) on other axes stay local. DTensors that are not sharded along
+    the sequence are left to torch, except that on the CPU, where torch has no rule for its fused op, batch and head
+    shards are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward) get
+    sharding strategies for the sequence dim as well.
 
     May be called several times; each call wants its own `disable_context_parallel_dispatcher`. Or use it as
     `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway.
