@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from problems import Problem, reference, shard
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Layout, context_parallel_attention
 
@@ -31,9 +32,10 @@ def attend(
     names: tuple[str, ...],
     shape: tuple[int, ...],
     options: dict[str, Any],
+    mesh: DeviceMesh | None = None,
 ) -> tuple[int, Tensors]:
     """This rank's place, and (out, dq, dk, dv, lse)."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh or init_device_mesh("cpu", shape, mesh_dim_names=names)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     here, size = place(list(coordinate), names, shape), mesh.size()
@@ -57,15 +59,39 @@ def reference_lse(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.T
     return torch.logsumexp(logits, dim=-1)
 
 
+def attend_all(
+    rank: int,
+    drawn: list[tuple[Problem, Tensors]],
+    layout: Layout,
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+) -> list[tuple[int, Tensors]]:
+    """`attend` for each of several problems."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return [attend(rank, tensors, problem, layout, names, shape, options, mesh) for problem, tensors in drawn]
+
+
+def check_all(
+    problems: Sequence[Problem], layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], seed: int = 0,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Several problems on one set of ranks, which takes longer to start than a problem."""
+    drawn = [(problem, problem.draw(seed)) for problem in problems]
+    expected = [(*reference(problem, *tensors), reference_lse(problem, *tensors[:2])) for problem, tensors in drawn]
+    size = torch.Size(shape).numel()
+    for of_rank in run_ranks(size, attend_all, drawn, layout, names, shape, options):
+        for problem, (here, result), wholes in zip(problems, of_rank, expected, strict=True):
+            for name, got, whole in zip(("out", "dq", "dk", "dv", "lse"), result, wholes, strict=True):
+                what = f"{name} of place {here}, {problem}"
+                torch.testing.assert_close(
+                    got, shard(whole, layout, here, size), rtol=1e-10, atol=1e-10,
+                    msg=lambda text, what=what: f"{what}: {text}",
+                )  # fmt: skip
+
+
 def check(
     problem: Problem, layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], seed: int = 0, **options: Any
 ) -> None:
-    tensors = problem.draw(seed)
-    expected = (*reference(problem, *tensors), reference_lse(problem, *tensors[:2]))
-    size = torch.Size(shape).numel()
-    for here, result in run_ranks(size, attend, tensors, problem, layout, names, shape, options):
-        for name, got, whole in zip(("out", "dq", "dk", "dv", "lse"), result, expected, strict=True):
-            wanted = shard(whole, layout, here, size)
-            torch.testing.assert_close(
-                got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, what=f"{name} of place {here}": f"{what}: {text}"
-            )
+    """One problem."""
+    check_all([problem], layout, names, shape, seed, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collectives import recorded_collectives, rows_in_place
-from method_checks import RING_ULYSSES, ULYSSES_RING, check
+from method_checks import RING_ULYSSES, ULYSSES_RING, check, check_all
 from problems import Problem
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,9 +46,12 @@ MESHES = [
 def test_every_method_equals_one_device(
     is_causal: bool, layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], method: str
 ) -> None:
-    """With lengths that divide by nothing, GQA, and more ranks than key heads."""
-    problem = Problem(53, 53, batch=3, q_heads=8, kv_heads=4, head_dim=4, is_causal=is_causal)
-    check(problem, layout, names, shape, method=method)
+    """With lengths that divide by nothing, every GQA factor, and more ranks than key heads."""
+    problems = [
+        Problem(53, 53, batch=3, q_heads=8, kv_heads=kv_heads, head_dim=4, is_causal=is_causal)
+        for kv_heads in (8, 4, 2, 1)
+    ]
+    check_all(problems, layout, names, shape, method=method)
 
 
 @pytest.mark.parametrize(
