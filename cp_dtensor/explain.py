@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.arguments import Mesh, axis_names, sequence_ranks
+from cp_dtensor.arguments import Mesh, axis_names, ranks_and_method, sequence_ranks
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
+from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.shard_attention import checked_layout, checked_seq_len
 from cp_dtensor.splitting import axes_of
 
@@ -63,6 +64,15 @@ class Explanation:
         return tuple(f"{count / 2**20:.0f} MiB" for count in over)
 
 
+def _axes_of_several(mesh: Mesh) -> tuple[tuple[str, ...], SequenceRanks]:
+    """Names and ranks of the axes; one of a single rank counts as none, as it does for calls."""
+    names, everyone = axis_names(mesh), sequence_ranks(mesh)
+    ranks, _ = ranks_and_method(mesh, "auto")
+    if everyone.inner is not None and ranks.inner is None:
+        names = names[:1] if everyone.inner.size() == 1 else names[1:]
+    return names, ranks
+
+
 def explain(
     mesh: Mesh,
     *,
@@ -111,7 +121,8 @@ def explain(
             raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    ranks, layout, method = sequence_ranks(mesh), checked_layout(layout), rotation_by_name(rotate_method)
+    layout, method = checked_layout(layout), rotation_by_name(rotate_method)
+    names, ranks = _axes_of_several(mesh)
     lengths = checked_seq_len(seq_len)
     division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
     mask = Mask.CAUSAL if is_causal else Mask.FULL
@@ -132,7 +143,7 @@ def explain(
         f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "
         f"{'causal' if is_causal else 'full'}, {dtype}, {layout}",
         assumption,
-        axis_names(mesh),
+        names,
         found,
         fastest(found),
     )

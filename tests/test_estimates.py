@@ -119,6 +119,27 @@ def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixtu
     assert "over the group" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("sizes", "name"), [((1, 4), "ulysses"), ((4, 1), "ring")])
+def test_an_axis_of_one_rank_counts_as_none(
+    sizes: tuple[int, int], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
+        found = explain(mesh, seq_len=64, q_heads=4)
+        assert found.axes == (name,)
+        assert set(found.methods) == {"ring", "ulysses"}
+
+    run_ranks(4, body)
+    assert "64 tokens on 4 ranks" in capsys.readouterr().out
+
+
+def test_one_rank_alone_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=64, q_heads=4))
+    assert "on 1 ranks" in capsys.readouterr().out
+    alone = Axis(1, dataclasses.replace(H200, link_speed=0.0), shares_memory=True)
+    assert ulysses_estimate(shape(64, ranks=1), alone, None, AUTO).inner_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
