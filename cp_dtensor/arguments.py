@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import _torch_private
+from cp_dtensor.layouts import HeadTail, Layout
 from cp_dtensor.rotation.ranks import SequenceRanks
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
@@ -200,3 +201,43 @@ def _refuse_unfit(
 
 
 _check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # what has passed once is not looked at again
+
+
+def checked_layout(layout: Layout | None) -> Layout:
+    """`layout`, or the default of the public API.
+
+    Raises:
+        TypeError: not a layout value (a common slip is the class itself).
+    """
+    if layout is None:
+        return HeadTail()
+    if not isinstance(layout, Layout):
+        raise TypeError(f"expected layout to be a Layout such as HeadTail() or None, got {layout!r}")
+    return layout
+
+
+def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+    """The global lengths of queries and keys.
+
+    Raises:
+        ValueError: neither a length nor a pair of lengths.
+    """
+    pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
+    if len(pair) != 2 or not all(map(_is_length, pair)):
+        raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
+    return pair[0], pair[1]
+
+
+def checked_length(length: int, what: str = "seq_len") -> int:
+    """A global length.
+
+    Raises:
+        ValueError: not an integer >= 0.
+    """
+    if not _is_length(length):
+        raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
+    return length
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

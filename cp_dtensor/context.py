@@ -10,11 +10,11 @@ from types import TracebackType
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh
+from cp_dtensor.arguments import Mesh, checked_length
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region, innermost_region
-from cp_dtensor.shard_attention import AttentionSettings, checked_length
+from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.sharding import checked_buffers, checked_sequence
 
 

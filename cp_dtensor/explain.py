@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.arguments import Mesh, axis_names, ranks_and_method, sequence_ranks
+from cp_dtensor.arguments import Mesh, axis_names, checked_layout, checked_seq_len, ranks_and_method, sequence_ranks
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
 from cp_dtensor.layouts import Layout
@@ -14,7 +14,6 @@ from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.shard_attention import checked_layout, checked_seq_len
 from cp_dtensor.splitting import axes_of
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)

@@ -7,18 +7,13 @@ from dataclasses import fields
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, check_qkv
+from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
 from cp_dtensor.layouts import Layout
 from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.shard_attention import (
-    AttentionSettings,
-    ShardRecipe,
-    attend,
-    checked_seq_len,
-    positive_scale,
-    softmax_scale,
-)
+from cp_dtensor.settings import AttentionSettings
+from cp_dtensor.shard_attention import attend, positive_scale, softmax_scale
+from cp_dtensor.shard_recipe import ShardRecipe
 
 
 def context_parallel_attention(

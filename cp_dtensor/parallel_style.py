@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, checked_method
+from cp_dtensor.arguments import Mesh, checked_layout, checked_length, checked_method
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.layouts import Layout
 from cp_dtensor.region import Region
 from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.shard_attention import AttentionSettings, ShardRecipe, checked_layout, checked_length
+from cp_dtensor.settings import AttentionSettings
+from cp_dtensor.shard_recipe import ShardRecipe
 
 
 class ContextParallel(ParallelStyle):

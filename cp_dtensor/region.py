@@ -25,13 +25,9 @@ from cp_dtensor.dtensor.attention import local_only_sdpa
 from cp_dtensor.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
-from cp_dtensor.shard_attention import (
-    AMBIENT_SETTINGS,
-    AmbientSettings,
-    AttentionSettings,
-    attend,
-    check_batch_size,
-)
+from cp_dtensor.settings import AttentionSettings, check_batch_size
+from cp_dtensor.shard_attention import attend
+from cp_dtensor.shard_recipe import AMBIENT_SETTINGS, AmbientSettings
 
 _KEY = "cp_dtensor_region"
 _AMBIGUOUS = (

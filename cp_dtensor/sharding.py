@@ -9,10 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
-from cp_dtensor.arguments import Mesh, sequence_ranks
+from cp_dtensor.arguments import Mesh, checked_layout, checked_length, sequence_ranks
 from cp_dtensor.layouts import Layout, Segment
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.shard_attention import checked_layout, checked_length
 
 
 def context_parallel_shard(

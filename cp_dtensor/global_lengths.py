@@ -1,0 +1,72 @@
+"""The global lengths of a call: known beforehand, or found by the ranks together."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from cp_dtensor import agreement
+from cp_dtensor.layouts import Layout
+from cp_dtensor.settings import AttentionSettings
+
+
+def global_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: AttentionSettings,
+    is_causal: bool,
+    scale: float,
+    lengths: tuple[int, int] | None,
+) -> tuple[int, int]:
+    """Of queries and keys; `lengths` are what the caller says, checked against the local shards.
+
+    Raises:
+        ValueError: lengths that do not fit, alike on every rank if the ranks have told each other.
+    """
+    layout, splitting = settings.layout, settings.splitting
+    rank, world_size = settings.ranks.rank, settings.ranks.size
+    if not settings.debug:
+        if lengths is not None:
+            _check_local_lengths(q, k, lengths, layout, rank, world_size)
+            return lengths
+        # On a GPU the exchange may have to wait for the device; on a CPU it costs little beside the attention.
+        declared = settings.declared_lengths if q.is_cuda and settings.declared_lengths else ()
+        known_q, known_kv = (
+            agreement.known_length(tensor.size(2), declared, layout, rank, world_size) for tensor in (q, k)
+        )
+        if known_q is not None and known_kv is not None:
+            return known_q, known_kv
+    facts = agreement.CallFacts(
+        q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
+        head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), is_causal=bool(is_causal), scale=scale,
+        layout=repr(layout), method=splitting.method, rotate_method=splitting.rotation.name,
+        requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
+    )  # fmt: skip
+    everyone = agreement.exchange(facts, settings.ranks, q.device)
+    found = (
+        agreement.global_length([q_local for q_local, _ in everyone], layout, "query"),
+        agreement.global_length([kv_local for _, kv_local in everyone], layout, "key"),
+    )
+    if lengths is not None and lengths != found:
+        raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
+    return found
+
+
+def _check_local_lengths(
+    q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
+) -> None:
+    for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
+        expected = _local_length(layout, total, rank, world_size)
+        if tensor.size(2) != expected:
+            raise ValueError(
+                f"{what} length does not fit: got {tensor.size(2)} local tokens on rank {rank} of {world_size}, "
+                f"expected {expected} of {total} tokens in {layout}"
+            )
+
+
+@lru_cache(maxsize=1024)
+def _local_length(layout: Layout, total: int, rank: int, world_size: int) -> int:
+    return layout.local_length(total, rank, world_size)

@@ -1,0 +1,54 @@
+"""What a context, a module or a call decides once about its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.arguments import Mesh, checked_layout, ranks_and_method
+from cp_dtensor.layouts import Layout
+from cp_dtensor.rotation.choice import rotation_by_name
+from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.splitting import Splitting
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How a sequence is divided and the work is spread: what a context, a module or a call decides once."""
+
+    ranks: SequenceRanks
+    splitting: Splitting
+    declared_lengths: tuple[int, ...] | None = None
+    """Global lengths known beforehand, of a context's buffers or a module; others are found by exchange."""
+    debug: bool = False
+    batch_size: int | None = None
+    """Of the buffers of a context, where the layout divides batch rows differently."""
+    lengths_vary: bool = False
+    """Whether `declared_lengths` are those of one context of many that are alike, and change from one to the next."""
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool
+    ) -> AttentionSettings:
+        """From what callers pass.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: arguments that do not fit.
+        """
+        ranks, method = ranks_and_method(mesh, method)
+        return cls(ranks, Splitting(checked_layout(layout), method, rotation_by_name(rotate_method)), debug=debug)
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank owns which tokens."""
+        return self.splitting.layout
+
+
+def check_batch_size(q: torch.Tensor, settings: AttentionSettings) -> None:
+    """Refuses batches of another size than the region's buffers, where the layout divides batch rows differently."""
+    if settings.batch_size not in (None, q.size(0)):
+        raise ValueError(
+            f"{settings.layout} divides batch rows differently, so attention needs the batch size of the "
+            f"buffers, {settings.batch_size}; got q of shape {tuple(q.shape)}"
+        )
