@@ -17,7 +17,7 @@ from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, transfer_bytes
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.schedule import rows_in_order
-from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
+from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 # Launches of an exchange there and back.
 _EXCHANGE_LAUNCHES = 4
@@ -75,14 +75,13 @@ def fastest(found: dict[str, Estimate]) -> str:
 def ring_estimate(shape: CallShape, axis: Axis, method: RotationMethod) -> Estimate:
     """A ring over one axis."""
     rotation = _rotation(method, shape, axis)
-    forward = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=False)
-    both = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=True)
+    forward, backward = _passes(rotation, shape, axis)
     plans = plans_of_some_ranks(rotation, shape, axis.size)
     received = max(_received(plan, shape) for plan in plans)
     memory = max(_ring_memory(plan, shape) for plan in plans)
     if isinstance(rotation, SymmetricMemory):
         memory += plans[0].rows.longest * shape.head_bytes * shape.kv_heads
-    return Estimate("ring", rotation.name, forward, both - forward, received, 0.0, memory)
+    return Estimate("ring", rotation.name, forward, backward, received, 0.0, memory)
 
 
 def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, method: RotationMethod) -> Estimate:
@@ -123,11 +122,8 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, method: Rotat
         plan = ring_plan(OuterDivision(shape.division, inner.size, 0).groups(), place, shape.mask, shape.kv_heads)
         passes, received, inner_received = [0.0, 0.0], _received(plan, shape), 0.0
         name, memory = "-", 0.0
-        for step in plan.forward:
-            hop = step.transfer.hop if step.transfer is not None and step.transfer.hop is not None else 0
-            within = replace(
-                shape, division=InnerDivision(shape.division, inner.size, place, (place - hop) % outer.size)
-            )
+        for step, division in zip(plan.forward, inner_divisions(shape.division, plan, inner.size), strict=True):
+            within = replace(shape, division=division)
             rotation = _rotation(method, within, inner)
             travels = 0.0
             if step.transfer is not None:

@@ -35,8 +35,8 @@ class HeadDivision:
 
     def units(self, rank: int, stage: int | None = None) -> Span:
         """The units of a rank, or those of one stage; ranks and stages differ by at most one unit."""
-        span = _share((0, self.unit_count), rank, self.world_size)
-        return span if stage is None else _share(span, stage, self.stages)
+        span = share((0, self.unit_count), rank, self.world_size)
+        return span if stage is None else share(span, stage, self.stages)
 
     def query_heads(self, units: Span) -> Span:
         """The query heads of some units."""
@@ -77,7 +77,7 @@ def divide_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) 
     return HeadDivision(q_heads, kv_heads, world_size, copies, stages)
 
 
-def _share(span: Span, index: int, count: int) -> Span:
+def share(span: Span, index: int, count: int) -> Span:
     """The index-th of `count` consecutive shares, which differ by at most one."""
     length = span[1] - span[0]
     return span[0] + -(-length * index // count), span[0] + -(-length * (index + 1) // count)

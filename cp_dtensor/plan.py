@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
+from cp_dtensor.head_division import share
 from cp_dtensor.layouts import Span
 from cp_dtensor.masks import Mask
 from cp_dtensor.schedule import (
@@ -152,8 +152,7 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     ((0, 3), (3, 6), (6, 8))
     """
     count = max(1, min(count, kv_heads))
-    edges = [-(-kv_heads * index // count) for index in range(count + 1)]
-    return tuple(pairwise(edges))
+    return tuple(share((0, kv_heads), index, count) for index in range(count))
 
 
 def _plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, forward: Steps, backward: Steps) -> Plan:

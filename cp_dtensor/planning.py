@@ -24,7 +24,7 @@ from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import tiles_against
 from cp_dtensor.tensors import on_device
-from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
+from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,7 @@ def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDeci
     plan = ring_plan(division.groups(), outer_rank, shape.mask, shape.kv_heads)
     outer = RingDecision(plan, shape, AllToAll(), request.backend, request.problem.state_dtype)
     inner: list[RingDecision | None] = []
-    for step in plan.forward:
-        hop = 0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop
-        source = (outer_rank - hop) % ranks.outer.size()
-        within = InnerDivision(request.division, inner_size, outer_rank, source)
+    for within in inner_divisions(request.division, plan, inner_size):
         if _has_tiles(within, shape.mask, inner_size):
             inner.append(_ring(replace(shape, division=within), request, ranks.inner, inner_rank))
         else:

@@ -76,12 +76,11 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    decisions = _decisions.of(ranks.outer)
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
     place = (ranks.rank, ranks.size, inner)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, bool(is_causal), allowed, place)
-    found = decisions.get(key)
-    if found is None:
+
+    def make() -> Decision:
         problem = describe_problem(
             q, k, v, staircase=is_causal and has_stairs(splitting.layout, lengths[1], ranks.size)
         )
@@ -95,8 +94,9 @@ def decide_call(
             backend=choose_backend(problem, allowed),
             method=splitting.rotation,
         )
-        found = decisions[key] = decide(request, splitting.method, ranks)
-    return found.call(ranks, scale)
+        return decide(request, splitting.method, ranks)
+
+    return remembered(ranks.outer, key, make).call(ranks, scale)
 
 
 def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:
@@ -128,24 +128,15 @@ def remembered(group: dist.ProcessGroup, key: object, make: Callable[[], Decisio
     return found
 
 
-class _Axes:
-    """What all ranks of two axes have in common, by the groups."""
-
-    def __init__(self) -> None:
-        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
-
-    def of(self, outer: dist.ProcessGroup) -> dict[str, tuple[Axis, Axis]]:
-        return self._by_group.setdefault(outer, {})
-
-
-_axes = _Axes()
+# What all ranks of two axes have in common: by the outer group, then by the inner one's name.
+_axes: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
 
 
 def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[Axis, Axis | None]:
     """The outer and the inner axis as the weakest ranks have them, alike on all. At first a collective."""
     if ranks.inner is None:
         return _axis_of(ranks.outer, device, itemsize), None
-    known = _axes.of(ranks.outer)
+    known = _axes.setdefault(ranks.outer, {})
     name = f"{_torch_private.name_of_group(ranks.inner)} {itemsize}"
     if name not in known:
         outer, inner = (_axis_of(group, device, itemsize) for group in (ranks.outer, ranks.inner))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from cp_dtensor.division import Division
 from cp_dtensor.layouts import Segment
+from cp_dtensor.plan import Plan
 from cp_dtensor.schedule import GatheredRows, GroupSegments, rows_in_order
 
 Segments = tuple[Segment, ...]
@@ -105,6 +106,12 @@ class InnerDivision(Division):
             )
             for group in self.whole.groups()
         )
+
+
+def inner_divisions(whole: Division, plan: Plan, inner_size: int) -> list[InnerDivision]:
+    """For each step of the outer ring what the inner axis does in it; `plan` is one of an `OuterDivision`."""
+    hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
+    return [InnerDivision(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
 
 
 def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> tuple[Segments, ...]:

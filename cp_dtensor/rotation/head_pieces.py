@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -59,7 +58,6 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return list(accumulate((-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0))
 
 
-@lru_cache(maxsize=4096)
 def pieces_to_heads(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ...]:
     """This rank's heads of all rows."""
     starts = offsets([tensor.whole_bytes for tensor in tensors])
@@ -83,7 +81,6 @@ def pieces_to_heads(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, .
     return tuple(piece for piece in pieces if piece.rows and piece.row_bytes)
 
 
-@lru_cache(maxsize=4096)
 def pieces_to_rows(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ...]:
     """All heads of this rank's rows; those of one stage."""
     starts = offsets([tensor.stage_bytes for tensor in tensors])
