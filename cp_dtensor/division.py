@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Mask
 from cp_dtensor.schedule import GroupSegments, group_segments
 
 BACKWARD_FLOPS = 2.5
@@ -56,7 +56,7 @@ class CallShape:
             sum(segment.length for segments in by_rank for segment in segments)
             for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
         )
-        half = 0.5 if self.mask is Mask.CAUSAL else 1.0
+        half = 0.5 if self.mask == Causal() else 1.0
         return 2.0 * half * self.batch_size * self.q_heads * q_len * kv_len * (self.head_dim + self.v_head_dim)
 
     @property

@@ -10,7 +10,7 @@ from cp_dtensor.arguments import Mesh, axis_names, checked_layout, checked_seq_l
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.rotation.ranks import SequenceRanks
@@ -124,7 +124,7 @@ def explain(
     names, ranks = _axes_of_several(mesh)
     lengths = checked_seq_len(seq_len)
     division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
-    mask = Mask.CAUSAL if is_causal else Mask.FULL
+    mask = Causal() if is_causal else Full()
     shape = CallShape(division, mask, batch_size, q_heads, kv_heads, head_dim, head_dim, dtype.itemsize)
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":

@@ -13,7 +13,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from cp_dtensor.layouts import Layout, Segment, Span
-from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
+from cp_dtensor.masks import Causal, Full, Mask
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
 from cp_dtensor.tiles import Tile, joined
 
 
@@ -142,7 +143,7 @@ def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
     """Tiles between the local rows of two shards, with `source` and `batch` left for the caller."""
-    if mask is Mask.CAUSAL and q == kv and _in_order(q):  # the whole shard is one triangle
+    if mask == Causal() and q == kv and _in_order(q):  # the whole shard is one triangle
         length = sum(segment.length for segment in q)
         return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
     tiles = []
@@ -165,7 +166,7 @@ def _in_order(segments: tuple[Segment, ...]) -> bool:
 
 def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
     """Rectangles and triangles that cover what `q` may see of `kv`, in rows of the two segments. May yield empties."""
-    if mask is Mask.FULL:
+    if mask == Full():
         yield (0, q.length), (0, kv.length), FULL_TILE
     elif q.is_contiguous and kv.is_contiguous:
         yield from _contiguous_causal(q, kv)

@@ -16,7 +16,7 @@ from cp_dtensor.division import LayoutDivision
 from cp_dtensor.estimates import Axis, estimates, fastest
 from cp_dtensor.layouts import Layout
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.planning import (
     CallRequest,
     decide_ring,
@@ -86,7 +86,7 @@ def decide_call(
         )
         request = CallRequest(
             division=LayoutDivision(splitting.layout, *lengths, q.size(0), ranks.size),
-            mask=Mask.CAUSAL if is_causal else Mask.FULL,
+            mask=Causal() if is_causal else Full(),
             problem=problem,
             batch_size=q.size(0),
             itemsize=q.element_size(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from cp_dtensor.layouts import Span
-from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, TileMask
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
-from cp_dtensor.masks import Mask, TileMask
+from cp_dtensor.masks import Causal, Full, Mask
 from cp_dtensor.schedule import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.tile_masks import TileMask
 from cp_dtensor.tiles import Tile
 
 NOBODYS = -1
@@ -34,7 +35,7 @@ class Call:
     def allowed(self) -> np.ndarray:
         """Which (query, key) pairs the mask allows, as 0 and 1."""
         pairs = np.ones((self.q_len, self.kv_len), dtype=np.int64)
-        return np.tril(pairs) if self.mask is Mask.CAUSAL else pairs
+        return np.tril(pairs) if self.mask == Causal() else pairs
 
 
 any_layout = st.one_of(
@@ -48,7 +49,12 @@ def calls(draw: st.DrawFn, longest: int = 60) -> Call:
     q_len = draw(st.integers(0, longest))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(0, longest)))
     return Call(
-        draw(any_layout), q_len, kv_len, draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.sampled_from(Mask))
+        draw(any_layout),
+        q_len,
+        kv_len,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from((Full(), Causal()))),
     )
 
 

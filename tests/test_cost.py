@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.layouts import HeadTail
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal
 from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import choose, slowest_seconds
@@ -26,7 +26,7 @@ each_rotation = pytest.mark.parametrize("rotation", ROTATIONS, ids=lambda rotati
 
 def shape(length: int, ranks: int, q_heads: int = 32, kv_heads: int = 8) -> CallShape:
     division = LayoutDivision(HeadTail(), length, length, 1, ranks)
-    return CallShape(division, Mask.CAUSAL, 1, q_heads, kv_heads, 128, 128, 2)
+    return CallShape(division, Causal(), 1, q_heads, kv_heads, 128, 128, 2)
 
 
 def seconds(rotation: Rotation, length: int, ranks: int, hardware: Hardware = HOPPER, backward: bool = False) -> float:

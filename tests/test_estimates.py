@@ -14,7 +14,7 @@ from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
 from cp_dtensor.explain import H200
 from cp_dtensor.layouts import HeadTail
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal
 from cp_dtensor.rotation.choice import METHODS
 
 AUTO = METHODS["auto"]
@@ -22,7 +22,7 @@ SHARED = Axis(8, H200, shares_memory=True)
 
 
 def shape(length: int, ranks: int = 8, kv_heads: int = 8) -> CallShape:
-    return CallShape(LayoutDivision(HeadTail(), length, length, 1, ranks), Mask.CAUSAL, 1, 32, kv_heads, 128, 128, 2)
+    return CallShape(LayoutDivision(HeadTail(), length, length, 1, ranks), Causal(), 1, 32, kv_heads, 128, 128, 2)
 
 
 def axis(size: int, link_speed: float = H200.link_speed, shares_memory: bool = True) -> Axis:

@@ -24,7 +24,7 @@ from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.head_division import divide_heads
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Full, Mask
 from cp_dtensor.plan import Stages, gathered_plan
 from cp_dtensor.planning import _kinds
 from cp_dtensor.ring import RingCall
@@ -95,7 +95,7 @@ def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
 def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
     def program(rank: Rank) -> None:
         ranks = rank.size()
-        shape = shape_of(ranks, Contiguous(), Mask.FULL)
+        shape = shape_of(ranks, Contiguous(), Full())
         heads = divide_heads(shape.q_heads, shape.kv_heads, ranks, stages)
         assert heads.stages == stages
         kinds = _kinds(heads, UnitedDivision(shape.division, ranks), 0)
@@ -187,10 +187,10 @@ all_stages = pytest.mark.parametrize(
 # A rank whose rows nobody sees still takes part: under causal the last one, if the layout is contiguous.
 MIXED = one_after_the_other(
     ulysses(2, True, backward=True),
-    ring(2, Mask.CAUSAL, HeadTail(), backward=True),
+    ring(2, Causal(), HeadTail(), backward=True),
     ulysses(4, True, backward=False),
-    ring(2, Mask.CAUSAL, Contiguous(), backward=False),
-    ring(1, Mask.FULL, Contiguous(), backward=True),
+    ring(2, Causal(), Contiguous(), backward=False),
+    ring(1, Full(), Contiguous(), backward=True),
     ulysses(1, False, backward=True),
 )
 
@@ -209,9 +209,7 @@ def test_ulysses_in_graphs(ranks: int, stages: int, two_streams: bool) -> None:
     check(ranks, in_graphs(ulysses(stages, two_streams, backward=True)))
 
 
-@pytest.mark.parametrize(
-    ("mask", "layout"), [(Mask.FULL, Contiguous()), (Mask.CAUSAL, HeadTail()), (Mask.CAUSAL, Contiguous())]
-)
+@pytest.mark.parametrize(("mask", "layout"), [(Full(), Contiguous()), (Causal(), HeadTail()), (Causal(), Contiguous())])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @all_worlds
 def test_rings(ranks: int, stages: int, mask: Mask, layout: Layout) -> None:
@@ -254,11 +252,11 @@ def test_publishing_follows_in_graphs_too(ranks: int) -> None:
 @all_worlds
 def test_publishing_follows_on_streams_of_the_user(ranks: int) -> None:
     with mock.patch.object(Workspace, "follow"):
-        check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Mask.FULL, Contiguous(), backward=False)))
+        check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
 
 
 @pytest.mark.parametrize("missing", Flag)
-@pytest.mark.parametrize("call", [ulysses(4, False, backward=True), ring(4, Mask.CAUSAL, HeadTail(), backward=True)])
+@pytest.mark.parametrize("call", [ulysses(4, False, backward=True), ring(4, Causal(), HeadTail(), backward=True)])
 @all_worlds
 def test_every_wait_is_needed(ranks: int, call: Program, missing: Flag) -> None:
     wait = Workspace.wait

@@ -19,7 +19,10 @@ PACKAGE = ROOT / "cp_dtensor"
 # A module or package -> its layer. Imports point downward or stay in their layer. The longest name that fits counts.
 LAYERS = {
     "layouts": 0,
+    "bands": 0,
     "masks": 0,
+    "documents": 0,
+    "tile_masks": 0,
     "schedule": 0,
     "tiles": 0,
     "plan": 0,

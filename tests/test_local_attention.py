@@ -17,7 +17,7 @@ from cp_dtensor.local_attention.efficient import EfficientAttention
 from cp_dtensor.local_attention.flash import FlashAttention
 from cp_dtensor.local_attention.math import MathAttention
 from cp_dtensor.local_attention.policy import backend_by_name, choose_backend
-from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, TileMask
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
 
 BATCH = 2
 # Relative to the largest element; as much as rounding of inputs and results of that dtype explains.

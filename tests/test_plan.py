@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from schedules import Call, calls, count_covered, positions
 
 from cp_dtensor.layouts import HeadTail, MirroredBatch, Span, Striped
-from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.schedule import GatheredRows, gathered_rows
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE
 from cp_dtensor.tiles import Tile
 
 Plans = list[Plan]
@@ -138,7 +139,7 @@ def test_gaps_are_rows_that_come_and_that_no_query_of_some_batch_row_sees(
             unseen = False
             for group in call.groups:
                 last_query = positions(group.q_by_rank[plan.rank]).max(initial=-1)
-                if last_query >= 0 and call.mask is Mask.FULL:
+                if last_query >= 0 and call.mask == Full():
                     last_query = call.kv_len
                 for source, part, _ in brought(plan, step.transfer):
                     unseen |= any(key > last_query for key in group.kv_by_rank[source][part].positions())
@@ -201,7 +202,7 @@ def test_head_spans_by_hand() -> None:
 
 def test_head_tail_causal_by_hand() -> None:
     """Rank 0 of 2 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
-    call = Call(HeadTail(), 8, 8, 1, 2, Mask.CAUSAL)
+    call = Call(HeadTail(), 8, 8, 1, 2, Causal())
     local = (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
     remote = (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
     expected = Plan(
@@ -221,19 +222,17 @@ def test_head_tail_causal_by_hand() -> None:
             Step((2, 3), Transfer((2, 3), None), remote, is_last=True),
         ),
     )
-    assert gathered_plan(call.groups, 1, Mask.CAUSAL, 3, stages=Stages(1, 2), grad_stages=Stages(2, 2)) == expected
+    assert gathered_plan(call.groups, 1, Causal(), 3, stages=Stages(1, 2), grad_stages=Stages(2, 2)) == expected
 
 
 def test_gaps_by_hand() -> None:
     """Stripes may leave the end of what comes unseen; of a mirrored batch only one half sees what comes."""
-    stripes = Call(Striped(2), 7, 7, 1, 2, Mask.CAUSAL)  # rank 0: 0 1, 4 5; rank 1: 2 3, 6
-    assert ring_plan(stripes.groups, 0, Mask.CAUSAL, 1).forward[1].has_gaps  # nobody of 0 1 4 5 sees 6
-    assert not ring_plan(stripes.groups, 1, Mask.CAUSAL, 1).forward[1].has_gaps
-    mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Mask.CAUSAL)
-    for mask in Mask:
+    stripes = Call(Striped(2), 7, 7, 1, 2, Causal())  # rank 0: 0 1, 4 5; rank 1: 2 3, 6
+    assert ring_plan(stripes.groups, 0, Causal(), 1).forward[1].has_gaps  # nobody of 0 1 4 5 sees 6
+    assert not ring_plan(stripes.groups, 1, Causal(), 1).forward[1].has_gaps
+    mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Causal())
+    for mask in (Full(), Causal()):
         plan = gathered_plan(mirrored.groups, 0, mask, 1, Stages(1, 1), Stages(1, 1))
-        assert plan.forward[1].has_gaps == plan.backward[1].has_gaps == (mask is Mask.CAUSAL)
-    head_tail = Call(HeadTail(), 8, 8, 1, 2, Mask.CAUSAL)  # unseen parts do not travel, so they are no gaps
-    assert not any(
-        step.has_gaps for rank in (0, 1) for step in ring_plan(head_tail.groups, rank, Mask.CAUSAL, 1).forward
-    )
+        assert plan.forward[1].has_gaps == plan.backward[1].has_gaps == (mask == Causal())
+    head_tail = Call(HeadTail(), 8, 8, 1, 2, Causal())  # unseen parts do not travel, so they are no gaps
+    assert not any(step.has_gaps for rank in (0, 1) for step in ring_plan(head_tail.groups, rank, Causal(), 1).forward)

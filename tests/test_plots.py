@@ -12,7 +12,7 @@ from cp_dtensor.decisions import RingDecision
 from cp_dtensor.division import LayoutDivision
 from cp_dtensor.head_division import HeadDivision
 from cp_dtensor.layouts import MirroredBatch
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Full
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.schedule import group_segments, tiles_against
@@ -51,7 +51,7 @@ def test_positions_of_keys_in_a_gathered_buffer() -> None:
     """Shards 0 1 14 15, 2 3 12 13, 4 5 10 11 and 6 7 8 9 stand in the order of positions."""
     groups = group_segments(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS)
     rows = plot_schedule.gathered_rows(groups)
-    tile = Tile(None, (0, 1), (0, 4), (0, 4), tiles_against(groups, 0, 0, Mask.FULL)[0].mask)
+    tile = Tile(None, (0, 1), (0, 4), (0, 4), tiles_against(groups, 0, 0, Full())[0].mask)
     assert plot_schedule.key_positions(tile, groups[0], rows).tolist() == list(range(SEQ_LEN))
 
 

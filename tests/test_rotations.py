@@ -33,7 +33,7 @@ from cp_dtensor import (
 )
 from cp_dtensor import plan as plans
 from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Full
 from cp_dtensor.plan import Stages
 from cp_dtensor.rotation import exchange
 from cp_dtensor.rotation.allgather import AllGather, Staging
@@ -102,7 +102,7 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
 )
 def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stages, backward: Stages) -> None:
     """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
-    shape = CallShape(LayoutDivision(HeadTail(), 24, 24, 1, 2), Mask.FULL, 1, 4, 4, 8, 8, 8)
+    shape = CallShape(LayoutDivision(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
     assert staging.stages(shape) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)
     with mock.patch.dict(METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schedules import Call, calls, count_covered, gathered_positions
 
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
-from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE, Mask, TileMask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.schedule import (
     GatheredRows,
     GroupSegments,
@@ -19,6 +19,7 @@ from cp_dtensor.schedule import (
     tiles_against,
     wanted_parts,
 )
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
 from cp_dtensor.tiles import Tile, without_long_triangles
 
 Tiles = tuple[Tile, ...]
@@ -119,30 +120,30 @@ def test_wanted_are_exactly_the_parts_of_which_some_tile_reads_a_row(call: Call)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 32])
 def test_head_tail_causal_takes_three_tiles_whatever_the_number_of_ranks(ranks: int) -> None:
-    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Mask.CAUSAL)
+    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Causal())
     assert max(len(gathered(call, rank)) for rank in range(ranks)) == min(ranks, 3)
 
 
 @given(st.integers(0, 200), st.integers(1, 32))
 def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int) -> None:
     """Also where the length does not divide evenly, or there are more chunks than tokens."""
-    call = Call(HeadTail(), length, length, 1, ranks, Mask.CAUSAL)
+    call = Call(HeadTail(), length, length, 1, ranks, Causal())
     for rank in range(ranks):
-        assert len(tiles_against(call.groups, rank, rank, Mask.CAUSAL)) <= 1
-        assert len(gathered_tiles(call.groups, rank, Mask.CAUSAL)) <= 2
+        assert len(tiles_against(call.groups, rank, rank, Causal())) <= 1
+        assert len(gathered_tiles(call.groups, rank, Causal())) <= 2
 
 
 @given(st.integers(0, 200), st.integers(1, 32), st.sampled_from([Contiguous(), TorchChunk(), MirroredBatch()]))
 def test_contiguous_causal_gathers_into_one_tile_a_batch_group(length: int, ranks: int, layout: Layout) -> None:
     groups = group_segments(layout, length, length, 2, ranks)
     for rank in range(ranks):
-        assert len(gathered_tiles(groups, rank, Mask.CAUSAL)) <= len(groups)
+        assert len(gathered_tiles(groups, rank, Causal())) <= len(groups)
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), MirroredBatch()], ids=repr)
 def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(layout: Layout) -> None:
     groups = group_segments(layout, 32, 32, 2, 4)
-    tiles = gathered_tiles(groups, 1, Mask.FULL)
+    tiles = gathered_tiles(groups, 1, Full())
     own_parts = len(groups[0].kv_by_rank[1])
     assert len(tiles) == (own_parts + 1) * len(groups)
     assert {(tile.q, tile.mask) for tile in tiles} == {((0, 8), FULL_TILE)}
@@ -152,24 +153,24 @@ def test_head_tail_causal_by_hand() -> None:
     """Rank 0 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
     groups = group_segments(HeadTail(), 8, 8, 1, 2)
     for rank in (0, 1):
-        assert tiles_against(groups, rank, rank, Mask.CAUSAL) == (Tile(rank, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
-    assert tiles_against(groups, 1, 0, Mask.CAUSAL) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
-    assert gathered_tiles(groups, 1, Mask.CAUSAL) == (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
-    assert tiles_against(groups, 0, 1, Mask.CAUSAL) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
-    assert gathered_tiles(groups, 0, Mask.CAUSAL) == (Tile(None, (0, 1), (2, 4), (2, 6), FULL_TILE),)
-    assert wanted_parts(groups, 1, 0, Mask.CAUSAL) == (0,)
-    assert wanted_parts(groups, 0, 1, Mask.CAUSAL) == (0, 1)
+        assert tiles_against(groups, rank, rank, Causal()) == (Tile(rank, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
+    assert tiles_against(groups, 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert gathered_tiles(groups, 1, Causal()) == (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert tiles_against(groups, 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
+    assert gathered_tiles(groups, 0, Causal()) == (Tile(None, (0, 1), (2, 4), (2, 6), FULL_TILE),)
+    assert wanted_parts(groups, 1, 0, Causal()) == (0,)
+    assert wanted_parts(groups, 0, 1, Causal()) == (0, 1)
 
 
 def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:
     """Rank 0 owns 0 2 4, rank 1 owns 1 3 5: rank 0's first query sees nothing of rank 1."""
-    (tile,) = tiles_against(group_segments(Striped(1), 6, 6, 1, 2), 0, 1, Mask.CAUSAL)
+    (tile,) = tiles_against(group_segments(Striped(1), 6, 6, 1, 2), 0, 1, Causal())
     assert tile == Tile(1, (0, 1), (1, 3), (0, 2), CAUSAL_TILE)
 
 
 def test_stripes_of_blocks_make_stairs() -> None:
     """Rank 1 owns 2 3, 6 7, rank 0 owns 0 1, 4 5."""
-    (tile,) = tiles_against(group_segments(Striped(2), 8, 8, 1, 2), 1, 0, Mask.CAUSAL)
+    (tile,) = tiles_against(group_segments(Striped(2), 8, 8, 1, 2), 1, 0, Causal())
     assert tile == Tile(0, (0, 1), (0, 4), (0, 4), TileMask(2))
 
 
@@ -186,4 +187,4 @@ def test_causal_tiles_between_stripes_of_different_shape_are_refused() -> None:
     q, kv = Segment(0, 8, 2, 4), Segment(0, 8, 1, 2)
     groups = [GroupSegments((0, 1), ((q,),), ((kv,),))]
     with pytest.raises(NotImplementedError, match=r"stripes of different shape.*block=2.*block=1"):
-        tiles_against(groups, 0, 0, Mask.CAUSAL)
+        tiles_against(groups, 0, 0, Causal())

@@ -22,7 +22,7 @@ from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Segment
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.policy import Allowed, choose_backend
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
 from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -98,7 +98,7 @@ def _request(
 ) -> CallRequest:  # fmt: skip
     return CallRequest(
         division=division,
-        mask=Mask.CAUSAL if is_causal else Mask.FULL,
+        mask=Causal() if is_causal else Full(),
         problem=problem,
         batch_size=q.size(0),
         itemsize=q.element_size(),

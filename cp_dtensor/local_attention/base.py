@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.masks import TileMask
+from cp_dtensor.tile_masks import TileMask
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.flash import FlashAttention, half_precision_refusal
-from cp_dtensor.masks import TileMask
 from cp_dtensor.tensors import laid_out_after
+from cp_dtensor.tile_masks import TileMask
 
 aten = torch.ops.aten
 

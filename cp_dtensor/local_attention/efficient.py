@@ -6,7 +6,7 @@ import torch
 
 from cp_dtensor.local_attention.base import LocalAttention, Problem, additive_mask, expand_kv_heads, reduce_kv_heads
 from cp_dtensor.local_attention.flash import no_dropout_state
-from cp_dtensor.masks import TileMask
+from cp_dtensor.tile_masks import TileMask
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor.local_attention.base import LocalAttention, Problem
-from cp_dtensor.masks import TileMask
+from cp_dtensor.tile_masks import TileMask
 
 aten = torch.ops.aten
 

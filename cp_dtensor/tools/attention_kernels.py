@@ -27,7 +27,7 @@ from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.cudnn import CudnnAttention
 from cp_dtensor.local_attention.flash import FlashAttention
 from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward, documents, prefix, window
-from cp_dtensor.masks import CAUSAL_TILE, FULL_TILE
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE
 from cp_dtensor.tools.report import environment, markdown_table
 
 MASKS = ("causal", "full", "window 4096", "documents", "prefix")

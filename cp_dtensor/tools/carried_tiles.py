@@ -13,7 +13,7 @@ from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.kernels.attention_forward import ForwardConfig, launch_attention_forward
 from cp_dtensor.layouts import HeadTail, Span
 from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal
 from cp_dtensor.plan import Plan, Steps
 from cp_dtensor.ring import RingCall, ring_forward
 from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
@@ -101,7 +101,7 @@ class RankTiles:
         self._whole_k, self._whole_v = unpack_rows(pack_rows(k, v, all_heads), k, v, all_heads)
         call = CallShape(
             LayoutDivision(_LAYOUT, shape.length, shape.length, 1, shape.world_size),
-            Mask.CAUSAL,
+            Causal(),
             batch_size=1,
             q_heads=shape.q_heads,
             kv_heads=shape.kv_heads,

@@ -28,7 +28,7 @@ from cp_dtensor.division import LayoutDivision
 from cp_dtensor.layouts import HeadTail, Layout, Span
 from cp_dtensor.local_attention.base import Problem
 from cp_dtensor.local_attention.math import MathAttention
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal
 from cp_dtensor.planning import CallRequest
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import RotationMethod
@@ -137,7 +137,7 @@ def _group(rank: int, size: int) -> dist.ProcessGroup:
 def _request(division: LayoutDivision, rotation: RotationMethod) -> CallRequest:
     problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS, staircase=False)
     device = torch.device("cpu")
-    return CallRequest(division, Mask.CAUSAL, problem, division.batch_size, 4, device, MathAttention(), rotation)
+    return CallRequest(division, Causal(), problem, division.batch_size, 4, device, MathAttention(), rotation)
 
 
 def _rows(division: LayoutDivision | UnitedDivision, rank: int) -> list[int]:

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation
@@ -73,7 +73,7 @@ def computed_by(
         here = groups[group]
         queries = np.array([position for segment in here.q_by_rank[rank] for position in segment.positions()])
         division = LayoutDivision(layout, seq_len, seq_len, 2, ranks)
-        plan = rotation.plan(CallShape(division, Mask.CAUSAL, 2, 1, 1, 1, 1, 1), rank)
+        plan = rotation.plan(CallShape(division, Causal(), 2, 1, 1, 1, 1, 1), rank)
         for number, step in enumerate(plan.forward):
             for tile in step.tiles:
                 if tile.batch != here.batch:

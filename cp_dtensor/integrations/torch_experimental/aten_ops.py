@@ -15,7 +15,7 @@ from cp_dtensor.division import LayoutDivision
 from cp_dtensor.integrations.torch_experimental.merger import without_padding
 from cp_dtensor.layouts import Contiguous, Layout
 from cp_dtensor.local_attention.policy import backend_by_name
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.planning import CallRequest, decide_ring, describe_problem
 from cp_dtensor.ring import RingCall, ring_backward
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -121,7 +121,7 @@ class AtenOp:
         lengths = (query.size(2) * group.size(), key.size(2) * group.size())
         request = CallRequest(
             division=LayoutDivision(layout or Contiguous(), *lengths, query.size(0), group.size()),
-            mask=Mask.FULL if layout is None else Mask.CAUSAL,
+            mask=Full() if layout is None else Causal(),
             problem=problem,
             batch_size=query.size(0),
             itemsize=query.element_size(),

@@ -19,7 +19,7 @@ from cp_dtensor.arguments import Mesh, sequence_ranks
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import estimates, fastest
 from cp_dtensor.functional import context_parallel_attention
-from cp_dtensor.masks import Mask
+from cp_dtensor.masks import Causal, Full
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
@@ -230,7 +230,7 @@ def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) ->
     ranks = sequence_ranks(_mesh(way.ulysses_degree, device.type))
     itemsize = getattr(torch, case.dtype).itemsize
     division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, ranks.size)
-    mask = Mask.CAUSAL if case.causal else Mask.FULL
+    mask = Causal() if case.causal else Full()
     shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
     outer, inner = axes_of(ranks, device, itemsize)
     found = estimates(shape, outer, inner, METHODS[way.rotate_method])

@@ -1,0 +1,111 @@
+"""The mask of packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+from cp_dtensor.bands import FAR, Band, Layers
+from cp_dtensor.masks import Batched, Full, Mask, clipped_layers, is_integer
+
+
+@dataclass(frozen=True, init=False)
+class Documents(Mask):
+    """Query and key see each other iff they are of one document, and `within` shows them there.
+
+    Document d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Positions before the first and after the last
+    document (padding) see nothing. Documents may be empty. With `cu_seqlens_k`, keys are numbered by themselves, as in
+    cross-attention: queries of document d see keys of document d.
+
+    Args:
+        cu_seqlens: ascending positions, one more than documents; integers or a tensor. Of a tensor on a GPU the numbers
+            are read, which waits for the GPU: pass one on the CPU.
+        cu_seqlens_k: those of the keys if they differ.
+        within: a mask inside of each document, with positions counted from its start.
+
+    >>> [band.keys(band.last - 1) for band in Documents([0, 2, 5], within=Causal()).layers(5, 5)[0]]
+    [(0, 2), (2, 5)]
+    """
+
+    cu_seqlens: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    within: Mask
+
+    def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
+        queries = _ascending(cu_seqlens, "cu_seqlens")
+        keys = queries if cu_seqlens_k is None else _ascending(cu_seqlens_k, "cu_seqlens_k")
+        if len(queries) != len(keys):
+            raise ValueError(
+                f"Documents expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
+            )
+        for name, value in (("cu_seqlens", queries), ("cu_seqlens_k", keys), ("within", within or Full())):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_lengths(cls, lengths: Iterable[int], *, within: Mask | None = None) -> Documents:
+        """Documents of these lengths, one after the other.
+
+        >>> Documents.from_lengths([2, 3]).cu_seqlens
+        (0, 2, 5)
+        """
+        return cls([0, *accumulate(int(length) for length in lengths)], within=within)
+
+    @classmethod
+    def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
+        """A document is a run of equal ids; of ids (B, S) every batch row has documents of its own.
+
+        >>> Documents.from_ids([7, 7, 1]).cu_seqlens
+        (0, 2, 3)
+        """
+        ids = _as_lists(ids)
+        if ids and isinstance(ids[0], list):
+            return Batched([cls.from_ids(row, within=within) for row in ids])
+        return cls.from_lengths((sum(1 for _ in run) for _, run in groupby(ids)), within=within)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Queries of each document."""
+        return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
+
+    def layers(self, q_len: int, kv_len: int) -> Layers:
+        if self.cu_seqlens[-1] > q_len or self.cu_seqlens_k[-1] > kv_len:
+            raise ValueError(
+                f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
+                f"expected at most the lengths of the sequence, {q_len} and {kv_len}"
+            )
+        by_layer: list[list[Band]] = []
+        for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
+            for index, layer in enumerate(clipped_layers(self.within, last - first, hi - lo)):
+                by_layer += [[]] * (index == len(by_layer))
+                by_layer[index] = by_layer[index] + [_moved(band, first, lo) for band in layer]
+        return tuple(map(tuple, by_layer))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.cu_seqlens, self.cu_seqlens_k, self.within))
+
+    def __hash__(self) -> int:
+        return self._hash  # looked up at every call of attention
+
+
+def _moved(band: Band, first: int, lo: int) -> Band:
+    """A band whose queries begin at `first` and whose keys begin at `lo`."""
+    left = band.left if band.left >= FAR else band.left + first - lo
+    right = band.right if band.right >= FAR else band.right + lo - first
+    return Band(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
+
+
+def _ascending(values: Any, name: str) -> tuple[int, ...]:
+    numbers = _as_lists(values)
+    if not numbers or not all(map(is_integer, numbers)):
+        raise ValueError(f"Documents expects {name} to be one list of integers, got {values!r}")
+    if numbers[0] < 0 or any(one > other for one, other in pairwise(numbers)):
+        raise ValueError(f"Documents expects {name} to be >= 0 and ascending, got {numbers}")
+    return tuple(numbers)
+
+
+def _as_lists(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
