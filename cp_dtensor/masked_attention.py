@@ -9,12 +9,13 @@ Triton kernels on GPUs, plain torch operations elsewhere. Nothing here is differ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from cp_dtensor.kernels import TRITON_AVAILABLE
+from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
 
 if TRITON_AVAILABLE:
@@ -33,15 +34,22 @@ class RowMask:
     `RowMask()` hides nothing. With `causal_offset`, row i sees column j iff j <= i + causal_offset. With `lo` and `hi`,
     it sees lo_i <= j < hi_i: int32, (S,), or (B, S) for masks that differ in the batch. Any numbers are right, also
     such as are outside of the tile; what is not seen is skipped if, from row to row, neither lo nor hi decreases.
+
+    What kernels derive from lo and hi, and tiles, are computed once for each mask: use one object in all layers, and
+    do not change its lo and hi in place (under CUDA graphs, a replay takes them as they are then).
     """
 
     causal_offset: int | None = None
     lo: torch.Tensor | None = None
     hi: torch.Tensor | None = None
+    intervals: Intervals | None = field(init=False, repr=False)
+    """Of lo and hi; its own, so that what is derived is freed with the mask."""
 
     def __post_init__(self) -> None:
         if (self.lo is None) != (self.hi is None) or (self.lo is not None and self.causal_offset is not None):
             raise ValueError("a mask has a causal offset, or both lo and hi, or nothing")
+        intervals = None if self.lo is None or self.hi is None else Intervals(self.lo, self.hi)
+        object.__setattr__(self, "intervals", intervals)
 
     def __and__(self, other: RowMask) -> RowMask:
         """What both intervals let a row see: an interval again."""
@@ -51,16 +59,22 @@ class RowMask:
 
     def tile(self, start: int, stop: int, first_column: int) -> RowMask:
         """The mask of rows [start, stop) in a tile whose column 0 is this mask's column `first_column`."""
-        if self.lo is not None and self.hi is not None:
-            return RowMask(lo=self.lo[..., start:stop] - first_column, hi=self.hi[..., start:stop] - first_column)
+        if self.intervals is not None:
+            lo, hi = self.intervals.lo, self.intervals.hi
+            if (start, stop, first_column) == (0, lo.size(-1), 0):
+                return self
+            rows = slice(start, stop)
+            return self.intervals.derived(
+                ("tile", start, stop, first_column),
+                lambda: RowMask(lo=lo[..., rows] - first_column, hi=hi[..., rows] - first_column),
+            )
         if self.causal_offset is not None:
             return RowMask(causal_offset=self.causal_offset + start - first_column)
         return self
 
     def arguments(self) -> dict[str, Any]:
         """As the kernels' launchers take it."""
-        intervals = None if self.lo is None or self.hi is None else (self.lo.contiguous(), self.hi.contiguous())
-        return {"causal_offset": self.causal_offset, "intervals": intervals}
+        return {"causal_offset": self.causal_offset, "intervals": self.intervals}
 
 
 def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMask:

@@ -25,12 +25,12 @@ from attention_kernels import (
 )
 from hypothesis import given, settings
 
+from cp_dtensor.kernels.attention_intervals import rows_of_columns
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
 from cp_dtensor.masked_attention import RowMask, window
 
 kernel = pytest.importorskip("cp_dtensor.kernels.attention_backward")
 configs = pytest.importorskip("cp_dtensor.kernels.attention_configs")
-common = pytest.importorskip("cp_dtensor.kernels.attention_common")
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -204,7 +204,7 @@ def test_rows_of_columns_are_all_of_them_and_tight(data: st.DataObject) -> None:
         lo, hi = lo.sort().values, hi.sort().values
     column = torch.arange(columns)
     seen = (lo.unsqueeze(1) <= column) & (column < hi.unsqueeze(1))
-    ranges = common.rows_of_columns(lo, hi, columns, block)[:, 0].T.tolist()
+    ranges = rows_of_columns(lo, hi, columns, block)[:, 0].T.tolist()
     for part, (first, last, whole_first, whole_last) in zip(seen.split(block, 1), ranges, strict=True):
         some, every = part.any(1).nonzero().flatten(), part.all(1).nonzero().flatten()
         assert all(first <= row < last for row in some.tolist())

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cp_dtensor.kernels.attention_backward_kv import attention_dkv_kernel
 from cp_dtensor.kernels.attention_backward_q import attention_delta_kernel, attention_dq_kernel, attention_rows_kernel
-from cp_dtensor.kernels.attention_common import bias_arguments, described, mask_arguments, rows_of_columns
+from cp_dtensor.kernels.attention_common import bias_arguments, described, mask_arguments
 from cp_dtensor.kernels.attention_configs import BackwardConfig, ForwardConfig, default_backward_config, padded
+from cp_dtensor.kernels.attention_intervals import Intervals
 
 _BLOCK = 4096
 """Elements of a program of the small kernels, at most."""
@@ -52,7 +52,7 @@ def launch_attention_backward(
     scale: float,
     *,
     causal_offset: int | None = None,
-    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
     config: BackwardConfig | None = None,
 ) -> None:
@@ -99,8 +99,8 @@ def launch_attention_backward(
     lo = hi = ranges = lse  # which the kernels do not look at then
     intervals_stride, ranges_strides = 0, (0, 0)
     if intervals is not None:
-        lo, hi = (_padded_lines(x, padded_rows) for x in intervals)
-        ranges = rows_of_columns(*intervals, columns, config.dkv.block_columns)
+        lo, hi = intervals.padded_lines(padded_rows)
+        ranges = intervals.rows_of_columns(columns, config.dkv.block_columns)
         lines += [lo, hi]
         if lo.size(0) > 1:
             intervals_stride = lo.stride(0)
@@ -129,11 +129,6 @@ def launch_attention_backward(
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def _padded_lines(x: torch.Tensor, length: int) -> torch.Tensor:
-    """(S,) or (B, S) as a matrix with lines of that length; zeros at their ends, which as intervals are empty."""
-    return F.pad(torch.atleast_2d(x), (0, length - x.size(-1)))
 
 
 def _described_lines(x: torch.Tensor, cut: ForwardConfig) -> Any:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cp_dtensor.kernels.attention_intervals import Intervals
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -137,8 +139,8 @@ def seeing_rows(
 ):  # fmt: skip
     """Who sees a block of columns, as `(first, blocks, before, whole)`: of rows, what `seen_columns` says of columns.
 
-    `ranges_ptr` points to this block's four numbers, see `rows_of_columns`. Of rows beyond the last everything is 0, so
-    that the ragged block is as good as a whole one.
+    `ranges_ptr` points to this block's four numbers, see `attention_intervals`. Of rows beyond the last everything is
+    0, so that the ragged block is as good as a whole one.
     """
     if MASK == INTERVALS:
         first = tl.load(ranges_ptr)
@@ -163,38 +165,11 @@ def seeing_rows(
     return first, blocks, before, tl.minimum(whole, blocks - before)
 
 
-def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int) -> torch.Tensor:
-    """Which rows see each block of columns, for intervals [lo, hi) of rows (S,) or (B, S), int32.
-
-    Returns:
-        (4, 1 or B, blocks), int32: the rows that see any column of the block are in [0:1], those in [2:3] see all of
-        it. Both as tight as can be if neither lo nor hi ever decreases (among rows that see anything), else safe.
-
-    >>> lo, hi = torch.tensor([0, 0, 1, 4], dtype=torch.int32), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
-    >>> rows_of_columns(lo, hi, 5, 2)[:, 0].T.tolist()  # columns 0 and 1, 2 and 3, 4
-    [[0, 3, 1, 2], [2, 3, 2, 3], [3, 4, 3, 4]]
-    """
-    lo, hi = torch.atleast_2d(lo), torch.atleast_2d(hi)
-    start = torch.arange(0, columns, block, device=lo.device, dtype=torch.int32).expand(lo.size(0), -1).contiguous()
-    stop = (start + block).clamp(max=columns)
-    nothing = lo >= hi
-    lo, hi = lo.masked_fill(nothing, 2**31 - 1), hi.masked_fill(nothing, 0)
-    edges = [
-        torch.searchsorted(hi.cummax(-1).values, start, right=True, out_int32=True),
-        torch.searchsorted(lo.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
-        torch.searchsorted(hi.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
-        torch.searchsorted(lo.cummax(-1).values, start, right=True, out_int32=True),
-    ]
-    return torch.stack(edges)
-
-
-def mask_arguments(
-    causal_offset: int | None, intervals: tuple[torch.Tensor, torch.Tensor] | None, rows: int, columns: int
-) -> tuple[int, int]:
+def mask_arguments(causal_offset: int | None, intervals: Intervals | None, rows: int, columns: int) -> tuple[int, int]:
     """`(MASK, offset)` of the launchers' two ways to say what rows see."""
     assert causal_offset is None or intervals is None
     if intervals is not None:
-        assert all(x.dtype == torch.int32 and x.size(-1) == rows and x.stride(-1) == 1 for x in intervals)
+        assert all(x.dtype == torch.int32 and x.size(-1) == rows for x in (intervals.lo, intervals.hi))
         return INTERVALS.value, 0
     if causal_offset is None:
         return FULL.value, 0

@@ -26,6 +26,7 @@ from cp_dtensor.kernels.attention_common import (
     seen_columns,
 )
 from cp_dtensor.kernels.attention_configs import ForwardConfig, can_use_tma, default_config, padded
+from cp_dtensor.kernels.attention_intervals import Intervals
 
 __all__ = ["ForwardConfig", "attention_forward_kernel", "can_use_tma", "default_config", "launch_attention_forward"]
 
@@ -196,7 +197,7 @@ def launch_attention_forward(
     scale: float,
     *,
     causal_offset: int | None = None,
-    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     state: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -216,8 +217,8 @@ def launch_attention_forward(
         v: (B, Hkv, T, Dv).
         scale: > 0, since masks are applied before it.
         causal_offset: row i sees column j iff j <= i + causal_offset; None: every row sees every column.
-        intervals: instead of `causal_offset`, `(lo, hi)`, int32, (S,) or (B, S): row i sees columns lo_i <= j < hi_i.
-            Any numbers are right; little is read that is not seen if neither ever decreases.
+        intervals: instead of `causal_offset`: row i sees columns lo_i <= j < hi_i. Any numbers are right; little is
+            read that is not seen if neither lo nor hi ever decreases.
         bias: broadcasts to (B, H, S, T), with any strides; added to the scaled logits (any floating dtype, -inf
             hides), or boolean (False hides).
         sinks: (H,), floating: a logit for each query head that counts in the denominator alone. Once for each row: in
@@ -235,8 +236,7 @@ def launch_attention_forward(
     config = config or default_config(k, v, bias is not None)
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
-    lo, hi = intervals or (lse, lse)
-    assert lo.stride() == hi.stride()
+    lo, hi = (lse, lse) if intervals is None else intervals.lines()
     bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
     state_out, state_lse = (out, lse) if state is None else state
     attention_forward_kernel[heads, triton.cdiv(rows, config.block_rows), batch](

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cp_dtensor.kernels.attention_intervals import Intervals
+
 
 def attention_forward_twin(
     out: torch.Tensor,
@@ -14,7 +16,7 @@ def attention_forward_twin(
     scale: float,
     *,
     causal_offset: int | None = None,
-    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     state: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -50,7 +52,7 @@ def attention_backward_twin(
     scale: float,
     *,
     causal_offset: int | None = None,
-    intervals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
     """As `launch_attention_backward`, in float32, or in float64 if q is, and with the (S, T) logits in memory."""
@@ -71,7 +73,7 @@ def seen_twin(
     columns: int,
     device: torch.device,
     causal_offset: int | None,
-    intervals: tuple[torch.Tensor, torch.Tensor] | None,
+    intervals: Intervals | None,
 ) -> torch.Tensor | None:
     """Whether row i sees column j: boolean, broadcasts to (B, H, rows, columns); None if every row sees every column.
 
@@ -80,7 +82,7 @@ def seen_twin(
     """
     column = torch.arange(columns, device=device)
     if intervals is not None:
-        lo, hi = (x.unsqueeze(-1) for x in intervals)
+        lo, hi = intervals.lo.unsqueeze(-1), intervals.hi.unsqueeze(-1)
         seen = (lo <= column) & (column < hi)
         return seen if seen.dim() == 2 else seen.unsqueeze(1)
     if causal_offset is None:
@@ -93,7 +95,7 @@ def _logits(
     k: torch.Tensor,
     scale: float,
     causal_offset: int | None,
-    intervals: tuple[torch.Tensor, torch.Tensor] | None,
+    intervals: Intervals | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """(B, H, S, T), -inf where nothing is seen."""

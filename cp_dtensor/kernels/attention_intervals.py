@@ -1,0 +1,108 @@
+"""Intervals of columns, one for each row, and what kernels derive from them, which is computed once for all calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+_Derived = TypeVar("_Derived")
+_FAR = 2**31 - 1
+
+
+class Intervals:
+    """Row i sees columns lo_i <= j < hi_i: int32, (S,) or (B, S), whose numbers do not change from now on.
+
+    What is derived is kept for the stream that computed it: it is not ordered with others. Under CUDA graph capture
+    nothing is taken from or kept for calls outside of it, so that a replay computes everything anew from the lo and hi
+    that it finds.
+    """
+
+    def __init__(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
+        self.lo, self.hi = lo, hi
+        self._captured = lo.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._derived: dict[Hashable, Any] = {}
+
+    def derived(self, key: tuple[Hashable, ...], compute: Callable[[], _Derived]) -> _Derived:
+        """What `compute` returns, from the first call with this key."""
+        if self.lo.is_cuda:
+            if torch.cuda.is_current_stream_capturing() != self._captured:
+                return compute()
+            key = (torch.cuda.current_stream(self.lo.device).cuda_stream, *key)
+        if key not in self._derived:
+            self._derived[key] = compute()
+        result: _Derived = self._derived[key]
+        return result
+
+    def lines(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(lo, hi)` as kernels read them: contiguous."""
+        return self.derived(("lines",), lambda: (self.lo.contiguous(), self.hi.contiguous()))
+
+    def padded_lines(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(lo, hi)`, (1 or B, length): zeros, which are empty intervals, after the last row."""
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            return F.pad(torch.atleast_2d(x), (0, length - x.size(-1)))
+
+        return self.derived(("padded", length), lambda: (padded(self.lo), padded(self.hi)))
+
+    def rows_of_columns(self, columns: int, block: int) -> torch.Tensor:
+        """What the function of that name returns for these intervals."""
+        return self.derived(("rows", columns, block), lambda: rows_of_columns(self.lo, self.hi, columns, block))
+
+    def columns_of_rows(self, columns: int, block: int) -> list[tuple[int, int]]:
+        """For each block of rows, in any batch row: columns [first, last), all that any of them sees are among these.
+
+        Waits for the GPU, once; under capture, where that cannot be, every block sees every column.
+
+        >>> lo, hi = torch.tensor([0, 3, 2, 9], dtype=torch.int32), torch.tensor([2, 5, 2, 9], dtype=torch.int32)
+        >>> Intervals(lo, hi).columns_of_rows(4, block=2)
+        [(0, 4), (0, 0)]
+        """
+        rows = self.lo.size(-1)
+        if rows == 0:
+            return []
+        if self.lo.is_cuda and torch.cuda.is_current_stream_capturing():
+            return [(0, columns)] * -(-rows // block)
+
+        def computed() -> list[tuple[int, int]]:
+            nothing = self.lo >= self.hi
+            first = _blocks(self.lo.masked_fill(nothing, _FAR), block, _FAR).amin((0, 2)).clamp(0, columns)
+            last = _blocks(self.hi.masked_fill(nothing, 0), block, 0).amax((0, 2)).clamp(0, columns)
+            edges = torch.stack([torch.where(first < last, first, 0), torch.where(first < last, last, 0)], 1)
+            return [(start, stop) for start, stop in edges.tolist()]
+
+        return self.derived(("columns", columns, block), computed)
+
+
+def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int) -> torch.Tensor:
+    """Which rows see each block of columns, for intervals [lo, hi) of rows (S,) or (B, S), int32.
+
+    Returns:
+        (4, 1 or B, blocks), int32: the rows that see any column of the block are in [0:1], those in [2:3] see all of
+        it. Both as tight as can be if neither lo nor hi ever decreases (among rows that see anything), else safe.
+
+    >>> lo, hi = torch.tensor([0, 0, 1, 4], dtype=torch.int32), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
+    >>> rows_of_columns(lo, hi, 5, 2)[:, 0].T.tolist()  # columns 0 and 1, 2 and 3, 4
+    [[0, 3, 1, 2], [2, 3, 2, 3], [3, 4, 3, 4]]
+    """
+    lo, hi = torch.atleast_2d(lo), torch.atleast_2d(hi)
+    start = torch.arange(0, columns, block, device=lo.device, dtype=torch.int32).expand(lo.size(0), -1).contiguous()
+    stop = (start + block).clamp(max=columns)
+    nothing = lo >= hi
+    lo, hi = lo.masked_fill(nothing, _FAR), hi.masked_fill(nothing, 0)
+    edges = [
+        torch.searchsorted(hi.cummax(-1).values, start, right=True, out_int32=True),
+        torch.searchsorted(lo.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
+        torch.searchsorted(hi.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
+        torch.searchsorted(lo.cummax(-1).values, start, right=True, out_int32=True),
+    ]
+    return torch.stack(edges)
+
+
+def _blocks(x: torch.Tensor, block: int, fill: int) -> torch.Tensor:
+    """(S,) or (B, S) as (1 or B, blocks, block)."""
+    x = torch.atleast_2d(x)
+    return F.pad(x, (0, -x.size(-1) % block), value=fill).unflatten(-1, (-1, block))
