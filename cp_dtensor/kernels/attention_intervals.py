@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 _Derived = TypeVar("_Derived")
-_FAR = 2**31 - 1
 
 
 class Intervals:
@@ -53,7 +52,7 @@ class Intervals:
         return self.derived(("rows", columns, block), lambda: rows_of_columns(self.lo, self.hi, columns, block))
 
     def columns_of_rows(self, columns: int, block: int) -> list[tuple[int, int]]:
-        """For each block of rows, in any batch row: columns [first, last), all that any of them sees are among these.
+        """For each block of rows, in any batch row: columns from the first to the last that any of them sees.
 
         Waits for the GPU, once; under capture, where that cannot be, every block sees every column.
 
@@ -68,10 +67,11 @@ class Intervals:
             return [(0, columns)] * -(-rows // block)
 
         def computed() -> list[tuple[int, int]]:
-            nothing = self.lo >= self.hi
-            first = _blocks(self.lo.masked_fill(nothing, _FAR), block, _FAR).amin((0, 2)).clamp(0, columns)
-            last = _blocks(self.hi.masked_fill(nothing, 0), block, 0).amax((0, 2)).clamp(0, columns)
-            edges = torch.stack([torch.where(first < last, first, 0), torch.where(first < last, last, 0)], 1)
+            lo, hi = self.lo.clamp(min=0), self.hi.clamp(max=columns)
+            nothing = lo >= hi
+            first = _blocks(lo.masked_fill(nothing, columns), block, columns).amin((0, 2))
+            last = _blocks(hi.masked_fill(nothing, 0), block, 0).amax((0, 2))
+            edges = torch.stack([torch.where(first < last, first, 0), last], 1)
             return [(start, stop) for start, stop in edges.tolist()]
 
         return self.derived(("columns", columns, block), computed)
@@ -92,7 +92,7 @@ def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int
     start = torch.arange(0, columns, block, device=lo.device, dtype=torch.int32).expand(lo.size(0), -1).contiguous()
     stop = (start + block).clamp(max=columns)
     nothing = lo >= hi
-    lo, hi = lo.masked_fill(nothing, _FAR), hi.masked_fill(nothing, 0)
+    lo, hi = lo.masked_fill(nothing, 2**31 - 1), hi.masked_fill(nothing, 0)
     edges = [
         torch.searchsorted(hi.cummax(-1).values, start, right=True, out_int32=True),
         torch.searchsorted(lo.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
