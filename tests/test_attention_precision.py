@@ -55,7 +55,7 @@ def test_errors_are_those_of_torch(name: str, dim: int) -> None:
     expected = (exact, *gradients)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    seen = seen_twin(ROWS, ROWS, q.device, **arguments)
+    seen = seen_twin(range(ROWS), range(ROWS), q.device, **arguments)
     repeated = [x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:]]
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         torchs = scaled_dot_product_attention(leaves[0], *repeated, attn_mask=seen, scale=scale)

@@ -1,10 +1,22 @@
-"""What the attention kernels compute, in plain torch operations: their oracle, and what runs where Triton does not."""
+"""What the attention kernels compute, in plain torch operations: their oracle, and what runs where Triton does not.
+
+In blocks of rows, each with the columns that its rows see: memory does not grow with the square of the length, and work
+is that of what is seen.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from cp_dtensor.kernels.attention_intervals import Intervals
+
+LOGITS_BYTES = 64 * 2**20
+"""Of the logits of a block, at most, unless one row has more: a few tensors of that size exist at once."""
+
+_MASKED_ROWS = 256
+"""Of a block, at most, if rows see different columns: fewer rows leave more out, more rows make fewer calls."""
 
 
 def attention_forward_twin(
@@ -21,22 +33,25 @@ def attention_forward_twin(
     sinks: torch.Tensor | None = None,
     state: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """As `launch_attention_forward`, in float32, or in float64 if q is, and with the (S, T) logits in memory."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = _logits(q, k, scale, causal_offset, intervals, bias)
-    nothing = logits.new_full((), float("-inf"))
-    before = nothing if state is None else state[1].to(wide)
+    """As `launch_attention_forward`, in float32, or in float64 if q is."""
+    wide = _wide(q)
+    k, v = k.to(wide), v.to(wide)
+    nothing = q.new_full((), float("-inf"), dtype=wide)
     sink = nothing if sinks is None else sinks.to(wide)[:, None]
-    tile_lse = logits.logsumexp(-1) if k.size(2) else nothing.expand(q.shape[:3])
-    total = torch.logaddexp(torch.logaddexp(before, sink), tile_lse)
-    shift = _finite(total)
-    result = (logits - shift.unsqueeze(-1)).exp() @ _of_query_heads(v, q).to(wide)
-    if state is not None:
-        weight = (before - shift).exp().unsqueeze(-1)
-        # What there is in the result of rows that have seen nothing may be anything.
-        result = result + torch.where(weight > 0, state[0].to(wide), 0.0) * weight
-    out.copy_(result)
-    lse.copy_(total)
+    for rows, columns in blocks_twin(q, k, causal_offset, intervals):
+        logits = logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias)
+        before = nothing if state is None else _rows(state[1], rows).to(wide)
+        tile_lse = logits.logsumexp(-1) if len(columns) else nothing.expand(logits.shape[:3])
+        total = torch.logaddexp(torch.logaddexp(before, sink), tile_lse)
+        shift = _finite(total)
+        weights = logits.sub_(shift.unsqueeze(-1)).exp_()
+        result = of_query_heads(by_kv_head(weights, v) @ _rows(v, columns), q)
+        if state is not None:
+            # What there is in the result of rows that have seen nothing may be anything.
+            weight = (before - shift).exp().unsqueeze(-1)
+            result += torch.where(weight > 0, _rows(state[0], rows).to(wide), 0.0) * weight
+        _rows(out, rows).copy_(result)
+        _rows(lse, rows).copy_(total)
 
 
 def attention_backward_twin(
@@ -55,65 +70,121 @@ def attention_backward_twin(
     intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """As `launch_attention_backward`, in float32, or in float64 if q is, and with the (S, T) logits in memory."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    kv_heads = k.size(1)
-    grad_out = grad_out.to(wide)
-    logits = _logits(q, k, scale, causal_offset, intervals, bias)
-    weights = (logits - _finite(lse.to(wide)).unsqueeze(-1)).exp()
-    grad_weights = grad_out @ _of_query_heads(v, q).to(wide).mT
-    grad_logits = weights * (grad_weights - delta.to(wide).unsqueeze(-1)) * scale
-    dq.copy_(grad_logits @ _of_query_heads(k, q).to(wide))
-    dk.copy_((grad_logits.mT @ q.to(wide)).unflatten(1, (kv_heads, -1)).sum(2))
-    dv.copy_((weights.mT @ grad_out).unflatten(1, (kv_heads, -1)).sum(2))
+    """As `launch_attention_backward`, in float32, or in float64 if q is."""
+    wide = _wide(q)
+    k, v = k.to(wide), v.to(wide)
+    sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
+    for rows, columns in blocks_twin(q, k, causal_offset, intervals):
+        logits = logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias)
+        weights = by_kv_head(weights_twin(logits, lse, rows), v)
+        grad = by_kv_head(_rows(grad_out, rows).to(wide), v)
+        grad_logits = grad @ _rows(v, columns).mT
+        grad_logits -= by_kv_head(_rows(delta, rows).to(wide).unsqueeze(-1), v)
+        grad_logits *= weights
+        _rows(sum_v, columns).add_(weights.mT @ grad)
+        _rows(sum_k, columns).add_(grad_logits.mT @ by_kv_head(_rows(q, rows).to(wide), k), alpha=scale)
+        _rows(dq, rows).copy_(of_query_heads(grad_logits @ _rows(k, columns), q) * scale)
+    dk.copy_(sum_k)
+    dv.copy_(sum_v)
 
 
-def seen_twin(
-    rows: int,
-    columns: int,
-    device: torch.device,
-    causal_offset: int | None,
-    intervals: Intervals | None,
-) -> torch.Tensor | None:
-    """Whether row i sees column j: boolean, broadcasts to (B, H, rows, columns); None if every row sees every column.
+def blocks_twin(
+    q: torch.Tensor, k: torch.Tensor, causal_offset: int | None, intervals: Intervals | None
+) -> Iterator[tuple[range, range]]:
+    """Rows of each block, and columns among which are all that these see."""
+    rows, columns = q.size(2), k.size(2)
+    column_bytes = max(1, q.size(0) * q.size(1)) * _wide(q).itemsize
+    full = causal_offset is None and intervals is None
+    length = rows if full else _MASKED_ROWS
+    edges = None if intervals is None else intervals.columns_of_rows(columns, length)
+    for index, start in enumerate(range(0, rows, max(1, length))):
+        stop = min(start + length, rows)
+        first, last = (0, columns) if edges is None else edges[index]
+        if causal_offset is not None:
+            last = max(0, min(stop + causal_offset, columns))
+        step = max(1, LOGITS_BYTES // (column_bytes * max(1, last - first)))
+        for here in range(start, stop, step):
+            there = min(here + step, stop)
+            end = last if causal_offset is None else max(0, min(there + causal_offset, columns))
+            yield range(here, there), range(first, end)
 
-    >>> seen_twin(2, 3, torch.device("cpu"), 1, None).int().tolist()
-    [[1, 1, 0], [1, 1, 1]]
-    """
-    column = torch.arange(columns, device=device)
-    if intervals is not None:
-        lo, hi = intervals.lo.unsqueeze(-1), intervals.hi.unsqueeze(-1)
-        seen = (lo <= column) & (column < hi)
-        return seen if seen.dim() == 2 else seen.unsqueeze(1)
-    if causal_offset is None:
-        return None
-    return column <= torch.arange(rows, device=device).unsqueeze(-1) + causal_offset
 
-
-def _logits(
+def logits_twin(
     q: torch.Tensor,
     k: torch.Tensor,
     scale: float,
+    rows: range,
+    columns: range,
     causal_offset: int | None,
     intervals: Intervals | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(B, H, S, T), -inf where nothing is seen."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = q.to(wide) @ _of_query_heads(k, q).to(wide).mT * scale
-    if bias is not None and bias.dtype != torch.bool:
-        logits += bias
-    elif bias is not None:
-        logits.masked_fill_(~bias, float("-inf"))
-    seen = seen_twin(q.size(2), k.size(2), q.device, causal_offset, intervals)
+    """(B, H, rows, columns) in k's dtype, -inf where nothing is seen; a new tensor."""
+    folded = by_kv_head(_rows(q, rows).to(k.dtype), k) * scale
+    logits = of_query_heads(folded @ _rows(k, columns).mT, q)
+    if bias is not None:
+        block = bias_block(bias, rows, columns)
+        if bias.dtype == torch.bool:
+            logits.masked_fill_(~block, float("-inf"))
+        else:
+            logits += block
+    seen = seen_twin(rows, columns, q.device, causal_offset, intervals)
     return logits if seen is None else logits.masked_fill_(~seen, float("-inf"))
+
+
+def weights_twin(logits: torch.Tensor, lse: torch.Tensor, rows: range) -> torch.Tensor:
+    """exp(logits - lse), 0 for rows that see nothing; in place."""
+    return logits.sub_(_finite(_rows(lse, rows).to(logits.dtype)).unsqueeze(-1)).exp_()
+
+
+def seen_twin(
+    rows: range, columns: range, device: torch.device, causal_offset: int | None, intervals: Intervals | None
+) -> torch.Tensor | None:
+    """Whether a row sees a column: boolean, broadcasts to (B, H, rows, columns); None if every row sees every column.
+
+    >>> seen_twin(range(2), range(1, 4), torch.device("cpu"), 1, None).int().tolist()
+    [[1, 0, 0], [1, 1, 0]]
+    """
+    column = torch.arange(columns.start, columns.stop, device=device)
+    if intervals is not None:
+        lo, hi = (x[..., rows.start : rows.stop, None] for x in (intervals.lo, intervals.hi))
+        seen = (lo <= column) & (column < hi)
+        return seen if seen.dim() == 2 else seen.unsqueeze(1)
+    if causal_offset is None:
+        return None
+    return column <= torch.arange(rows.start, rows.stop, device=device).unsqueeze(-1) + causal_offset
+
+
+def bias_block(bias: torch.Tensor, rows: range, columns: range) -> torch.Tensor:
+    """The part of a bias that broadcasts to (B, H, S, T) which broadcasts to (B, H, rows, columns)."""
+    if bias.dim() > 0 and bias.size(-1) > 1:
+        bias = bias[..., columns.start : columns.stop]
+    if bias.dim() > 1 and bias.size(-2) > 1:
+        bias = bias[..., rows.start : rows.stop, :]
+    return bias
+
+
+def by_kv_head(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) as (B, Hkv, H / Hkv * S, D): all that is multiplied with a kv head, which is not repeated then."""
+    kv_heads = kv.size(1)
+    return x.unflatten(1, (kv_heads, x.size(1) // kv_heads)).flatten(2, 3)
+
+
+def of_query_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What `by_kv_head` was given."""
+    group = q.size(1) // x.size(1)
+    return x.unflatten(2, (group, x.size(2) // group)).flatten(1, 2)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _rows(x: torch.Tensor, rows: range) -> torch.Tensor:
+    """Of (B, H, S, D) or (B, H, S)."""
+    return x[:, :, rows.start : rows.stop]
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
     """0 for rows that see nothing, whose logits are all -inf: -inf - -inf would be NaN."""
     return torch.where(lse > float("-inf"), lse, 0.0)
-
-
-def _of_query_heads(kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """(B, Hkv, T, D) repeated over the query heads of each group: (B, H, T, D)."""
-    return kv.repeat_interleave(q.size(1) // kv.size(1), dim=1)
