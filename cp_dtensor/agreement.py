@@ -32,7 +32,9 @@ class CallFacts:
     head_dim: int
     v_head_dim: int
     dtype: str
-    is_causal: bool
+    mask: str
+    has_bias: bool
+    dropout_p: float
     scale: float
     layout: str
     method: str

@@ -139,20 +139,6 @@ def ranks_and_method(mesh: Mesh, method: str) -> tuple[SequenceRanks, str]:
     return ranks, method
 
 
-def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-    """Refuses the SDPA arguments that sharded sequences do not have yet, rather than ignoring them."""
-    if attn_mask is not None:
-        raise NotImplementedError(
-            f"attn_mask is not supported on sequence-sharded inputs yet: got a mask of shape {tuple(attn_mask.shape)}, "
-            "expected None (use is_causal=True for a causal mask)"
-        )
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout is not supported on sequence-sharded inputs yet: got dropout_p={dropout_p}, expected 0.0 "
-            "(put modules into eval mode or build them with dropout=0.0)"
-        )
-
-
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     """Checks shapes, dtypes, devices and head counts of (B, H, S, D) queries, keys and values.
 

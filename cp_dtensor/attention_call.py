@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cp_dtensor.extras import Extras
 from cp_dtensor.tensors import no_autocast
 
 Tensors = tuple[torch.Tensor, ...]
@@ -19,7 +21,7 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         """Attention of this rank's queries to the keys of all ranks.
 
@@ -27,6 +29,7 @@ class AttentionCall(ABC):
             q: (B, H, S, D), this rank's shard.
             k: (B, Hkv, T, D), this rank's shard.
             v: (B, Hkv, T, Dv), this rank's shard.
+            extras: of this rank's queries.
             needs_lse: whether the caller reads lse; if not, it may be empty.
 
         Returns:
@@ -36,12 +39,14 @@ class AttentionCall(ABC):
         """
 
     @abstractmethod
-    def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of this rank's q, k and v."""
+    def backward(
+        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of this rank's q, k and v. That of the bias is added to `grad_bias`, unless that is None."""
 
     @abstractmethod
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:
         """What `forward` saved, from this rank's arguments and results alone; may communicate.
 
@@ -64,11 +69,20 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall, needs_lse: bool
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        extras: Extras,
+        call: AttentionCall,
+        needs_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`bias` is that of `extras`, here so that autograd sees it."""
         with no_autocast(q):  # casting has happened before the call; inside, dtypes are chosen with care
-            out, lse, saved = call.forward(q, k, v, needs_lse)
-        ctx.save_for_backward(*saved)
+            out, lse, saved = call.forward(q, k, v, extras, needs_lse)
+        ctx.save_for_backward(extras.bias, extras.seed, *saved)
+        ctx.extras = replace(extras, bias=None, seed=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -76,5 +90,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        bias, seed, *saved = ctx.saved_tensors
+        extras = replace(ctx.extras, bias=bias, seed=seed)
+        grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         with no_autocast(grad_out):
-            return (*ctx.call.backward(grad_out, ctx.saved_tensors), None, None)
+            grads = ctx.call.backward(grad_out, extras, tuple(saved), grad_bias)
+        return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None)
+
+
+def new_grad_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Zeros to which tiles add their shares of the gradient of a bias."""
+    return torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))

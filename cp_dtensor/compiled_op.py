@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.attention_call import AttentionCall
+from cp_dtensor.attention_call import AttentionCall, new_grad_bias
+from cp_dtensor.extras import Extras
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
+from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
+from cp_dtensor.traced_masks import masks
 
 
 class Recipe(ABC):
@@ -26,16 +29,21 @@ class Recipe(ABC):
     `repr` is its token, the same in every process, so that compiled code can be kept on disk.
     """
 
+    @property
     @abstractmethod
-    def lengths(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float,
+    def takes_ambient_mask(self) -> bool:
+        """Whether calls are masked with something that is only known where they run."""
+
+    @abstractmethod
+    def resolve(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
-    ) -> tuple[int, int]:  # fmt: skip
-        """The global (q, kv) lengths, checked if the caller knows them, else found; may communicate."""
+    ) -> tuple[tuple[int, int], Mask]:  # fmt: skip
+        """The global (q, kv) lengths, checked if the caller knows them, else found, and the mask; may communicate."""
 
     @abstractmethod
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], is_causal: bool,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
@@ -92,59 +100,87 @@ def _backends(token: str) -> Allowed:
 
 
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, backends: str, is_causal: bool, scale: float,
-    lengths: tuple[int, int] | None, needs_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: Mask,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
+    return traced_attention_by_tokens(
+        q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, masks.token_of(mask), scale, lengths,
+        needs_lse,
+    )  # fmt: skip
+
+
+def traced_attention_by_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
+    dropout_p: float, token: str, backends: str, mask: str, scale: float, lengths: tuple[int, int] | None,
+    needs_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Likewise, where all that is no tensor is a constant already."""
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     needs_lse = needs_lse or torch.is_grad_enabled()  # backward reads it
     out, lse, _ = torch.ops.cp_dtensor.attention(
-        q, k, v, token, backends, is_causal, scale, q_len, kv_len, needs_lse
+        q, k, v, bias, seed, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse
     )  # fmt: skip
     return out, lse
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, backends: str, is_causal: bool, scale: float,
-    q_len: int, kv_len: int, needs_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
+    recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
-    lengths = decider.lengths(q, k, v, is_causal, scale, known)
-    call = decider.decide(q, k, v, lengths, is_causal, scale, _backends(backends))
+    extras = Extras(bias, dropout_p, seed)
+    lengths, shown = decider.resolve(q, k, v, masks.of(mask), extras, scale, known)
+    call = decider.decide(q, k, v, lengths, shown, extras, scale, _backends(backends))
     with no_autocast(q):
-        out, lse, _ = call.forward(q, k, v, needs_lse)
-    # Lengths that were found are handed to backward, which then needs no region and no communication to know them.
-    found = torch.tensor(lengths, dtype=torch.int64) if known is None else q.new_empty(0, dtype=torch.int64)
-    return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), found
+        out, lse, _ = call.forward(q, k, v, extras, needs_lse)
+    # What was found is handed to backward, which then needs no region and no communication to know it.
+    found = [*lengths, masks.number_of(shown)] if _finds(recipe, q_len) else []
+    numbers = torch.tensor(found, dtype=torch.int64, device=None if found else q.device)
+    return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), numbers
+
+
+def _finds(recipe: str, q_len: int) -> bool:
+    """Whether lengths or mask are not known before the call runs."""
+    return (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).takes_ambient_mask
 
 
 def _fake_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, backends: str, is_causal: bool, scale: float,
-    q_len: int, kv_len: int, needs_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
+    recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, length) if needs_lse else (0,), dtype=lse_dtype)
-    unknown = isinstance(q_len, int) and q_len < 0
-    found = torch.empty(2 if unknown else 0, dtype=torch.int64, device="cpu" if unknown else q.device)
+    finds = _finds(recipe, q_len)
+    found = torch.empty(3 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
     return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
 
 
 def _backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    found: torch.Tensor, recipe: str, backends: str, is_causal: bool, scale: float, q_len: int, kv_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    q_len, kv_len = found.tolist() if q_len < 0 else (q_len, kv_len)
-    call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), is_causal, scale, _backends(backends))
+    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, recipe: str, backends: str, mask: str,
+    dropout_p: float, scale: float, q_len: int, kv_len: int, needs_grad_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    shown = masks.of(mask)
+    if found.numel():
+        q_len, kv_len, number = found.tolist()
+        shown = masks.of_number(number)
+    extras = Extras(bias, dropout_p, seed)
+    call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), shown, extras, scale, _backends(backends))
+    grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out):
-        grads = call.backward(grad_out, call.saved_again(q, k, v, out, lse))
-    return tuple(map(_row_after_row, grads))  # type: ignore[return-value]
+        grads = call.backward(grad_out, extras, call.saved_again(q, k, v, out, lse, extras), grad_bias)
+    of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+    return (*map(_row_after_row, grads), of_bias)  # type: ignore[return-value]
 
 
 def _fake_backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, ...]:
-    return tuple(_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    found: torch.Tensor, bias: torch.Tensor | None, *settings: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grads = (_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
+    return (*grads, torch.empty_like(bias) if settings[-1] and bias is not None else q.new_empty(0))
 
 
 def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,27 +189,32 @@ def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, *ctx.settings, _needs_lse = inputs
+    q, k, v, bias, seed, *ctx.settings, _needs_lse = inputs
     out, lse, found = output
-    ctx.save_for_backward(q, k, v, out, lse, found)
+    ctx.save_for_backward(q, k, v, out, lse, found, bias, seed)
     ctx.mark_non_differentiable(lse, found)
 
 
 def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.cp_dtensor.attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * (len(ctx.settings) + 1))
+    needs_grad_bias = ctx.needs_input_grad[3]
+    *grads, grad_bias = torch.ops.cp_dtensor.attention_backward(
+        grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias
+    )
+    return (*grads, grad_bias if needs_grad_bias else None, *[None] * (len(ctx.settings) + 2))
 
 
 def _defined() -> torch.library.Library:
-    settings = "str recipe, str backends, bool is_causal, float scale, SymInt q_len, SymInt kv_len"
+    extras = "Tensor? bias, Tensor? seed"
+    settings = "str recipe, str backends, str mask, float dropout_p, float scale, SymInt q_len, SymInt kv_len"
     library = torch.library.Library("cp_dtensor", "DEF")
     library.define(
-        f"attention(Tensor q, Tensor k, Tensor v, {settings}, bool needs_lse) "
-        "-> (Tensor out, Tensor lse, Tensor lengths)"
+        f"attention(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_lse) "
+        "-> (Tensor out, Tensor lse, Tensor found)"
     )
     library.define(
-        "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor lengths, "
-        f"{settings}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+        "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
+        f"{extras}, {settings}, bool needs_grad_bias) "
+        "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)"
     )
     for name, implementation, fake in (
         ("attention", _forward, _fake_forward),

@@ -13,6 +13,8 @@ from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, checked_length
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
 from cp_dtensor.layouts import Layout
+from cp_dtensor.mask_arguments import checked_mask
+from cp_dtensor.masks import Mask
 from cp_dtensor.region import Region, innermost_region
 from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.sharding import checked_buffers, checked_sequence
@@ -42,6 +44,10 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
             are freed on entry.
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
+        mask: which query may see which key, by global position, in all attention inside, as a value such as
+            `Documents(cu_seqlens)`; together with a call's `is_causal` and `attn_mask`, what all of them show. (The
+            `attn_mask` of a call has this rank's query rows, in `layout` order, and the keys of the whole sequence, in
+            the order of their positions; it may be one of `buffers`.)
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
@@ -66,12 +72,14 @@ class context_parallel(ContextDecorator):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
         method: str = "auto",
+        mask: Mask | None = None,
         layout: Layout | None = None,
         rotate_method: str | None = None,
         seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
-        self._settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
+        settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
+        self._settings = settings if mask is None else replace(settings, mask=checked_mask(mask, False))
         layout = self._settings.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)

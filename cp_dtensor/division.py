@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Causal, Mask
+from cp_dtensor.masks import Mask
 from cp_dtensor.schedule import GroupSegments, group_segments
+from cp_dtensor.tiling import Masking, Tiling
+from cp_dtensor.tiling_by_row import tiling_of
 
 BACKWARD_FLOPS = 2.5
 """Operations of backward over those of forward: five matrix products instead of two."""
@@ -21,6 +23,11 @@ class Division(ABC):
     def groups(self) -> tuple[GroupSegments, ...]:
         """The segments of every rank, by batch groups."""
 
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of the whole sequence, which masks speak of; these ranks may have but a part of it."""
+
 
 @dataclass(frozen=True)
 class LayoutDivision(Division):
@@ -31,6 +38,10 @@ class LayoutDivision(Division):
     kv_len: int
     batch_size: int
     world_size: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q_len, self.kv_len
 
     def groups(self) -> tuple[GroupSegments, ...]:
         return group_segments(self.layout, self.q_len, self.kv_len, self.batch_size, self.world_size)
@@ -49,15 +60,23 @@ class CallShape:
     v_head_dim: int
     itemsize: int
     """Bytes of an element."""
+    masking: Masking = Masking.BY_SHAPE
+
+    @property
+    def tiling(self) -> Tiling:
+        """Which tiles each rank computes."""
+        return tiling_of(self.division.groups(), self.mask, self.masking, self.division.lengths)
 
     def flops(self, groups: Sequence[GroupSegments]) -> float:
-        """Operations of forward, all ranks together; masked halves do not count."""
+        """Operations of forward, all ranks together; what is masked does not count."""
         q_len, kv_len = (
             sum(segment.length for segments in by_rank for segment in segments)
             for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
         )
-        half = 0.5 if self.mask == Causal() else 1.0
-        return 2.0 * half * self.batch_size * self.q_heads * q_len * kv_len * (self.head_dim + self.v_head_dim)
+        pairs = float(self.mask.pairs(*self.division.lengths))
+        if (q_len, kv_len) != self.division.lengths:  # a part of the sequence: as if it were like the rest
+            pairs *= q_len * kv_len / max(self.division.lengths[0] * self.division.lengths[1], 1)
+        return 2.0 * self.batch_size * self.q_heads * pairs * (self.head_dim + self.v_head_dim)
 
     @property
     def head_bytes(self) -> int:

@@ -119,7 +119,9 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, method: Rotat
     """A ring over the outer axis of rings over the inner one."""
     worst: Estimate | None = None
     for place in sorted({0, outer.size - 1}):
-        plan = ring_plan(OuterDivision(shape.division, inner.size, 0).groups(), place, shape.mask, shape.kv_heads)
+        plan = ring_plan(
+            replace(shape, division=OuterDivision(shape.division, inner.size, 0)).tiling, place, shape.kv_heads
+        )
         passes, received, inner_received = [0.0, 0.0], _received(plan, shape), 0.0
         name, memory = "-", 0.0
         for step, division in zip(plan.forward, inner_divisions(shape.division, plan, inner.size), strict=True):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len
-from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
+from cp_dtensor.compiled_op import backends_token, token_of, traced_attention_by_tokens
 from cp_dtensor.layouts import Layout
+from cp_dtensor.mask_arguments import checked_mask
+from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.settings import AttentionSettings
-from cp_dtensor.shard_attention import attend, positive_scale, softmax_scale
+from cp_dtensor.shard_attention import attend, extras_of, positive_scale, softmax_scale
 from cp_dtensor.shard_recipe import ShardRecipe
+from cp_dtensor.traced_masks import masks
 
 
 def context_parallel_attention(
@@ -24,6 +28,9 @@ def context_parallel_attention(
     mesh: Mesh,
     method: str = "auto",
     is_causal: bool = False,
+    mask: Mask | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
@@ -48,6 +55,15 @@ def context_parallel_attention(
             "hybrid": by heads over the inner axis, as a ring over the outer one; "auto": what is predicted to be
             fastest (see `explain`).
         is_causal: query i sees keys j <= i, by global position (also where the global lengths differ).
+        mask: which query may see which key, by global position, as a value such as `Documents(cu_seqlens)`; together
+            with `is_causal` and `attn_mask`, what all of them show.
+        attn_mask: boolean (True: may be seen) or floating (added to the scaled logits, differentiable), broadcasting
+            to (B, H, S, keys of the whole sequence): this rank's query rows in `layout` order, all key columns in the
+            order of their positions. `context_parallel_shard(mesh, [attn_mask], [-2])` makes it of a whole one.
+        dropout_p: probability that a weight of the softmax is dropped (others grow by 1 / (1 - dropout_p)). The seed is
+            drawn from torch's generator of q's device, and the pattern is a function of the seed and of global
+            positions, heads and batch rows: ranks with equal generators give what one rank alone gives, however the
+            work is spread.
         scale: factor of the logits, 1 / sqrt(D) if None.
         enable_gqa: allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
         layout: which rank owns which tokens, `HeadTail()` if None.
@@ -75,12 +91,20 @@ def context_parallel_attention(
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling():
         rotate_method = rotation_by_name(rotate_method).name  # the default is read here, and guarded
-        token, backends = _constants(mesh, method, _parts(layout), rotate_method, debug)
+        token, backends, shown = _constants(
+            mesh, method, _parts(layout), rotate_method, debug, _parts(mask), bool(is_causal)
+        )
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        out, lse = traced_attention(q, k, v, token, backends, bool(is_causal), scale, lengths, return_lse)
+        extras = extras_of(q, attn_mask, dropout_p)
+        out, lse = traced_attention_by_tokens(
+            q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, shown, scale, lengths, return_lse
+        )
         return (out, lse) if return_lse else out
     settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
-    out, lse = attend(q, k, v, settings, is_causal=is_causal, scale=scale, lengths=lengths, needs_lse=return_lse)
+    out, lse = attend(
+        q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, scale=scale,
+        lengths=lengths, needs_lse=return_lse,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -91,6 +115,9 @@ def ring_attention(
     *,
     mesh: Mesh,
     is_causal: bool = False,
+    mask: Mask | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
@@ -107,8 +134,9 @@ def ring_attention(
     Source: Ring Attention (arXiv 2310.01889).
     """
     return context_parallel_attention(
-        q, k, v, mesh=mesh, method="ring", is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
-        rotate_method=rotate_method, return_lse=return_lse, seq_len=seq_len, debug=debug,
+        q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
+        scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method, return_lse=return_lse,
+        seq_len=seq_len, debug=debug,
     )  # fmt: skip
 
 
@@ -119,6 +147,9 @@ def ulysses_attention(
     *,
     mesh: Mesh,
     is_causal: bool = False,
+    mask: Mask | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
@@ -135,26 +166,44 @@ def ulysses_attention(
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
     return context_parallel_attention(
-        q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout,
-        return_lse=return_lse, seq_len=seq_len, debug=debug,
+        q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
+        scale=scale, enable_gqa=enable_gqa, layout=layout, return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
+
+
+Parts = tuple[type, tuple[object, ...]]
+"""A value as class and fields, which Dynamo follows (and guards) where it may not know the object itself."""
 
 
 @_torch_private.constant_in_trace
 def _constants(
-    mesh: Mesh, method: str, layout: tuple[type[Layout], tuple[object, ...]] | None, rotate_method: str, debug: bool
-) -> tuple[str, str]:
-    """The tokens of recipe and backends, for compiled code."""
-    made = None if layout is None else layout[0](*layout[1])
-    settings = AttentionSettings.of(mesh, method, made, rotate_method, debug=debug)
-    return token_of(ShardRecipe.of(settings)), backends_token()
+    mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, mask: Parts | None, is_causal: bool
+) -> tuple[str, str, str]:
+    """The tokens of recipe, backends and mask, for compiled code."""
+    settings = AttentionSettings.of(mesh, method, _made(layout), rotate_method, debug=debug)
+    shown = checked_mask(_made(mask), is_causal)
+    return token_of(ShardRecipe.of(settings)), backends_token(), masks.token_of(shown)
 
 
-def _parts(layout: Layout | None) -> tuple[type[Layout], tuple[object, ...]] | None:
-    """A layout as class and fields, which Dynamo follows (and guards) where it may not know the object itself."""
-    if layout is None:
-        return None
-    return type(layout), tuple([getattr(layout, field.name) for field in fields(layout)])  # type: ignore[arg-type]
+def _parts(value: Any) -> Any:
+    """The parts of a layout or mask, and of those that it consists of; other values as they are."""
+    if isinstance(value, (Layout, Mask)):
+        return type(value), tuple([_parts(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
+    if isinstance(value, tuple) and value and isinstance(value[0], Mask):
+        return tuple([_parts(each) for each in value])
+    return value
+
+
+def _made(parts: Any) -> Any:
+    """The inverse of `_parts`."""
+    if not isinstance(parts, tuple) or not parts:
+        return parts
+    if not isinstance(parts[0], type):
+        return tuple(map(_made, parts))
+    value: Any = object.__new__(parts[0])
+    for field, part in zip(fields(parts[0]), parts[1], strict=True):
+        object.__setattr__(value, field.name, _made(part))
+    return value
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,9 @@ from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, checked_method
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.layouts import Layout
-from cp_dtensor.region import Region
+from cp_dtensor.mask_arguments import checked_mask
+from cp_dtensor.masks import Mask
+from cp_dtensor.region import CAPTURED_BEFORE, Region
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.shard_recipe import ShardRecipe
@@ -31,6 +33,8 @@ class ContextParallel(ParallelStyle):
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
+        mask: which query may see which key in all attention inside, by global position, if it is always the same; with
+            a call's `is_causal` and `attn_mask` (see `context_parallel`), what all of them show.
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default (at
             the time of parallelize_module) if None.
@@ -47,6 +51,7 @@ class ContextParallel(ParallelStyle):
         self,
         *,
         method: str = "auto",
+        mask: Mask | None = None,
         layout: Layout | None = None,
         rotate_method: str | None = None,
         seq_len: int | None = None,
@@ -55,6 +60,7 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         self._layout = checked_layout(layout)
         self._method = checked_method(method)
+        self._mask = None if mask is None else checked_mask(mask, False)
         self._rotate_method = rotate_method
         rotation_by_name(rotate_method)  # refuses unknown names here already
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
@@ -64,7 +70,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(module.forward, _RegionForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         settings = AttentionSettings.of(device_mesh, self._method, self._layout, self._rotate_method, debug=self._debug)
-        region = Region(replace(settings, declared_lengths=self._lengths))
+        region = Region(replace(settings, declared_lengths=self._lengths, mask=self._mask))
         module.forward = _RegionForward(module, vars(module).get("forward"), region)
         return module
 
@@ -100,10 +106,17 @@ def _in_region_of(token: str, function: Callable[..., Any]) -> Callable[..., Any
     """`function`, run in a region of the settings that `token` stands for."""
     recipe = recipe_of(token)
     assert isinstance(recipe, ShardRecipe)
-    return functools.partial(_run_in_region, Region(recipe.settings()), function)
+    return functools.partial(_run_captured, Region(recipe.settings()), function)
 
 
 @_torch_private.never_compiled
 def _run_in_region(region: Region, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with region.entered():
+        return function(*args, **kwargs)
+
+
+@_torch_private.never_compiled
+def _run_captured(region: Region, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `_run_in_region`, for what was captured outside of the region: FlexAttention in it is that of local shards."""
+    with region.entered(), _torch_private.thread_state(CAPTURED_BEFORE, region):
         return function(*args, **kwargs)

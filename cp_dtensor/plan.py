@@ -13,16 +13,9 @@ from typing import NamedTuple
 
 from cp_dtensor.head_division import share
 from cp_dtensor.layouts import Span
-from cp_dtensor.masks import Mask
-from cp_dtensor.schedule import (
-    GatheredRows,
-    GroupSegments,
-    gathered_rows,
-    gathered_tiles,
-    tiles_against,
-    wanted_parts,
-)
+from cp_dtensor.schedule import GatheredRows
 from cp_dtensor.tiles import Tile, without_long_triangles
+from cp_dtensor.tiling import Tiling, covers
 
 LONGEST_TRIANGLE = 1 << 16
 """Rows of a causal tile in forward: beyond, cuDNN is 7% slower on an H200 than on its parts (docs/log.md)."""
@@ -80,10 +73,15 @@ class Plan:
 
     rank: int
     rows: GatheredRows
+    """How shards are cut into parts, and where they lie when they are gathered here."""
+    most_rows: int
+    """Of such a buffer on any rank."""
     wanted: tuple[tuple[int, ...], ...]
     """`wanted[source]`: the parts of its shard that this rank's queries see."""
     given: tuple[tuple[int, ...], ...]
     """`given[rank]`: the parts of our shard that its queries see."""
+    given_at: tuple[tuple[int, ...], ...]
+    """`given_at[rank]`: the first row of each of these where they are gathered there."""
     forward: Steps
     backward: Steps
 
@@ -91,6 +89,12 @@ class Plan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.rows.world_size
+
+    def buffer_rows(self, transfer: Transfer) -> int:
+        """Rows of the buffer that a transfer fills."""
+        if transfer.hop is None:
+            return self.rows.total
+        return sum(sum(self.rows.lengths[source]) for source in transfer.sources(self.rank, self.world_size))
 
     @cached_property
     def pulls(self) -> tuple[Pull, ...]:
@@ -105,34 +109,32 @@ class Plan:
         return tuple(pulls)
 
 
-def ring_plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, kv_heads: int, head_groups: int = 1) -> Plan:
+def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1) -> Plan:
     """One step per hop; memory does not grow with the number of ranks. Some heads after the others."""
-    world_size = groups[0].world_size
-    tiles = [tiles_against(groups, rank, (rank - hop) % world_size, mask) for hop in range(world_size)]
+    world_size = tiling.world_size
+    tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
     steps = []
     for heads in head_spans(kv_heads, head_groups if world_size > 1 else 1):
         steps.append(Step(heads, None, tiles[0]))
         steps += [Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size)]
-    return _plan(groups, rank, mask, tuple(steps), tuple(steps))
+    return _plan(tiling, rank, tuple(steps), tuple(steps))
 
 
-def gathered_plan(
-    groups: Sequence[GroupSegments], rank: int, mask: Mask, kv_heads: int, stages: Stages, grad_stages: Stages
-) -> Plan:
+def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> Plan:
     """The own shard first; then, some heads after the others, everybody else's."""
-    if groups[0].world_size == 1:
-        return ring_plan(groups, rank, mask, kv_heads)  # of a single step
-    remote = gathered_tiles(groups, rank, mask)
+    if tiling.world_size == 1:
+        return ring_plan(tiling, rank, kv_heads)  # of a single step
+    own, remote = tiling.tiles_against(rank, rank), tiling.gathered_tiles(rank)
 
     def steps(counts: Stages) -> Iterator[Step]:
         for local_heads in head_spans(kv_heads, counts.local):
-            yield Step(local_heads, None, tiles_against(groups, rank, rank, mask))
+            yield Step(local_heads, None, own)
             per_local = -(-counts.remote // counts.local)
             for start, stop in head_spans(local_heads[1] - local_heads[0], per_local):
                 heads = (local_heads[0] + start, local_heads[0] + stop)
                 yield Step(heads, Transfer(heads, None), remote)
 
-    return _plan(groups, rank, mask, tuple(steps(stages)), tuple(steps(grad_stages)))
+    return _plan(tiling, rank, tuple(steps(stages)), tuple(steps(grad_stages)))
 
 
 @dataclass(frozen=True)
@@ -155,14 +157,12 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     return tuple(share((0, kv_heads), index, count) for index in range(count))
 
 
-def _plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, forward: Steps, backward: Steps) -> Plan:
-    def parts(reader: int, owner: int) -> tuple[int, ...]:
-        return wanted_parts(groups, reader, owner, mask) if reader != owner else ()
-
-    ranks = range(groups[0].world_size)
-    rows = gathered_rows(groups)
-    wanted = tuple(parts(rank, source) for source in ranks)
-    batches = [group.batch for group in groups]
+def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
+    ranks = range(tiling.world_size)
+    rows = tiling.gathered_rows(rank)
+    wanted = tuple(tiling.wanted(rank, source) for source in ranks)
+    given = tuple(tiling.wanted(reader, rank) for reader in ranks)
+    batches = [group.batch for group in tiling.groups]
 
     def marked(steps: Steps) -> Steps:
         return tuple(
@@ -177,8 +177,12 @@ def _plan(groups: Sequence[GroupSegments], rank: int, mask: Mask, forward: Steps
     return Plan(
         rank=rank,
         rows=rows,
+        most_rows=tiling.most_rows(),
         wanted=wanted,
-        given=tuple(parts(reader, rank) for reader in ranks),
+        given=given,
+        given_at=tuple(
+            tuple(tiling.gathered_rows(reader).starts[rank][part] for part in given[reader]) for reader in ranks
+        ),
         forward=marked(
             tuple(replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in forward)
         ),
@@ -199,15 +203,7 @@ def _has_gaps(
     sources = step.transfer.sources(rank, rows.world_size)
     brought = [span(source, part) for source in sources for part in wanted[source]]
     return any(
-        not _covers([tile.kv for tile in step.tiles if tile.batch == batch], span)
+        not covers([tile.kv for tile in step.tiles if tile.batch == batch], span)
         for batch in batches
         for span in brought
     )
-
-
-def _covers(spans: Sequence[Span], whole: Span) -> bool:
-    reached = whole[0]
-    for start, stop in sorted(spans):
-        if start <= reached:
-            reached = max(reached, stop)
-    return reached >= whole[1]

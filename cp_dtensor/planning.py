@@ -22,8 +22,8 @@ from cp_dtensor.rotation.head_exchange import CollectiveHeads
 from cp_dtensor.rotation.head_exchange_symm_mem import shared_memory_heads
 from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.schedule import tiles_against
 from cp_dtensor.tensors import on_device
+from cp_dtensor.tiling import Masking
 from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 
@@ -41,6 +41,7 @@ class CallRequest:
     device: torch.device
     backend: LocalAttention
     method: RotationMethod
+    masking: Masking = Masking.BY_SHAPE
 
     @property
     def shape(self) -> CallShape:
@@ -55,6 +56,7 @@ class CallRequest:
             problem.head_dim,
             problem.v_head_dim,
             self.itemsize,
+            self.masking,
         )
 
 
@@ -125,12 +127,13 @@ def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDeci
     outer_rank, inner_rank = ranks.outer.rank(), ranks.inner.rank()
     # Direct hops between ranks of the same place. All heads at once: each hop is a whole inner ring.
     division = OuterDivision(request.division, inner_size, inner_rank)
-    plan = ring_plan(division.groups(), outer_rank, shape.mask, shape.kv_heads)
+    plan = ring_plan(replace(shape, division=division).tiling, outer_rank, shape.kv_heads)
     outer = RingDecision(plan, shape, AllToAll(), request.backend, request.problem.state_dtype)
     inner: list[RingDecision | None] = []
     for within in inner_divisions(request.division, plan, inner_size):
-        if _has_tiles(within, shape.mask, inner_size):
-            inner.append(_ring(replace(shape, division=within), request, ranks.inner, inner_rank))
+        inner_shape = replace(shape, division=within)
+        if _has_tiles(inner_shape):
+            inner.append(_ring(inner_shape, request, ranks.inner, inner_rank))
         else:
             inner.append(None)
     return TwoLevelDecision(outer, tuple(inner))
@@ -150,10 +153,11 @@ def with_heads(shape: CallShape, heads: HeadDivision, units: Span) -> CallShape:
 
 
 @lru_cache(maxsize=4096)
-def _has_tiles(division: Division, mask: Mask, world_size: int) -> bool:
+def _has_tiles(shape: CallShape) -> bool:
     """Whether any rank's queries see any rank's keys; alike on each."""
-    groups, ranks = division.groups(), range(world_size)
-    return any(tiles_against(groups, rank, source, mask) for rank in ranks for source in ranks)
+    tiling = shape.tiling
+    ranks = range(tiling.world_size)
+    return any(tiling.tiles_against(rank, source) for rank in ranks for source in ranks)
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +165,9 @@ def _plan(rotation: Rotation, shape: CallShape, rank: int) -> Plan:
     return rotation.plan(shape, rank)
 
 
-def describe_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircase: bool) -> Problem:
+def describe_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircase: bool, by_row: bool = False
+) -> Problem:
     """The facts about a call that decide its backend."""
     return Problem(
         device_type=q.device.type,
@@ -172,6 +178,7 @@ def describe_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircas
         q_heads=q.size(1),
         kv_heads=k.size(1),
         staircase=staircase,
+        by_row=by_row,
     )
 
 

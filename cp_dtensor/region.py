@@ -19,17 +19,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.arguments import check_qkv
 from cp_dtensor.buffers import LocalContents
 from cp_dtensor.dtensor.attention import local_only_sdpa
 from cp_dtensor.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
+from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.settings import AttentionSettings, check_batch_size
 from cp_dtensor.shard_attention import attend
 from cp_dtensor.shard_recipe import AMBIENT_SETTINGS, AmbientSettings
 
 _KEY = "cp_dtensor_region"
+LOCAL_STRETCH = "cp_dtensor_local_sdpa"
+"""Where `local_sdpa`, further up, leaves the stretch of this thread; its `region` is that in which it was opened."""
+CAPTURED_BEFORE = "cp_dtensor_captured_before"
+"""Where `ContextParallel` leaves the region that it has opened around code which Dynamo captured outside of it."""
 _AMBIGUOUS = (
     "attention was called in a backward while a context_parallel region is open around it, and it cannot be told "
     "whether the call belongs to the region: checkpoint with torch.utils.checkpoint inside of the region, or use the "
@@ -68,6 +73,12 @@ class Region:
             yield
 
 
+def attends_alone(region: Region) -> bool:
+    """Whether attention that belongs to the region is left to each rank alone in this thread."""
+    stretch = _torch_private.get_thread_state(LOCAL_STRETCH)
+    return stretch is not None and stretch.region is region
+
+
 def innermost_region() -> Region | None:
     """The region that was opened last in this thread and is still open, whether or not calls here belong to it."""
     state = _torch_private.get_thread_state(_KEY)
@@ -104,13 +115,18 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
-        return local_only_sdpa(call, region.settings.ranks.global_ranks(), partial(_plain_sdpa, region))
+        result = local_only_sdpa(call, region.settings.ranks.global_ranks(), partial(_plain_sdpa, region))
+        if result is None and region.settings.mask is not None:
+            raise NotImplementedError(
+                f"the mask of this context ({region.settings.mask}) is for plain tensors: got DTensors over the ranks "
+                "of the context; pass their local shards"
+            )
+        return result
     return _plain_sdpa(region, call)
 
 
 def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
     """SDPA of plain tensors, which are shards of the region."""
-    refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
     if call.q.dim() != 4 and len(region.settings.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
             f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
@@ -120,7 +136,10 @@ def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
         check_batch_size(call.q, region.settings)
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
     check_qkv(q, k, v, call.enable_gqa)
-    out, _ = attend(q, k, v, region.settings, is_causal=call.is_causal, scale=call.scale)
+    out, _ = attend(
+        q, k, v, region.settings, mask=checked_mask(None, call.is_causal), scale=call.scale,
+        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p,
+    )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 
 
@@ -131,12 +150,23 @@ def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, -4)
 
 
+def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
+    """The mask of (..., S, T) for queries that `_four_dims` has flattened."""
+    if call.attn_mask is None or call.q.dim() <= 4:
+        return call.attn_mask
+    lead = call.q.shape[:-3]
+    mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
+    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+
+
 def _parts() -> Iterator[AbstractContextManager[None]]:
+    from cp_dtensor.region_flex import flex_parts  # which asks for regions
+
     yield dispatcher_installation.held()
     yield intercepted(_region_sdpa)
     yield _torch_private.checkpointed_functions_bound(_bound_to_region)
     yield _torch_private.compiled_code_kept_apart(_variant_of_compiled_code)
-    yield _torch_private.flex_attention_checked(_refuse_flex_attention)
+    yield from flex_parts()
     yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)
 
 
@@ -185,15 +215,7 @@ def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
 def _variant_of_compiled_code() -> str:
     """What functions are compiled for in this thread: attention over local shards only would be wrong in a region."""
     region = innermost_region()
-    return "" if region is None else f"cp_dtensor: {region.ambient.token}"
-
-
-def _refuse_flex_attention() -> None:
-    if current_region() is not None:
-        raise NotImplementedError(
-            "FlexAttention is not supported inside of a context-parallel region yet: it would attend to the local "
-            "shard only; use F.scaled_dot_product_attention"
-        )
+    return "" if region is None else f"cp_dtensor: {region.ambient.token}{', each rank alone' * attends_alone(region)}"
 
 
 def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:

@@ -7,7 +7,7 @@ after a context has been left, in other threads, and whatever the settings are b
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,15 @@ import torch.distributed as dist
 from cp_dtensor._torch_private import label
 from cp_dtensor.accumulate import Accumulator, Addition, LseMerge, Part, place_sums
 from cp_dtensor.attention_call import AttentionCall, cleaned_up_on_error
+from cp_dtensor.extras import NO_EXTRAS, Extras, bias_part
 from cp_dtensor.layouts import Span
 from cp_dtensor.local_attention.base import LocalAttention
+from cp_dtensor.local_attention.by_row import ByRowAttention
 from cp_dtensor.plan import Plan, Step
 from cp_dtensor.rotation.base import KvTransfers, Rotation
 from cp_dtensor.rotation.rows import unpack_rows
 from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
+from cp_dtensor.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,25 @@ class RingCall(AttentionCall):
     state_dtype: torch.dtype
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        out, lse = ring_forward(q, k, v, self)
+        out, lse = ring_forward(q, k, v, self, extras)
         return out, lse, (q, k, v, out, lse)
 
     def backward(
-        self, grad_out: torch.Tensor, saved: tuple[torch.Tensor, ...]
+        self, grad_out: torch.Tensor, extras: Extras, saved: tuple[torch.Tensor, ...], grad_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, out, lse = saved
-        return ring_backward(grad_out, q, k, v, out, lse, self)
+        return ring_backward(grad_out, q, k, v, out, lse, self, extras, grad_bias)
 
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> tuple[torch.Tensor, ...]:
         return q, k, v, out, lse
 
 
 def ring_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, extras: Extras = NO_EXTRAS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to the keys of all ranks.
 
@@ -62,7 +65,8 @@ def ring_forward(
         q: (B, H, S, D), this rank's shard.
         k: (B, Hkv, T, D), this rank's shard.
         v: (B, Hkv, T, Dv), this rank's shard.
-        call: everything else.
+        call: everything else that was decided.
+        extras: of this rank's queries, for calls that mask by row.
 
     Returns:
         out: (B, H, S, Dv) in q's dtype.
@@ -71,17 +75,19 @@ def ring_forward(
     if nothing_to_do(q):
         return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
     with on_device_of(q), abandoned_on_error(call):
-        return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call)
+        return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call, extras)
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, extras: Extras
+) -> tuple[torch.Tensor, torch.Tensor]:
     result = Accumulator(
         LseMerge(call.state_dtype), (*q.shape[:3], v.size(3)), q, call.state_dtype, may_overwrite=False
     )
     transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, False, call.group)
     for step in call.plan.forward:
         heads = _query_heads(step.heads, q, k)
-        parts = _forward_step(step, heads, transfers, q, k, v, call)
+        parts = _forward_step(step, heads, transfers, q, k, v, call, extras)
         with label("merge"):
             result.add(heads, parts, step.is_last)
         del parts  # the memory is needed for the next step
@@ -97,6 +103,7 @@ def _forward_step(
     k: torch.Tensor,
     v: torch.Tensor,
     call: RingCall,
+    extras: Extras,
 ) -> list[Part]:
     """The partial results of a step's tiles. A function of its own, so that nothing else of the step lives on."""
     step_k, step_v = keys_and_values(step, transfers, k, v)
@@ -105,7 +112,8 @@ def _forward_step(
         tile_q = cut(q, tile.batch, heads, tile.q)
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            partial = call.backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
+            backend = _backend(call, tile, heads, extras)
+            partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
         parts.append(Part(tile.batch, tile.q, partial))
     return parts
 
@@ -118,8 +126,12 @@ def ring_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: RingCall,
+    extras: Extras = NO_EXTRAS,
+    grad_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's q, k and v, from `ring_forward`'s results and the gradient of out.
+
+    That of the bias is added to `grad_bias`, unless that is None.
 
     Sums over tiles and ranks are in `call.state_dtype` and are rounded once. What a rank contributes to another's dK/dV
     travels in the dtype of K/V, in which the kernels produce it.
@@ -128,7 +140,7 @@ def ring_backward(
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with on_device_of(q), abandoned_on_error(call):
         grad_out = in_order_of(out, grad_out)
-        return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call)
+        return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call, extras, grad_bias)
 
 
 def _backward(
@@ -139,13 +151,16 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: RingCall,
+    extras: Extras,
+    grad_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_q = gradient_accumulator(q, call)
     grad_kv = KeyValueGradients(k, v, call)
     transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
     for step in call.plan.backward:
         heads = _query_heads(step.heads, q, k)
-        parts_q, parts_k, parts_v = _backward_step(step, heads, transfers, (grad_out, q, out, lse), k, v, call)
+        of_queries = (grad_out, q, out, lse)
+        parts_q, parts_k, parts_v = _backward_step(step, heads, transfers, of_queries, k, v, call, extras, grad_bias)
         grad_kv.add(step, parts_k, parts_v)
         with label("sum dQ"):
             grad_q.add(heads, parts_q, step.is_last)
@@ -161,6 +176,8 @@ def _backward_step(
     k: torch.Tensor,
     v: torch.Tensor,
     call: RingCall,
+    extras: Extras,
+    grad_bias: torch.Tensor | None,
 ) -> tuple[list[Part], list[Part], list[Part]]:
     """What a step's tiles contribute to dQ, dK and dV; `of_queries` are grad_out, q, out and lse."""
     step_k, step_v = keys_and_values(step, transfers, k, v)
@@ -169,13 +186,24 @@ def _backward_step(
         tile_grad_out, tile_q, tile_out, tile_lse = (cut(x, tile.batch, heads, tile.q) for x in of_queries)
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            grads = call.backend.backward(
-                tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale
-            )
+            backend = _backend(call, tile, heads, extras)
+            inputs = (tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale)
+            grads = backend.backward(*inputs)
+            if grad_bias is not None:
+                assert isinstance(backend, ByRowAttention)
+                backend.add_bias_gradient(bias_part(grad_bias, tile.batch, heads, tile.q), *inputs)
         parts_q.append(Part(tile.batch, tile.q, grads[:1]))
         parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
         parts_v.append(Part(tile.batch, tile.kv, grads[2:]))
     return parts_q, parts_k, parts_v
+
+
+def _backend(call: RingCall, tile: Tile, heads: Span, extras: Extras) -> LocalAttention:
+    """The backend, with what a tile has besides its mask."""
+    if extras.are_none:
+        return call.backend
+    assert isinstance(call.backend, ByRowAttention), "calls with a bias or dropout mask by row"
+    return replace(call.backend, extras=extras.part(tile.batch, heads, tile.q))
 
 
 def gradient_accumulator(of: torch.Tensor, call: RingCall) -> Accumulator:

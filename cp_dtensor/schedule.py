@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from cp_dtensor.layouts import Layout, Segment, Span
 from cp_dtensor.masks import Causal, Full, Mask
-from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, ShapedMask, TileMask
 from cp_dtensor.tiles import Tile, joined
 
 
@@ -34,7 +34,7 @@ class GroupSegments:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Where each rank's rows lie in a buffer that holds the rows of all ranks, without gaps.
+    """Where rows of all ranks lie in a buffer, without gaps.
 
     Segments stand in the order of their positions, so whatever a layout does, a causal prefix is one range of rows.
     (Stripes interleave and cannot: they stand rank after rank.)
@@ -43,22 +43,23 @@ class GatheredRows:
     lengths: tuple[tuple[int, ...], ...]
     """`lengths[rank][part]`: rows of the part-th segment of that rank."""
     starts: tuple[tuple[int, ...], ...]
-    """`starts[rank][part]`: its first row in the buffer."""
+    """`starts[rank][part]`: its first row in the buffer; -1 if it is not there."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.lengths)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Rows of the buffer."""
-        return sum(map(sum, self.lengths))
+        return sum(self.lengths[rank][part] for rank, part in self.places)
 
-    @property
+    @cached_property
     def places(self) -> list[tuple[int, int]]:
-        """(rank, part) of all segments that have rows, as they stand in the buffer."""
+        """(rank, part) of all that have rows in the buffer, as they stand there."""
         filled = [(rank, part) for rank, row in enumerate(self.lengths) for part, length in enumerate(row) if length]
+        filled = [(rank, part) for rank, part in filled if self.starts[rank][part] >= 0]
         return sorted(filled, key=lambda place: self.starts[place[0]][place[1]])
 
     @cached_property
@@ -208,7 +209,7 @@ def _striped_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileM
     if columns <= block:
         yield (first, first + stairs), (0, columns), FULL_TILE
     else:
-        yield (first, first + stairs), (0, columns), TileMask(block)
+        yield (first, first + stairs), (0, columns), ShapedMask(block)
     yield (first + stairs, q.length), (0, columns), FULL_TILE
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from cp_dtensor.arguments import Mesh, checked_layout, ranks_and_method
 from cp_dtensor.layouts import Layout
+from cp_dtensor.masks import Full, Mask
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.splitting import Splitting
@@ -25,7 +27,10 @@ class AttentionSettings:
     batch_size: int | None = None
     """Of the buffers of a context, where the layout divides batch rows differently."""
     lengths_vary: bool = False
-    """Whether `declared_lengths` are those of one context of many that are alike, and change from one to the next."""
+    """Whether `declared_lengths` and `mask` are those of one context of many that are alike, and change from one to the
+    next."""
+    mask: Mask | None = None
+    """What all attention is masked with, besides what calls ask for."""
 
     @classmethod
     def of(
@@ -52,3 +57,15 @@ def check_batch_size(q: torch.Tensor, settings: AttentionSettings) -> None:
             f"{settings.layout} divides batch rows differently, so attention needs the batch size of the "
             f"buffers, {settings.batch_size}; got q of shape {tuple(q.shape)}"
         )
+
+
+@lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
+def _both(one: Mask, other: Mask) -> Mask:
+    return one & other
+
+
+def with_mask_of(settings: AttentionSettings, mask: Mask) -> Mask:
+    """What a call's mask and that of the settings show together."""
+    if settings.mask is None or settings.mask == mask or settings.mask == Full():
+        return mask
+    return settings.mask if mask == Full() else _both(settings.mask, mask)

@@ -9,8 +9,11 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import Attention
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
+from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.global_lengths import global_lengths
-from cp_dtensor.settings import AttentionSettings
+from cp_dtensor.mask_arguments import check_bias, four_dims_of_mask
+from cp_dtensor.masks import Mask
+from cp_dtensor.settings import AttentionSettings, with_mask_of
 from cp_dtensor.shard_recipe import ShardRecipe
 from cp_dtensor.splitting import decide_call
 
@@ -21,8 +24,10 @@ def attend(
     v: torch.Tensor,
     settings: AttentionSettings,
     *,
-    is_causal: bool,
+    mask: Mask,
     scale: float | None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     lengths: tuple[int, int] | None = None,
     needs_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,12 +37,27 @@ def attend(
     """
     ranks = settings.ranks
     q, scale = positive_scale(q, softmax_scale(q, scale))
+    extras = extras_of(q, attn_mask, dropout_p)
     if _torch_private.is_traced(q):
-        token = token_of(ShardRecipe.of(settings))
-        return traced_attention(q, k, v, token, backends_token(), bool(is_causal), scale, lengths, needs_lse)
-    lengths = global_lengths(q, k, v, settings, is_causal, scale, lengths)
-    call = decide_call(q, k, v, settings.splitting, lengths, is_causal, scale, ranks)
-    return Attention.apply(q, k, v, call, needs_lse)
+        recipe = ShardRecipe.of(settings)
+        mask = mask if recipe.takes_ambient_mask else with_mask_of(settings, mask)
+        return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
+    mask = with_mask_of(settings, mask)
+    lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)
+    check_bias(q, extras.bias, lengths[1])
+    call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
+    return Attention.apply(q, k, v, extras.bias, extras, call, needs_lse)
+
+
+def extras_of(q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float) -> Extras:
+    """What a call has besides q, k, v and a mask by positions, checked as far as this rank can."""
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    if attn_mask is None and not dropout_p:
+        return NO_EXTRAS
+    # Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another one each time.
+    seed = torch.empty((), dtype=torch.int64, device=q.device).random_() if dropout_p else None
+    return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), float(dropout_p), seed)
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:

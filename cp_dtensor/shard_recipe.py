@@ -10,10 +10,13 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.compiled_op import Recipe, token_of
+from cp_dtensor.extras import Extras
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.local_attention.policy import Allowed
+from cp_dtensor.mask_arguments import check_bias
+from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.settings import AttentionSettings, check_batch_size
+from cp_dtensor.settings import AttentionSettings, check_batch_size, with_mask_of
 from cp_dtensor.splitting import Splitting, decide_call
 
 AMBIENT_SETTINGS = "cp_dtensor_settings"
@@ -36,14 +39,16 @@ class AmbientSettings:
 class ShardRecipe(Recipe):
     """How to decide calls on shards of one kind: `AttentionSettings`, with groups by their names.
 
-    Lengths that a region knows of its buffers are not part of it, or code would be compiled for each: they are looked
-    up in the region that is open when the code runs.
+    Lengths that a region knows of its buffers, and its mask, are not part of it, or code would be compiled for each:
+    they are looked up in the region that is open when the code runs.
     """
 
     groups: tuple[str, ...]
     splitting: Splitting
     fixed_lengths: tuple[int, ...] | None
     debug: bool
+    takes_ambient_mask: bool = False
+    fixed_mask: Mask | None = None
 
     @classmethod
     def of(cls, settings: AttentionSettings) -> ShardRecipe:
@@ -54,37 +59,49 @@ class ShardRecipe(Recipe):
             if group is not None
         )
         fixed = None if settings.lengths_vary else settings.declared_lengths
-        return cls(groups, settings.splitting, fixed, settings.debug)
+        ambient = settings.lengths_vary and settings.mask is not None
+        mask = None if settings.lengths_vary else settings.mask
+        return cls(groups, settings.splitting, fixed, settings.debug, ambient, mask)
 
     def __repr__(self) -> str:
         splitting = self.splitting
         lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
         return (
             f"{splitting.method} ({splitting.rotation.name}) over {' x '.join(self.groups)}, {splitting.layout}"
-            f"{lengths}{', debug' * self.debug}"
+            f"{lengths}{', debug' * self.debug}{', masked' * self.takes_ambient_mask}"
+            f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
         )
 
-    def lengths(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float,
+    def resolve(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
-    ) -> tuple[int, int]:  # fmt: skip
+    ) -> tuple[tuple[int, int], Mask]:  # fmt: skip
         ambient = _torch_private.get_thread_state(AMBIENT_SETTINGS)
-        if known is None and ambient is not None and ambient.token == token_of(self):
+        is_open = ambient is not None and ambient.token == token_of(self)
+        if self.takes_ambient_mask:
+            if not is_open:
+                raise RuntimeError(
+                    "this code was compiled in a context_parallel(mask=...) region, and runs outside of any such"
+                )
+            mask = with_mask_of(ambient.settings, mask)
+        if known is None and is_open:
             settings = ambient.settings
             check_batch_size(q, settings)
         else:
             settings = self.settings()
-        return global_lengths(q, k, v, settings, is_causal, scale, known)
+        lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
+        check_bias(q, extras.bias, lengths[1])
+        return lengths, mask
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], is_causal: bool,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
-        return decide_call(q, k, v, self.splitting, lengths, is_causal, scale, self._ranks(), allowed)
+        return decide_call(q, k, v, self.splitting, lengths, mask, extras, scale, self._ranks(), allowed)
 
     def settings(self) -> AttentionSettings:
         """The settings, on this process's groups."""
-        return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug)
+        return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
 
     def _ranks(self) -> SequenceRanks:
         return SequenceRanks.over([_torch_private.group_of_name(name) for name in self.groups])

@@ -14,9 +14,10 @@ from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.decisions import Decision
 from cp_dtensor.division import LayoutDivision
 from cp_dtensor.estimates import Axis, estimates, fastest
+from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend
-from cp_dtensor.masks import Causal, Full
+from cp_dtensor.masks import Causal, Full, Mask, is_plain
 from cp_dtensor.planning import (
     CallRequest,
     decide_ring,
@@ -30,6 +31,7 @@ from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.rotation.workspace import why_not
 from cp_dtensor.tensors import on_device
+from cp_dtensor.tiling import Masking
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def decide_call(
     v: torch.Tensor,
     splitting: Splitting,
     lengths: tuple[int, int],
-    is_causal: bool,
+    mask: Mask,
+    extras: Extras,
     scale: float,
     ranks: SequenceRanks,
     allowed: Allowed | None = None,
@@ -76,33 +79,48 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
+    masking = _masking(q, mask, extras, lengths)
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
     place = (ranks.rank, ranks.size, inner)
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, bool(is_causal), allowed, place)
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, masking, allowed, place)
 
     def make() -> Decision:
-        problem = describe_problem(
-            q, k, v, staircase=is_causal and has_stairs(splitting.layout, lengths[1], ranks.size)
-        )
+        by_row = masking is not Masking.BY_SHAPE
+        staircase = not by_row and mask != Full() and has_stairs(splitting.layout, lengths[1], ranks.size)
+        problem = describe_problem(q, k, v, staircase, by_row)
         request = CallRequest(
             division=LayoutDivision(splitting.layout, *lengths, q.size(0), ranks.size),
-            mask=Causal() if is_causal else Full(),
+            mask=mask if by_row or mask == Full() else Causal(),
             problem=problem,
             batch_size=q.size(0),
             itemsize=q.element_size(),
             device=q.device,
             backend=choose_backend(problem, allowed),
             method=splitting.rotation,
+            masking=masking,
         )
         return decide(request, splitting.method, ranks)
 
     return remembered(ranks.outer, key, make).call(ranks, scale)
 
 
+def _masking(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int]) -> Masking:
+    """How tiles are masked: by shape, which is fastest, where nothing forbids it."""
+    if extras.bias is not None:
+        return Masking.BY_ROW_UNBROKEN
+    if extras.seed is not None or not is_plain(mask, *lengths):
+        return Masking.BY_ROW
+    # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
+    deterministic = q.is_cuda and torch.are_deterministic_algorithms_enabled()
+    return Masking.BY_ROW if deterministic else Masking.BY_SHAPE
+
+
 def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:
     """The decision for a method that fits the ranks; "auto" takes the one that is predicted to be fastest."""
     if ranks.size == 1:
         return decide_ring(request, None, 0)
+    if method == "auto" and request.masking is Masking.BY_ROW_UNBROKEN:
+        method = "ring"  # by heads, the rows of a bias would have to travel
     if method == "auto":
         method = _predicted_fastest(request, ranks)
     if method == "ring":

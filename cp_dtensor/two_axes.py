@@ -22,6 +22,10 @@ class UnitedDivision(Division):
     whole: Division
     inner_size: int
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.whole.lengths
+
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
         unbroken = all(map(_is_unbroken, whole))
@@ -73,6 +77,10 @@ class OuterDivision(Division):
     inner_size: int
     inner_rank: int
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.whole.lengths
+
     def groups(self) -> tuple[GroupSegments, ...]:
         def queries(by_rank: tuple[Segments, ...]) -> tuple[Segments, ...]:
             blocks = [_block(by_rank, outer, self.inner_size) for outer in range(len(by_rank) // self.inner_size)]
@@ -96,6 +104,10 @@ class InnerDivision(Division):
     inner_size: int
     outer_rank: int
     source: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.whole.lengths
 
     def groups(self) -> tuple[GroupSegments, ...]:
         return tuple(

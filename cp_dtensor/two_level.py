@@ -13,6 +13,9 @@ import torch
 
 from cp_dtensor.accumulate import Accumulator, LseMerge, Part
 from cp_dtensor.attention_call import AttentionCall, Tensors
+from cp_dtensor.extras import Extras
+from cp_dtensor.local_attention.by_row import ByRowAttention
+from cp_dtensor.plan import Step
 from cp_dtensor.ring import (
     KeyValueGradients,
     RingCall,
@@ -22,7 +25,8 @@ from cp_dtensor.ring import (
     ring_backward,
     ring_forward,
 )
-from cp_dtensor.tensors import in_order_of, on_device_of, unit_stride
+from cp_dtensor.rotation.base import KvTransfers
+from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class TwoLevelCall(AttentionCall):
     """For each step of the outer plan; None where no query of the inner axis sees any of the keys."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         outer = self.outer
         assert outer.group is not None
@@ -47,13 +51,15 @@ class TwoLevelCall(AttentionCall):
             )
             transfers = outer.rotation.start_kv(k, v, outer.plan, False, outer.group)
             for step, inner in zip(outer.plan.forward, self.inner, strict=True):
-                step_k, step_v = keys_and_values(step, transfers, k, v)
-                parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner))]
+                step_k, step_v = self._keys_and_values(step, transfers, k, v)
+                parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner, extras))]
                 result.add((0, q.size(1)), parts, step.is_last)
             out, lse = result.result()
         return out, lse, (q, k, v, out, lse)
 
-    def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, out, lse = saved
         outer = self.outer
         assert outer.group is not None
@@ -64,10 +70,10 @@ class TwoLevelCall(AttentionCall):
             grad_kv = KeyValueGradients(k, v, outer)
             transfers = outer.rotation.start_kv(k, v, outer.plan, True, outer.group)
             for step, inner in zip(outer.plan.backward, self.inner, strict=True):
-                step_k, step_v = keys_and_values(step, transfers, k, v)
+                step_k, step_v = self._keys_and_values(step, transfers, k, v)
                 parts_q, parts_k, parts_v = [], [], []
                 if inner is not None:
-                    step_grads = ring_backward(grad_out, q, step_k, step_v, out, lse, inner)
+                    step_grads = ring_backward(grad_out, q, step_k, step_v, out, lse, inner, extras, grad_bias)
                     rows = (0, q.size(0)), (0, step_k.size(2))
                     parts_q.append(Part(*everything, step_grads[:1]))
                     parts_k.append(Part(*rows, step_grads[1:2]))
@@ -77,6 +83,21 @@ class TwoLevelCall(AttentionCall):
             return grad_q.result()[0], *grad_kv.result()
 
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:
         return unit_stride(q), unit_stride(k), unit_stride(v), out, lse
+
+    def _keys_and_values(
+        self, step: Step, transfers: KvTransfers, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K/V of a step. Zeros where nobody of the inner axis looks: tiles that mask by row may multiply by zero."""
+        step_k, step_v = keys_and_values(step, transfers, k, v)
+        plan = self.outer.plan
+        if step.transfer is not None and isinstance(self.outer.backend, ByRowAttention):
+            (source,) = step.transfer.sources(plan.rank, plan.world_size)
+            for part in range(len(plan.rows.lengths[source])):
+                if part not in plan.wanted[source]:
+                    rows = plan.rows.local_span(source, part)
+                    for tensor in (step_k, step_v):
+                        cut(tensor, None, None, rows).zero_()
+        return step_k, step_v

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.attention_call import AttentionCall, Tensors, cleaned_up_on_error
+from cp_dtensor.attention_call import AttentionCall, Tensors, cleaned_up_on_error, new_grad_bias
+from cp_dtensor.extras import Extras
 from cp_dtensor.head_division import HeadDivision
 from cp_dtensor.rotation.head_exchange import CollectiveHeads, Departure, HeadExchange
 from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.tensors import on_device_of
+from cp_dtensor.ulysses_bias import StageBias
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,19 @@ class UlyssesCall(AttentionCall):
     state_dtype: torch.dtype
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         with on_device_of(q), self._abandoned_on_error():
-            return self._forward(q, k, v, needs_lse)
+            return self._forward(q, k, v, extras, needs_lse)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         out = _row_after_row(q, v.size(3))
         lse = _row_after_row(q, 1, self.state_dtype) if needs_lse else q.new_empty(0, dtype=self.state_dtype)
         saved: list[torch.Tensor] = []
         stages = self.kinds
+        of_stages = [self._of_stage(extras, of_queries, q.size(0))[0] for of_queries, _ in stages]
         arriving = self.exchange.to_heads([[q], [k, v]], stages, self.group)
         leaving: list[Departure] = []
         with self._streams(q) as streams:
@@ -55,7 +58,7 @@ class UlyssesCall(AttentionCall):
                 is_last = index == len(stages) - 1
                 with torch.cuda.stream(streams[index % 2]):
                     (stage_q,), (stage_k, stage_v) = arriving.receive()
-                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, True)
+                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, of_stages[index], True)
                     saved += stage_saved  # among them what it allocates: kept until both streams have met again
                     if streams[0] is streams[1]:
                         _finish(leaving)
@@ -83,11 +86,15 @@ class UlyssesCall(AttentionCall):
         finally:
             main.wait_stream(side)
 
-    def backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with on_device_of(grad_out), self._abandoned_on_error():
-            return self._backward(grad_out, saved)
+            return self._backward(grad_out, extras, saved, grad_bias)
 
-    def _backward(self, grad_out: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _backward(
+        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stages = len(self.inner)
         assert len(saved) % stages == 0, "every stage keeps as many tensors"
         by_stage = [saved[len(saved) // stages * stage : len(saved) // stages * (stage + 1)] for stage in range(stages)]
@@ -98,7 +105,11 @@ class UlyssesCall(AttentionCall):
         leaving: list[Departure] = []
         for of_stage, inner, stage_saved in zip(self.kinds, self.inner, by_stage, strict=True):
             ((stage_grad_out,),) = arriving.receive()
-            stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_saved)
+            stage_extras, stage_bias = self._of_stage(extras, of_stage[0], grad_out.size(0))
+            stage_grad_bias = None if grad_bias is None or stage_bias is None else new_grad_bias(stage_bias.bias)
+            stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_extras, stage_saved, stage_grad_bias)
+            if grad_bias is not None and stage_bias is not None and stage_grad_bias is not None:
+                stage_bias.add_home(stage_grad_bias, grad_bias)
             _finish(leaving)
             sums = [[stage_grad_q], stage_grad_kv]
             targets = [[grad_q], [grad_k, grad_v]]
@@ -107,7 +118,7 @@ class UlyssesCall(AttentionCall):
         return grad_q, self._summed(grad_k), self._summed(grad_v)
 
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:
         of_queries = [of_stage[:1] for of_stage in self.kinds]
         with on_device_of(q), self._abandoned_on_error():
@@ -123,8 +134,15 @@ class UlyssesCall(AttentionCall):
                 for inner, (stage_q, stage_k, stage_v), stage_out, stage_lse in zip(
                     self.inner, inputs, outs, lses, strict=True
                 )
-                for tensor in inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse)
+                for tensor in inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse, extras)
             )
+
+    def _of_stage(self, extras: Extras, of_queries: HeadRows, batch: int) -> tuple[Extras, StageBias | None]:
+        """What a stage's heads of all rows have of the extras. With a bias, a collective."""
+        heads = of_queries.heads[self.group.rank()]
+        bias = None if extras.bias is None else StageBias(extras.bias, of_queries, self.group)
+        placed = replace(extras, bias=None).part((0, batch), heads)
+        return replace(placed, bias=None if bias is None else bias.bias), bias
 
     def _abandoned_on_error(self) -> AbstractContextManager[None]:
         return cleaned_up_on_error(lambda: self.exchange.abandon(self.group))

@@ -74,10 +74,12 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
     return buffer
 
 
-def seen_by(mask: TileMask, rows: int, columns: int) -> np.ndarray:
+def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
     """Which columns of a tile its rows see."""
-    row, column = np.arange(rows)[:, None], np.arange(columns)[None, :]
-    return np.ones((rows, columns), bool) if mask.block == 0 else column // mask.block <= row // mask.block
+    seen = np.zeros((rows, columns), bool)
+    for row, (first, last) in enumerate(mask.intervals(rows, columns, batch_row)):
+        seen[row, first : max(first, last)] = True
+    return seen
 
 
 def count_covered(

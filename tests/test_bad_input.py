@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
-from cp_dtensor.arguments import refuse_unsupported_sdpa
+from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 
 RANKS = 3
 

@@ -119,7 +119,7 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
     def program(rank: Rank) -> None:
         shape = shape_of(rank.size(), layout, mask)
         by_heads = Stages(1, stages)
-        plan = gathered_plan(shape.division.groups(), rank.rank(), mask, shape.kv_heads, by_heads, by_heads)
+        plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
         call = RingCall(plan, rank, SymmetricMemory(), Tiles(rank), 1.0, torch.float32)
         q, k, v, grad_out = tensors(rank, 4)
         _, _, saved = call.forward(q, k, v, False)

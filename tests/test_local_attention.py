@@ -17,7 +17,7 @@ from cp_dtensor.local_attention.efficient import EfficientAttention
 from cp_dtensor.local_attention.flash import FlashAttention
 from cp_dtensor.local_attention.math import MathAttention
 from cp_dtensor.local_attention.policy import backend_by_name, choose_backend
-from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, ShapedMask
 
 BATCH = 2
 # Relative to the largest element; as much as rounding of inputs and results of that dtype explains.
@@ -37,7 +37,7 @@ MASKS = [
     pytest.param(FULL_TILE, 37, 50, id="full"),
     pytest.param(FULL_TILE, 1, 1, id="one-pair"),
     pytest.param(CAUSAL_TILE, 37, 37, id="causal"),
-    pytest.param(TileMask(7), 37, 31, id="stairs"),
+    pytest.param(ShapedMask(7), 37, 31, id="stairs"),
 ]
 
 
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def make_case(
-    mask: TileMask,
+    mask: ShapedMask,
     rows: int,
     columns: int,
     dtype: torch.dtype,
@@ -100,7 +100,9 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     assert error <= TOLERANCE[dtype], f"error {error:.2e}"
 
 
-def check_contract(backend: LocalAttention, case: Case, mask: TileMask, scale: float, transposed: bool = False) -> None:
+def check_contract(
+    backend: LocalAttention, case: Case, mask: ShapedMask, scale: float, transposed: bool = False
+) -> None:
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
         """The same values, in memory as (B, S, H, D) where the test asks for that."""
         return tensor.transpose(1, 2).contiguous().transpose(1, 2) if transposed and tensor.dim() == 4 else tensor
@@ -127,7 +129,7 @@ def problem_of(case: Case, staircase: bool) -> Problem:
     return Problem(q.device.type, capability, q.dtype, q.size(3), v.size(3), q.size(1), k.size(1), staircase)
 
 
-def skip_if_refused(backend: LocalAttention, case: Case, mask: TileMask) -> None:
+def skip_if_refused(backend: LocalAttention, case: Case, mask: ShapedMask) -> None:
     """Only on GPUs: on CPUs both backends take every case here."""
     reason = backend.refusal(problem_of(case, staircase=mask.block > 1))
     if reason is not None:
@@ -139,7 +141,7 @@ def skip_if_refused(backend: LocalAttention, case: Case, mask: TileMask) -> None
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_tiles_and_dtypes(
-    backend: LocalAttention, device: str, mask: TileMask, rows: int, columns: int, dtype: torch.dtype
+    backend: LocalAttention, device: str, mask: ShapedMask, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     case = make_case(mask, rows, columns, dtype, device, scale=0.25)
     skip_if_refused(backend, case, mask)
@@ -150,7 +152,7 @@ def test_tiles_and_dtypes(
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_query_heads_share_key_heads(
-    backend: LocalAttention, device: str, mask: TileMask, rows: int, columns: int, kv_heads: int
+    backend: LocalAttention, device: str, mask: ShapedMask, rows: int, columns: int, kv_heads: int
 ) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25, kv_heads=kv_heads)
@@ -160,7 +162,7 @@ def test_query_heads_share_key_heads(
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
-def test_transposed_memory(backend: LocalAttention, device: str, mask: TileMask, rows: int, columns: int) -> None:
+def test_transposed_memory(backend: LocalAttention, device: str, mask: ShapedMask, rows: int, columns: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25)
     skip_if_refused(backend, case, mask)

@@ -19,7 +19,7 @@ from cp_dtensor.schedule import (
     tiles_against,
     wanted_parts,
 )
-from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, TileMask
+from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE, ShapedMask
 from cp_dtensor.tiles import Tile, without_long_triangles
 
 Tiles = tuple[Tile, ...]
@@ -171,7 +171,7 @@ def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:
 def test_stripes_of_blocks_make_stairs() -> None:
     """Rank 1 owns 2 3, 6 7, rank 0 owns 0 1, 4 5."""
     (tile,) = tiles_against(group_segments(Striped(2), 8, 8, 1, 2), 1, 0, Causal())
-    assert tile == Tile(0, (0, 1), (0, 4), (0, 4), TileMask(2))
+    assert tile == Tile(0, (0, 1), (0, 4), (0, 4), ShapedMask(2))
 
 
 def test_the_gathered_buffer_by_hand() -> None:

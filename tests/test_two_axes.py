@@ -18,6 +18,7 @@ from cp_dtensor.plan import Plan, Stages, gathered_plan, ring_plan
 from cp_dtensor.schedule import GatheredRows, GroupSegments, gathered_tiles, tiles_against
 from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE
 from cp_dtensor.tiles import Tile
+from cp_dtensor.tiling import TilingByShape
 from cp_dtensor.two_axes import InnerDivision, OuterDivision, UnitedDivision
 
 Groups = tuple[GroupSegments, ...]
@@ -48,11 +49,8 @@ class TwoAxes:
         np.testing.assert_array_equal(count, np.broadcast_to(self.call.allowed(), count.shape))
 
 
-CAUSAL = Causal()
-
-
 def two_axes(
-    layout: Layout, q_len: int, kv_len: int, outer: int, inner: int, mask: Mask = CAUSAL, batch: int = 1
+    layout: Layout, q_len: int, kv_len: int, outer: int, inner: int, mask: Mask = Causal(), batch: int = 1
 ) -> TwoAxes:
     return TwoAxes(Call(layout, q_len, kv_len, batch, outer * inner, mask), outer, inner)
 
@@ -194,7 +192,7 @@ def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
 
 def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> Plan:
     division = OuterDivision(case.whole, case.inner, inner_rank)
-    return ring_plan(division.groups(), outer_rank, case.call.mask, kv_heads=1)
+    return ring_plan(TilingByShape(division.groups(), case.call.mask), outer_rank, kv_heads=1)
 
 
 def as_of_whole(tile: Tile, source: int, inner: int) -> Tile:
@@ -283,11 +281,11 @@ def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
     for division, size in divisions:
         groups = division.groups()
         for rank in range(size):
-            plan = gathered_plan(groups, rank, case.call.mask, 1, stages, stages)
+            plan = gathered_plan(TilingByShape(groups, case.call.mask), rank, 1, stages, stages)
             buffer = gathered_positions(groups[0], plan.rows)
             for source, parts in enumerate(plan.wanted):
                 assert all(buffer[slice(*plan.rows.span(source, part))].size for part in parts)
-            assert ring_plan(groups, rank, case.call.mask, 1).rows == plan.rows
+            assert ring_plan(TilingByShape(groups, case.call.mask), rank, 1).rows == plan.rows
 
 
 def test_a_ring_of_rings_by_hand() -> None:

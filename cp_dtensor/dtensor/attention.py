@@ -12,17 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.arguments import check_qkv
 from cp_dtensor.attention_call import Attention, AttentionCall
 from cp_dtensor.compiled_op import Recipe, backends_token, token_of, traced_attention
 from cp_dtensor.decisions import Decision
 from cp_dtensor.division import Division
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
+from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Segment
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.policy import Allowed, choose_backend
-from cp_dtensor.masks import Causal, Full
+from cp_dtensor.mask_arguments import checked_mask, refuse_unsupported_sdpa
+from cp_dtensor.masks import Mask
 from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
 from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -61,12 +63,12 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         groups = tuple(_torch_private.name_of_group(mesh.get_group(axis)) for axis in plan.axes)
         recipe = _DTensorRecipe(groups, plan, tuple(mesh.shape), tuple(coordinate), rotation_by_name(None))
         out, _ = traced_attention(
-            local_q, local_k, local_v, token_of(recipe), backends_token(), bool(call.is_causal), scale,
-            (q.size(2), k.size(2)), False,
+            local_q, local_k, local_v, NO_EXTRAS, token_of(recipe), backends_token(),
+            checked_mask(None, call.is_causal), scale, (q.size(2), k.size(2)), False,
         )  # fmt: skip
         return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
     decided = plan_dtensor_call(local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale)
-    out, _ = Attention.apply(local_q, local_k, local_v, decided, False)
+    out, _ = Attention.apply(local_q, local_k, local_v, None, NO_EXTRAS, decided, False)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
 
 
@@ -88,17 +90,18 @@ def plan_dtensor_call(
     division = _DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
     groups = [mesh.get_group(axis) for axis in plan.axes]
     problem = describe_problem(q, k, v, staircase=False)
-    request = _request(q, problem, division, rotation_by_name(None), is_causal, backend or choose_backend(problem))
+    mask = checked_mask(None, is_causal)
+    request = _request(q, problem, division, rotation_by_name(None), mask, backend or choose_backend(problem))
     return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
 
 def _request(
-    q: torch.Tensor, problem: Problem, division: _DTensorDivision, rotation: RotationMethod, is_causal: bool,
+    q: torch.Tensor, problem: Problem, division: _DTensorDivision, rotation: RotationMethod, mask: Mask,
     backend: LocalAttention,
 ) -> CallRequest:  # fmt: skip
     return CallRequest(
         division=division,
-        mask=Causal() if is_causal else Full(),
+        mask=mask,
         problem=problem,
         batch_size=q.size(0),
         itemsize=q.element_size(),
@@ -136,20 +139,24 @@ class _DTensorRecipe(Recipe):
             f"{plan.ring_axis} {plan.ulysses_axis} of {self.mesh_shape} at {self.coordinate}"
         )
 
-    def lengths(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float,
+    @property
+    def takes_ambient_mask(self) -> bool:
+        return False
+
+    def resolve(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
-    ) -> tuple[int, int]:  # fmt: skip
+    ) -> tuple[tuple[int, int], Mask]:  # fmt: skip
         assert known is not None
-        return known
+        return known, mask
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], is_causal: bool,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
         problem = describe_problem(q, k, v, staircase=False)
-        request = _request(q, problem, division, self.rotation, is_causal, choose_backend(problem, allowed))
+        request = _request(q, problem, division, self.rotation, mask, choose_backend(problem, allowed))
         groups = [_torch_private.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
@@ -164,6 +171,10 @@ class _DTensorDivision(Division):
     plan: AttentionPlacements
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q_len, self.kv_len
 
     def groups(self) -> tuple[GroupSegments, ...]:
         places = list(product(*(range(self.mesh_shape[axis]) for axis in self.plan.axes)))

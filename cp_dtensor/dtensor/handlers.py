@@ -13,12 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import refuse_unsupported_sdpa
 from cp_dtensor.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, on_seq
 from cp_dtensor.dtensor.strategies import BACKWARD_OPS
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.local_attention.policy import backend_by_name
+from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 from cp_dtensor.ring import RingCall, ring_backward, ring_forward
 from cp_dtensor.shard_attention import softmax_scale
 

@@ -31,12 +31,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor.arguments import Mesh, refuse_unsupported_sdpa
+from cp_dtensor.arguments import Mesh
 from cp_dtensor.context import context_parallel
 from cp_dtensor.functional import context_parallel_attention
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 from cp_dtensor.integrations.local_sdpa import local_sdpa
 from cp_dtensor.layouts import Contiguous, Layout
+from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 
 __all__ = [
     "RingAttnMode",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.tile_masks import TileMask
+from cp_dtensor.tile_masks import ShapedMask, TileMask
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Problem:
     kv_heads: int
     staircase: bool
     """Whether any tile has a mask other than full or causal."""
+    by_row: bool = False
+    """Whether tiles are masked row by row, or have a bias or dropout."""
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -83,6 +85,7 @@ def additive_mask(mask: TileMask, rows: int, columns: int, like: torch.Tensor) -
     """A tile's mask as a (rows, columns) bias of zeros and -inf in `like`'s dtype, None if nothing is masked."""
     if mask.is_full:
         return None
+    assert isinstance(mask, ShapedMask), "backends that mask by shape refuse problems that need more"
     row = torch.arange(rows, device=like.device) // mask.block
     column = torch.arange(columns, device=like.device) // mask.block
     hidden = column[None, :] > row[:, None]

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from cp_dtensor import _torch_private
 from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.by_row import ByRowAttention
 from cp_dtensor.local_attention.cpu_flash import CpuFlashAttention
 from cp_dtensor.local_attention.cudnn import CudnnAttention
 from cp_dtensor.local_attention.efficient import EfficientAttention
@@ -20,6 +21,7 @@ _BACKENDS: tuple[LocalAttention, ...] = (
     CpuFlashAttention(),
     MathAttention(),
 )
+_BY_ROW = ByRowAttention()
 _NAMES = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
@@ -39,9 +41,13 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAtt
     `torch.nn.attention.sdpa_kernel` decides what is allowed, and the order too if called with `set_priority=True`.
     Otherwise cuDNN comes first on Hopper and newer (measured fastest there), then flash, efficient and math.
 
+    What is masked by row has one backend, which is none of torch's and is always allowed.
+
     Raises:
         NotImplementedError: every allowed backend refuses; the message has each one's reason.
     """
+    if problem.by_row:
+        return _BY_ROW
     return _choose(problem, *(allowed or allowed_backends()))
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from cp_dtensor.division import BACKWARD_FLOPS, CallShape
 from cp_dtensor.plan import Plan, Stages, gathered_plan
 from cp_dtensor.rotation.exchange import ExchangedRotation
-from cp_dtensor.schedule import gathered_rows
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,16 @@ class Staging:
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         """The steps of a call on one rank, everybody else's K/V at once."""
-        return gathered_plan(shape.division.groups(), rank, shape.mask, shape.kv_heads, *self.stages(shape))
+        return gathered_plan(shape.tiling, rank, shape.kv_heads, *self.stages(shape))
 
     def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
         """Of forward and of backward."""
-        groups = shape.division.groups()
-        rows, world_size = gathered_rows(groups), groups[0].world_size
-        total = rows.total * shape.head_bytes * shape.kv_heads
+        tiling = shape.tiling
+        groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
+        queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
+        total = gathered * shape.head_bytes * shape.kv_heads
         flops = shape.flops(groups) / world_size
-        filling = rows.total // world_size * shape.batch_size * shape.q_heads // self.queries_per_stage
+        filling = queries // world_size * shape.batch_size * shape.q_heads // self.queries_per_stage
 
         def count(limit: int, worthwhile: float) -> int:
             most = max(1, min(shape.kv_heads, -(-total // limit), int(worthwhile), filling))

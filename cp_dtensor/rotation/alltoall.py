@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from cp_dtensor.division import CallShape
 from cp_dtensor.plan import Plan, ring_plan
 from cp_dtensor.rotation.exchange import ExchangedRotation
-from cp_dtensor.schedule import gathered_rows
 
 # More would make tiles too small to fill a GPU.
 _MOST_HEAD_GROUPS = 4
@@ -36,8 +35,10 @@ class AllToAll(ExchangedRotation):
         return "alltoall"
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        groups = shape.division.groups()
-        smallest_that_fit = -(-gathered_rows(groups).longest * shape.head_bytes * shape.kv_heads // self.shard_bytes)
-        worthwhile = shape.flops(groups) / groups[0].world_size ** 2 / self.flops_per_hop
+        tiling = shape.tiling
+        smallest_that_fit = -(
+            -tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads // self.shard_bytes
+        )
+        worthwhile = shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop
         head_groups = max(1, min(smallest_that_fit, int(worthwhile), _MOST_HEAD_GROUPS))
-        return ring_plan(groups, rank, shape.mask, shape.kv_heads, head_groups)
+        return ring_plan(tiling, rank, shape.kv_heads, head_groups)

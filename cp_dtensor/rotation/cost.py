@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cp_dtensor.division import CallShape
 from cp_dtensor.layouts import Span
 from cp_dtensor.plan import Plan, Step, Transfer
+from cp_dtensor.tile_masks import IntervalMask
 from cp_dtensor.tiles import Tile
 
 # Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward).
@@ -20,6 +21,8 @@ TRANSFER_TAX = 0.15
 """Attention runs so much slower while transfers take multiprocessors from it."""
 # Of backward over forward: it has five matrix products where forward has two, and its kernels are slower.
 _BACKWARD_TIME = 2.8
+# Of the kernels that mask by row, over those that mask by shape.
+_BY_ROW_TIME = 1.2
 # Beginning and end of a kernel.
 _KERNEL = 10e-6
 # Host time of a launch of backward over one of forward (from the benchmark tables).
@@ -93,8 +96,11 @@ def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardwar
 
 def _tile_seconds(tile: Tile, heads: int, shape: CallShape, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
-    flops = 2.0 * batch * heads * rows * columns * (shape.head_dim + shape.v_head_dim)
-    flops *= (1.0 if tile.mask.is_full else 0.53) * (_BACKWARD_TIME if backward else 1.0)
+    if isinstance(tile.mask, IntervalMask):
+        pairs = _BY_ROW_TIME * tile.mask.pairs
+    else:
+        pairs = rows * columns * (1.0 if tile.mask.is_full else 0.53)
+    flops = 2.0 * batch * heads * pairs * (shape.head_dim + shape.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
     blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
     waves = blocks / hardware.multiprocessors
     if not waves:
@@ -115,8 +121,7 @@ def transfer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
 
 def buffer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
     """Bytes of the buffer that a transfer of K/V fills."""
-    rows = sum(sum(plan.rows.lengths[source]) for source in transfer.sources(plan.rank, plan.world_size))
-    return rows * _row_bytes(transfer.heads, shape)
+    return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, shape)
 
 
 def _transfer_rows(transfer: Transfer, plan: Plan) -> int:

@@ -86,7 +86,7 @@ class ExchangedKv(KvTransfers):
             if self._own is None or self._own[0] != transfer.heads:
                 self._own = (transfer.heads, pack_rows(self._k, self._v, transfer.heads))
             own = self._own[1]
-            rows = own.new_empty(buffer_rows(transfer, plan), own.size(1))
+            rows = own.new_empty(plan.buffer_rows(transfer), own.size(1))
             incoming = remote_places(rows, transfer, plan)
             outgoing = own_places(own, transfer, plan)
             return Exchange(incoming, outgoing, own, self._group), rows
@@ -111,7 +111,7 @@ class ExchangedGrads(GradTransfers):
     def buffer(self) -> torch.Tensor:
         transfer = self._waiting[0]
         width = row_width(self._k, self._v, transfer.heads)
-        self._buffer = self._k.new_empty(buffer_rows(transfer, self._plan), width)
+        self._buffer = self._k.new_empty(self._plan.buffer_rows(transfer), width)
         return self._buffer
 
     def send(self) -> None:
@@ -159,11 +159,6 @@ class ExchangedRotation(Rotation):
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
         return ExchangedGrads(k, v, plan, group)
-
-
-def buffer_rows(transfer: Transfer, plan: Plan) -> int:
-    """Rows of the buffer that a transfer fills."""
-    return sum(sum(plan.rows.lengths[source]) for source in transfer.sources(plan.rank, plan.world_size))
 
 
 def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:

@@ -76,7 +76,7 @@ class SymmetricMemory(Rotation):
 def _workspace(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup) -> Workspace:
     kv_bytes = plan.rows.longest * row_width(k, v, (0, k.size(1))) * k.itemsize
     widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
-    grad_bytes = plan.rows.total * widest * k.itemsize if backward else 0
+    grad_bytes = plan.most_rows * widest * k.itemsize if backward else 0
     return workspaces.workspace(group, k.device, kv_bytes, grad_bytes)
 
 
@@ -164,13 +164,17 @@ class _PulledGrads(GradTransfers):
         workspace.tell(Flag.GRAD_READY).submit(self._stream.cuda_stream)
         copies, contributions = [], []
         for part, length in enumerate(plan.rows.lengths[plan.rank]):
-            ranks = [source for source in range(plan.world_size) if part in plan.given[source]]
-            if ranks and length:
-                stack = self._k.new_empty(len(ranks), length, columns)
+            places = [
+                (reader, at)
+                for reader, parts in enumerate(plan.given)
+                for given, at in zip(parts, plan.given_at[reader], strict=True)
+                if given == part
+            ]
+            if places and length:
+                stack = self._k.new_empty(len(places), length, columns)
                 contributions.append(Contribution(plan.rows.local_span(plan.rank, part), stack))
-                count, start = length * width, plan.rows.starts[plan.rank][part] * width
-                target = stack.data_ptr()
-                copies += [(target + index * count, rank, start, count) for index, rank in enumerate(ranks)]
+                count, target = length * width, stack.data_ptr()
+                copies += [(target + index * count, rank, at * width, count) for index, (rank, at) in enumerate(places)]
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)

@@ -100,10 +100,11 @@ def key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.nd
 
 def seen_by(tile: Tile) -> np.ndarray:
     """Which of the (query, key) pairs of a tile its mask lets through."""
-    rows, columns = np.ogrid[: tile.q[1] - tile.q[0], : tile.kv[1] - tile.kv[0]]
-    if tile.mask.is_full:
-        return np.ones((rows.shape[0], columns.shape[1]), dtype=bool)
-    return columns // tile.mask.block <= rows // tile.mask.block
+    rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+    seen = np.zeros((rows, columns), dtype=bool)
+    for row, (first, last) in enumerate(tile.mask.intervals(rows, columns)):
+        seen[row, first : max(first, last)] = True
+    return seen
 
 
 def _draw(axis: Axes, owner: np.ndarray, step: np.ndarray, title: str) -> None:

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private.experimental_modules import aten_name
-from cp_dtensor.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.arguments import check_qkv
 from cp_dtensor.attention_call import Attention
 from cp_dtensor.division import LayoutDivision
 from cp_dtensor.integrations.torch_experimental.merger import without_padding
 from cp_dtensor.layouts import Contiguous, Layout
 from cp_dtensor.local_attention.policy import backend_by_name
+from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 from cp_dtensor.masks import Causal, Full
 from cp_dtensor.planning import CallRequest, decide_ring, describe_problem
 from cp_dtensor.ring import RingCall, ring_backward

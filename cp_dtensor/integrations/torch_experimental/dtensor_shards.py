@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dtensor.arguments import refuse_unsupported_sdpa
 from cp_dtensor.functional import ring_attention
 from cp_dtensor.integrations.torch_experimental.options import _cp_options
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Contiguous
+from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 
 _SEQUENCE = Shard(2)
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.arguments import refuse_unsupported_sdpa
 from cp_dtensor.integrations.torch_experimental.aten_ops import as_aten_op
 from cp_dtensor.integrations.torch_experimental.merger import _SDPAMerger
 from cp_dtensor.integrations.torch_experimental.options import Mesh, _cp_options, assumed_layout, axis_group
@@ -23,6 +22,7 @@ from cp_dtensor.integrations.torch_experimental.shard_ring import (
     refuse_different_shapes,
 )
 from cp_dtensor.layouts import HeadTail, Layout
+from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 
 
 class _AttentionOp(Protocol):

@@ -1,0 +1,64 @@
+"""Attention of tiles whose rows see intervals of columns, with bias and dropout: our own kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.extras import NO_EXTRAS, Extras
+from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.tile_rows import TileRows, tile_rows
+from cp_dtensor.masked_attention import attention_backward, attention_forward
+from cp_dtensor.tile_masks import IntervalMask, TileMask
+
+
+@dataclass(frozen=True)
+class ByRowAttention(LocalAttention):
+    """Any dtype and head dim; Triton on GPUs for bfloat16 and float16 up to head dim 256, torch operations elsewhere.
+
+    Deterministic, forward and backward.
+    """
+
+    extras: Extras = NO_EXTRAS
+    """Of the tile that is computed."""
+
+    @property
+    def name(self) -> str:
+        return "BY_ROW"
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = _rows(mask, q)
+        return attention_forward(
+            q, k, v, rows.mask, scale, bias=self._bias(rows)
+        )
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = _rows(mask, q)
+        dq, dk, dv, _ = attention_backward(
+            grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows)
+        )
+        return dq, dk, dv
+
+    def _bias(self, rows: TileRows) -> torch.Tensor | None:
+        return None if self.extras.bias is None else rows.bias_columns(self.extras.bias)
+
+
+def _rows(mask: TileMask, q: torch.Tensor) -> TileRows:
+    assert isinstance(mask, IntervalMask), "plans for this backend mask by row"
+    return tile_rows(mask, q.device)

@@ -1,0 +1,117 @@
+"""What the rows of a tile see, on a device: computed once for each tile and device, and kept as long as the tile."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import torch
+
+from cp_dtensor.bands import Layer
+from cp_dtensor.key_runs import KeyRun
+from cp_dtensor.masked_attention import RowMask
+from cp_dtensor.tensors import positions_of
+from cp_dtensor.tile_masks import IntervalMask
+
+
+class TileRows:
+    """Intervals and positions of a tile's rows and columns."""
+
+    def __init__(self, mask: IntervalMask, device: torch.device) -> None:
+        # Not the mask itself, which would then never be forgotten.
+        self._queries, self._q = mask.queries, mask.q
+        self._keys, self._kv = mask.keys, mask.kv
+        self._device = device
+        lo, hi = zip(*(self._intervals(layer) for layer in mask.layers), strict=True)
+        self.mask = RowMask(lo=self._on_device(lo), hi=self._on_device(hi))
+
+    @cached_property
+    def q_positions(self) -> torch.Tensor:
+        """(S,), int32: positions of the rows in the whole sequence."""
+        return positions_of(self._queries)[slice(*self._q)].to(self._device, torch.int32)
+
+    @cached_property
+    def kv_positions(self) -> torch.Tensor:
+        """(T,), int32: positions of the columns."""
+        return positions_of(self._keys.segments)[slice(*self._kv)].to(self._device, torch.int32)
+
+    def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
+        """The tile's columns of a bias (..., key positions or 1); a view where their positions are evenly spaced."""
+        columns = self._columns
+        if bias.size(-1) == 1:
+            return bias
+        return bias[..., columns] if isinstance(columns, slice) else bias.index_select(-1, columns)
+
+    def add_to_bias_columns(self, total: torch.Tensor, share: torch.Tensor) -> None:
+        """Adds to the tile's columns of `total`, which has the shape of the bias."""
+        columns = self._columns
+        if total.size(-1) == 1:
+            total.add_(share)
+        elif isinstance(columns, slice):
+            total[..., columns].add_(share)
+        else:
+            total.index_add_(-1, columns, share.to(total.dtype))
+
+    @cached_property
+    def _columns(self) -> slice | torch.Tensor:
+        first, last = self._keys.position(self._kv[0]), self._keys.position(self._kv[1] - 1)
+        count = self._kv[1] - self._kv[0]
+        stripe = self._keys.segments[0] if len(self._keys.segments) == 1 else None
+        if last - first == count - 1:
+            return slice(first, last + 1)
+        if stripe is not None and stripe.block == 1:
+            return slice(first, last + 1, stripe.period)
+        return self.kv_positions
+
+    def _intervals(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = positions_of(self._queries)[slice(*self._q)]
+        if not layer:
+            return torch.zeros_like(positions), torch.zeros_like(positions)
+        first, last, lo, hi, left, right = torch.tensor(layer, dtype=torch.int64).unbind(1)
+        index = torch.searchsorted(first.contiguous(), positions, right=True) - 1
+        is_inside = (index >= 0) & (positions < last[index])
+        start = torch.maximum(lo[index], positions - left[index])
+        stop = torch.minimum(hi[index], positions + right[index] + 1)
+        first_column, columns = self._kv[0], self._kv[1] - self._kv[0]
+        start, stop = ((_rows_before(self._keys, keys) - first_column).clamp(0, columns) for keys in (start, stop))
+        sees = is_inside & (start < stop)
+        return torch.where(sees, start, 0), torch.where(sees, stop, 0)
+
+    def _on_device(self, of_batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
+        return together.to(torch.int32).to(self._device)
+
+
+def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
+    """`KeyRun.rows_before` of many positions."""
+    columns = [(s.start, s.length, s.block, s.period) for s in run.segments]
+    start, length, block, period = torch.tensor(columns, dtype=torch.int64).unbind(1)
+    rows = torch.tensor(run.starts, dtype=torch.int64)
+    index = torch.searchsorted(start.contiguous(), positions, right=True) - 1
+    beyond = index.clamp(min=0)
+    distance = (positions - start[beyond]).clamp(min=0)
+    blocks, rest = distance // period[beyond], distance % period[beyond]
+    within = torch.minimum(blocks * block[beyond] + torch.minimum(rest, block[beyond]), length[beyond])
+    return torch.where(index < 0, 0, rows[beyond] + within)
+
+
+class _Kept:
+    """By mask, which is looked up by identity, and device."""
+
+    def __init__(self) -> None:
+        self._by_mask: WeakKeyDictionary[IntervalMask, dict[torch.device, TileRows]] = WeakKeyDictionary()
+
+    def of(self, mask: IntervalMask, device: torch.device) -> TileRows:
+        by_device = self._by_mask.setdefault(mask, {})
+        if device not in by_device:
+            with torch.device("cpu"):
+                by_device[device] = TileRows(mask, device)
+        return by_device[device]
+
+
+_kept = _Kept()
+
+
+def tile_rows(mask: IntervalMask, device: torch.device) -> TileRows:
+    """What the rows of a tile see, on a device."""
+    return _kept.of(mask, device)

@@ -1,0 +1,77 @@
+"""Checks of masks and dropout that a caller passes, before anything is launched."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from cp_dtensor.masks import Causal, Full, Mask
+
+
+def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+    """Refuses the SDPA arguments that sharded sequences do not have yet, rather than ignoring them."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask is not supported on sequence-sharded inputs yet: got a mask of shape {tuple(attn_mask.shape)}, "
+            "expected None (use is_causal=True for a causal mask)"
+        )
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout is not supported on sequence-sharded inputs yet: got dropout_p={dropout_p}, expected 0.0 "
+            "(put modules into eval mode or build them with dropout=0.0)"
+        )
+
+
+def checked_mask(mask: object, is_causal: bool) -> Mask:
+    """What a call's mask and `is_causal` show together.
+
+    Raises:
+        TypeError: not a mask value (a tensor goes to attn_mask).
+    """
+    if mask is not None and not isinstance(mask, Mask):
+        hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
+        raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {type(mask).__name__}{hint}")
+    return _shown_by(mask, bool(is_causal))
+
+
+@lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
+def _shown_by(mask: Mask | None, is_causal: bool) -> Mask:
+    if mask is None:
+        return Causal() if is_causal else Full()
+    return mask & Causal() if is_causal and mask != Causal() else mask
+
+
+def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """An `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: neither boolean nor floating, on another device, or of dims that do not broadcast to those of q.
+    """
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"expected attn_mask to be a torch.Tensor, got {type(attn_mask).__name__}")
+    received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(f"expected a boolean or floating attn_mask; {received}")
+    if attn_mask.device != q.device:
+        raise ValueError(f"expected attn_mask on the device of q, {q.device}; {received}")
+    fits = attn_mask.dim() <= 4 and all(
+        size in (1, full) for size, full in zip(attn_mask.shape[-2::-1], q.shape[2::-1], strict=False)
+    )
+    if not fits or attn_mask.dim() < 1:
+        raise ValueError(
+            "expected attn_mask to broadcast to (batch, heads, this rank's queries, keys of the whole sequence); "
+            f"{received}"
+        )
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def check_bias(q: torch.Tensor, bias: torch.Tensor | None, kv_len: int) -> None:
+    """Refuses an attn_mask that does not have the keys of the whole sequence."""
+    if bias is not None and bias.size(3) not in (1, kv_len):
+        raise ValueError(
+            f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
+            f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. "
+            "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
+        )

@@ -1,0 +1,60 @@
+"""What stands for masks in compiled code: text where the mask is a constant, a number where it is found at run time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from cp_dtensor.masks import Causal, Full, Mask
+
+_MOST_NUMBERS = 4096
+
+
+class TracedMasks:
+    """Masks by their text, as long as the process lives, and the latest ones by number, between forward and backward."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_token: dict[str, Mask] = {repr(mask): mask for mask in (Full(), Causal())}
+        self._numbers: OrderedDict[Mask, int] = OrderedDict()
+        self._by_number: dict[int, Mask] = {}
+        self._next = 0
+
+    def token_of(self, mask: Mask) -> str:
+        """The text of a mask that code is traced with."""
+        token = repr(mask)
+        with self._lock:
+            self._by_token.setdefault(token, mask)
+        return token
+
+    def of(self, token: str) -> Mask:
+        """The mask of a text."""
+        if token not in self._by_token:
+            raise RuntimeError(f"compiled code wants a mask that this process has not traced yet: {token}")
+        return self._by_token[token]
+
+    def number_of(self, mask: Mask) -> int:
+        """A number for a mask that a call has found; good until thousands of others have been found."""
+        with self._lock:
+            number = self._numbers.get(mask)
+            if number is None:
+                number = self._numbers[mask] = self._next
+                self._next += 1
+                self._by_number[number] = mask
+                if len(self._numbers) > _MOST_NUMBERS:
+                    _, oldest = self._numbers.popitem(last=False)
+                    del self._by_number[oldest]
+            else:
+                self._numbers.move_to_end(mask)
+        return number
+
+    def of_number(self, number: int) -> Mask:
+        """The mask of a number."""
+        if number not in self._by_number:
+            raise RuntimeError(
+                f"the mask of a forward pass is no longer known: {_MOST_NUMBERS} others came before its backward"
+            )
+        return self._by_number[number]
+
+
+masks = TracedMasks()

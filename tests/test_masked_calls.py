@@ -1,0 +1,35 @@
+"""Every mask, bias, layout, length and method: out, lse and all gradients equal dense attention."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masked_checks import MaskedCase, check_masked, masked_cases
+
+few = settings(max_examples=8, deadline=None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_over_one_axis(ranks: int) -> None:
+    @few
+    @given(st.lists(masked_cases(axes=1), min_size=6, max_size=6))
+    def check(cases: list[MaskedCase]) -> None:
+        check_masked(cases, (ranks,))
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((2, 2), ("ring", "ulysses")),
+        ((3, 2), ("ulysses", "ring")),
+        ((2, 3), ("cp_node", "cp_gpu")),
+    ],
+)
+def test_over_two_axes(shape: tuple[int, int], names: tuple[str, str]) -> None:
+    @few
+    @given(st.lists(masked_cases(axes=2), min_size=6, max_size=6))
+    def check(cases: list[MaskedCase]) -> None:
+        check_masked(cases, shape, names)
+
+    check()
