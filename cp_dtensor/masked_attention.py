@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cp_dtensor.kernels import TRITON_AVAILABLE
+from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
 
@@ -137,6 +138,7 @@ def attention_forward(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     state: Partial | None = None,
+    dropout: Dropout | None = None,
     out_dtype: torch.dtype | None = None,
     in_place: bool = False,
 ) -> Partial:
@@ -152,6 +154,7 @@ def attention_forward(
             may be seen (boolean).
         sinks: (H,), a logit of each query head that counts in the denominator alone. In one of a row's tiles.
         state: `(out, lse)` of the tiles before, `out` in float32.
+        dropout: of the softmax that multiplies v, by global positions; not in lse.
         out_dtype: of `out`; None: that of q. float32 to hand it on as a state.
         in_place: write to the state, in its dtype, rather than to new tensors.
 
@@ -159,7 +162,7 @@ def attention_forward(
         out: (B, H, S, Dv); 0 for rows that have seen nothing.
         lse: (B, H, S), float32 (float64 for float64 inputs); -inf for such rows.
     """
-    _check(q, k, v, mask, scale, bias, sinks)
+    _check(q, k, v, mask, scale, bias, sinks, dropout)
     q, k, v = _last_dim_contiguous(q, k, v)
     if in_place:
         if state is None or state[0].dtype != (out_dtype or state[0].dtype):
@@ -169,7 +172,9 @@ def attention_forward(
         out = q.new_empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_twin
-    forward(out, lse, q, k, v, scale, **mask.arguments(), bias=bias, sinks=sinks, state=state)
+    forward(
+        out, lse, q, k, v, scale, **mask.arguments(), bias=bias, sinks=sinks, state=state, dropout=_effective(dropout)
+    )
     return out, lse
 
 
@@ -186,6 +191,7 @@ def attention_backward(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     delta: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """This tile's share of `(dq, dk, dv, dsinks)`, from the out and lse of all tiles of its rows. Deterministic.
@@ -197,18 +203,21 @@ def attention_backward(
         lse: (B, H, S).
         sinks: as in forward; None in all but one of a row's tiles: their gradient does not depend on the tile.
         delta: (B, H, S), what `attention_delta` gives, less the gradient of lse if there is one; None: computed here.
+        dropout: as in forward; `out` and `delta` are those with dropout.
         grad_dtype: of dq, dk and dv; None: that of q, k and v.
 
     Returns:
         dq: (B, H, S, D), dk: (B, Hkv, T, D), dv: (B, Hkv, T, Dv); 0 where nothing is seen.
         dsinks: (H,), in lse's dtype; None without sinks.
     """
-    _check(q, k, v, mask, scale, bias, sinks)
+    _check(q, k, v, mask, scale, bias, sinks, dropout)
     grad_out, q, k, v = _last_dim_contiguous(grad_out, q, k, v)
     delta = attention_delta(grad_out, out) if delta is None else delta
     dq, dk, dv = (torch.empty_like(x, dtype=grad_dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     backward = launch_attention_backward if uses_triton(q, v) else attention_backward_twin
-    backward(dq, dk, dv, grad_out, q, k, v, lse, delta, scale, **mask.arguments(), bias=bias)
+    backward(
+        dq, dk, dv, grad_out, q, k, v, lse, delta, scale, **mask.arguments(), bias=bias, dropout=_effective(dropout)
+    )
     if sinks is None:
         return dq, dk, dv, None
     weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
@@ -239,6 +248,11 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _effective(dropout: Dropout | None) -> Dropout | None:
+    """None if nothing is dropped: kernels without it are faster."""
+    return None if dropout is None or dropout.p == 0 else dropout
+
+
 def _last_dim_contiguous(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
@@ -251,6 +265,7 @@ def _check(
     scale: float,
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    dropout: Dropout | None,
 ) -> None:
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns = k.shape[1:3]
@@ -270,3 +285,9 @@ def _check(
         raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {shape}")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks must be ({heads},), got {tuple(sinks.shape)}")
+    if dropout is not None:
+        for x, length in ((dropout.q_positions, rows), (dropout.kv_positions, columns)):
+            if x.shape not in ((length,), (1, length), (batch, length)):
+                raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(x.shape)}")
+        if dropout.seed.device != q.device:
+            raise ValueError(f"the seed of dropout must be on {q.device}, got {dropout.seed.device}")

@@ -10,9 +10,13 @@ import pytest
 import torch
 from conftest import GPUS
 
+from cp_dtensor.kernels.attention_dropout import Dropout
+from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
 from cp_dtensor.masked_attention import RowMask, documents, prefix, window
 
 kernel = pytest.importorskip("cp_dtensor.kernels.attention_forward")
+backward_kernel = pytest.importorskip("cp_dtensor.kernels.attention_backward")
+configs = pytest.importorskip("cp_dtensor.kernels.attention_configs")
 ForwardConfig, launch = kernel.ForwardConfig, kernel.launch_attention_forward
 
 Tensors = tuple[torch.Tensor, ...]
@@ -20,6 +24,8 @@ INFINITY = float("inf")
 SCALE = 0.3
 # Relative to the largest element; as much as rounding weights to that dtype explains.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
 
 # The kernel runs in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16.
 no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
@@ -160,6 +166,19 @@ def to(mask: RowMask, device: str) -> RowMask:
     return RowMask(lo=mask.lo.to(device), hi=mask.hi.to(device))
 
 
+def moved(dropout: Dropout, device: str) -> Dropout:
+    """Its tensors on a device."""
+    names = ("seed", "q_positions", "kv_positions")
+    return replace(dropout, **{name: getattr(dropout, name).to(device) for name in names})
+
+
+def dropout_of(rows: int, columns: int, p: float = 0.3) -> Dropout:
+    """For a batch of 2 whose positions differ and are in no order."""
+    generator = torch.Generator().manual_seed(columns)
+    positions = [torch.randint(-(2**31), 2**31, (2, n), generator=generator).int() for n in (rows, columns)]
+    return Dropout(p, torch.tensor(-(2**62) - 12345), *positions, first_batch=3, first_head=5)
+
+
 def biases_of(heads: int, rows: int, columns: int) -> dict[str, torch.Tensor | None]:
     """One of each kind for a batch of 2, each of another shape and with other strides."""
     generator = torch.Generator().manual_seed(columns)
@@ -174,3 +193,77 @@ def biases_of(heads: int, rows: int, columns: int) -> dict[str, torch.Tensor | N
             torch.rand(rows, columns, generator=generator) > 0.5, -INFINITY
         ),
     }
+
+
+def through_kernels(
+    tensors: Tensors,
+    grad_out: torch.Tensor,
+    mask: RowMask,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    config: ForwardConfig | None,
+    state: Tensors | None = None,
+    dropout: Dropout | None = None,
+) -> Tensors:
+    """`(out, lse, dq, dk, dv)`; backward takes the out and lse of forward."""
+    q, k, v = tensors
+    out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
+    lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    arguments = {**mask.arguments(), "bias": bias, "dropout": dropout}
+    launch(out, lse, q, k, v, SCALE, **arguments, sinks=sinks, state=state, config=config)
+    backward_kernel.launch_attention_delta(delta, grad_out, out)
+    gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
+    both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
+    backward_kernel.launch_attention_backward(
+        *gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, config=both
+    )
+    return out, lse, *gradients
+
+
+def through_twin(
+    tensors: Tensors,
+    grad_out: torch.Tensor,
+    mask: RowMask,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout: Dropout | None = None,
+) -> Tensors:
+    """The same by the twin, in float64 on the CPU."""
+    q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
+    out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
+    arguments = {**to(mask, "cpu").arguments(), "bias": None if bias is None else bias.cpu()}
+    arguments["dropout"] = None if dropout is None else moved(dropout, "cpu")
+    attention_forward_twin(out, lse, q, k, v, SCALE, **arguments, sinks=None if sinks is None else sinks.cpu())
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    delta = (grad_out * out).sum(-1)
+    attention_backward_twin(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments)
+    return out, lse, *gradients
+
+
+def check(
+    tensors: Tensors,
+    mask: RowMask,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    config: ForwardConfig | None = SMALL,
+    dropout: Dropout | None = None,
+) -> None:
+    """Kernels against their twin."""
+    q, _, v = tensors
+    device = q.device
+    dropout = None if dropout is None else moved(dropout, str(device))
+    mask = to(mask, str(device))
+    bias, sinks = (None if x is None else x.to(device) for x in (bias, sinks))
+    shape = (*q.shape[:3], v.size(3))
+    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, q.dtype)
+    results = through_kernels(tensors, grad_out, mask, bias, sinks, config, dropout=dropout)
+    expected = through_twin(tensors, grad_out, mask, bias, sinks, dropout)
+    for name, got, wanted in zip(NAMES, results, expected, strict=True):
+        got = got.cpu().double()
+        unseen = wanted == -float("inf")
+        assert torch.equal(got == -float("inf"), unseen), name
+        if wanted.numel():
+            error = (got - wanted)[~unseen].abs().max().nan_to_num(nan=9e9) if not unseen.all() else torch.zeros(())
+            relative = error / wanted[~unseen].abs().max().clamp(min=1) if not unseen.all() else error
+            assert relative <= 2 * TOLERANCE[q.dtype], f"{name}: error {relative:.2e}"
+    assert (results[2].cpu()[expected[1] == -float("inf")] == 0).all()

@@ -10,96 +10,25 @@ import torch
 from attention_kernels import (
     EXACT,
     NARROW,
-    SCALE,
     SMALL,
     TOLERANCE,
     ForwardConfig,
-    Tensors,
     biases_of,
+    check,
+    configs,
     draw,
     each_device,
     each_way_to_load,
-    launch,
     masks_of,
+    through_kernels,
     to,
 )
 from hypothesis import given, settings
 
 from cp_dtensor.kernels.attention_intervals import rows_of_columns
-from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
 from cp_dtensor.masked_attention import RowMask, window
 
-kernel = pytest.importorskip("cp_dtensor.kernels.attention_backward")
-configs = pytest.importorskip("cp_dtensor.kernels.attention_configs")
-
 ROWS, COLUMNS, HEADS = 37, 53, 2
-NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def through_kernels(
-    tensors: Tensors,
-    grad_out: torch.Tensor,
-    mask: RowMask,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    config: ForwardConfig | None,
-    state: Tensors | None = None,
-) -> Tensors:
-    """`(out, lse, dq, dk, dv)`; backward takes the out and lse of forward."""
-    q, k, v = tensors
-    out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
-    lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    launch(out, lse, q, k, v, SCALE, **mask.arguments(), bias=bias, sinks=sinks, state=state, config=config)
-    kernel.launch_attention_delta(delta, grad_out, out)
-    gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
-    both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
-    arguments = mask.arguments()
-    kernel.launch_attention_backward(
-        *gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, bias=bias, config=both
-    )
-    return out, lse, *gradients
-
-
-def through_twin(
-    tensors: Tensors, grad_out: torch.Tensor, mask: RowMask, bias: torch.Tensor | None, sinks: torch.Tensor | None
-) -> Tensors:
-    q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
-    out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
-    arguments = to(mask, "cpu").arguments()
-    bias = None if bias is None else bias.cpu()
-    attention_forward_twin(
-        out, lse, q, k, v, SCALE, **arguments, bias=bias, sinks=None if sinks is None else sinks.cpu()
-    )
-    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-    delta = (grad_out * out).sum(-1)
-    attention_backward_twin(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, bias=bias)
-    return out, lse, *gradients
-
-
-def check(
-    tensors: Tensors,
-    mask: RowMask,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    config: ForwardConfig | None = SMALL,
-) -> None:
-    q, _, v = tensors
-    device = q.device
-    mask = to(mask, str(device))
-    bias, sinks = (None if x is None else x.to(device) for x in (bias, sinks))
-    shape = (*q.shape[:3], v.size(3))
-    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, q.dtype)
-    results = through_kernels(tensors, grad_out, mask, bias, sinks, config)
-    expected = through_twin(tensors, grad_out, mask, bias, sinks)
-    for name, got, wanted in zip(NAMES, results, expected, strict=True):
-        got = got.cpu().double()
-        unseen = wanted == -float("inf")
-        assert torch.equal(got == -float("inf"), unseen), name
-        if wanted.numel():
-            error = (got - wanted)[~unseen].abs().max().nan_to_num(nan=9e9) if not unseen.all() else torch.zeros(())
-            relative = error / wanted[~unseen].abs().max().clamp(min=1) if not unseen.all() else error
-            assert relative <= 2 * TOLERANCE[q.dtype], f"{name}: error {relative:.2e}"
-    assert (results[2].cpu()[expected[1] == -float("inf")] == 0).all()
 
 
 @each_device

@@ -11,16 +11,13 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from attention_kernels import SCALE, SMALL, draw, launch, masks_of
+from attention_kernels import SCALE, SMALL, backward_kernel, configs, draw, launch, masks_of
 from conftest import GPUS
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_dtensor.kernels.attention_intervals import Intervals, rows_of_columns
 from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward, window
-
-kernel = pytest.importorskip("cp_dtensor.kernels.attention_backward")
-configs = pytest.importorskip("cp_dtensor.kernels.attention_configs")
 
 ROWS, COLUMNS = 37, 53
 
@@ -62,7 +59,7 @@ def test_a_second_call_launches_kernels_alone(kind: str) -> None:
 
     def backward() -> None:
         arguments = mask.tile(0, ROWS, 4).arguments()
-        kernel.launch_attention_backward(*gradients, q, q, k, v, lse, delta, SCALE, **arguments, config=config)
+        backward_kernel.launch_attention_backward(*gradients, q, q, k, v, lse, delta, SCALE, **arguments, config=config)
 
     def forward() -> None:
         arguments = mask.tile(0, ROWS, 4).arguments()

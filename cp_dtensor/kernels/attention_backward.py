@@ -13,7 +13,9 @@ from cp_dtensor.kernels.attention_backward_kv import attention_dkv_kernel
 from cp_dtensor.kernels.attention_backward_q import attention_delta_kernel, attention_dq_kernel, attention_rows_kernel
 from cp_dtensor.kernels.attention_common import bias_arguments, described, mask_arguments
 from cp_dtensor.kernels.attention_configs import BackwardConfig, ForwardConfig, default_backward_config, padded
+from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
+from cp_dtensor.kernels.attention_philox import dropout_arguments
 
 _BLOCK = 4096
 """Elements of a program of the small kernels, at most."""
@@ -54,12 +56,14 @@ def launch_attention_backward(
     causal_offset: int | None = None,
     intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
     config: BackwardConfig | None = None,
 ) -> None:
     """Writes this tile's share of the gradients to `dq`, `dk` and `dv`; three launches.
 
     With P = exp(scale q k^T + bias - lse) where seen, else 0: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K,
-    dK = scale dS^T Q, summed over the query heads of a group.
+    dK = scale dS^T Q, summed over the query heads of a group. With dropout, P in dV and dO V^T are multiplied with its
+    factors.
 
     Args:
         dq: (B, H, S, D), float32 or narrower, as `dk` and `dv`; rounded once. The last dim contiguous, as in all of
@@ -71,7 +75,7 @@ def launch_attention_backward(
         lse: (B, H, S), float32, of all tiles (and sinks) of these rows.
         delta: (B, H, S), float32: sum(out * grad_out) over Dv with the out of all tiles of these rows, less the
             gradient of lse if there is one.
-        scale, causal_offset, intervals, bias: as given to `launch_attention_forward`.
+        scale, causal_offset, intervals, bias, dropout: as given to `launch_attention_forward`.
         config: block sizes and the like; None: `default_backward_config`.
     """
     assert scale > 0
@@ -83,9 +87,10 @@ def launch_attention_backward(
         for grad in (dq, dk, dv):
             grad.zero_()
         return
-    config = config or default_backward_config(q, k, v, grad_out, bias is not None)
+    config = config or default_backward_config(q, k, v, grad_out, bias is not None, dropout is not None)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
     bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
+    seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
     block_dim, block_v = padded(head_dim), padded(v_dim)
 
     # Kernels read whole blocks of these, which begin at any row; descriptors want lines of 16 bytes.
@@ -109,14 +114,15 @@ def launch_attention_backward(
     numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads // kv_heads, padded_rows)
     strides = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], intervals_stride)
     dims = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
-    kinds = {"MASK": mask, "BIAS": bias_kind}
+    kinds = {"MASK": mask, "BIAS": bias_kind, "DROPOUT": dropout is not None}
     cut = config.dkv
     lines = [_described_lines(x, cut) for x in lines]
     attention_dkv_kernel[kv_heads, triton.cdiv(columns, cut.block_columns), batch](
         dk, dv,
         described(grad_out, cut.block_rows, block_v, cut.tma), described(q, cut.block_rows, block_dim, cut.tma),
         k, v, *(lines if len(lines) == 4 else (*lines, lo, hi)), ranges, bias,
-        *numbers, *dk.stride()[:3], *dv.stride()[:3], *strides, *ranges_strides, *bias_strides,
+        seed, q_position, kv_position,
+        *numbers, *dk.stride()[:3], *dv.stride()[:3], *strides, *ranges_strides, *bias_strides, *drop,
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
@@ -124,8 +130,8 @@ def launch_attention_backward(
     attention_dq_kernel[heads, triton.cdiv(rows, cut.block_rows), batch](
         dq, grad_out, q,
         described(k, cut.block_columns, block_dim, cut.tma), described(v, cut.block_columns, block_v, cut.tma),
-        shift, padded_delta, lo, hi, bias,
-        *numbers, *dq.stride()[:3], *strides, *bias_strides,
+        shift, padded_delta, lo, hi, bias, seed, q_position, kv_position,
+        *numbers, *dq.stride()[:3], *strides, *bias_strides, *drop,
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -15,16 +15,23 @@ from cp_dtensor.kernels.attention_common import (
     load_rows,
     seeing_rows,
 )
+from cp_dtensor.kernels.attention_philox import (
+    DROPOUT_NOT_ALIGNED,
+    DROPOUT_NOT_SPECIALIZED,
+    dropout_factors,
+    load_positions,
+)
 
 
 @triton.jit
 def _add_rows(
     grad_k, grad_v, k_block, v_block, column, scale_log2,
     q, grad, shift, delta, lo, hi, bias, batch, kv_head, heads, group, interval_line,
-    first, count, before, gap, rows, columns, offset, padded_rows,
+    first, count, before, gap, rows, columns, offset, padded_rows, q_positions, kv_position, dropout,
     q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """The sums and what `count` blocks of rows of each of the group's query heads add to them.
 
@@ -68,8 +75,18 @@ def _add_rows(
             head_grad, batch, head, start, rows, grad_stride_s, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA
         )
         row_delta = load_row_values(head_delta, line, start, BLOCK_ROWS, TMA)
-        grad_v = tl.dot(weights.to(grad_block.dtype), grad_block, grad_v, input_precision="ieee")
         grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision="ieee")
+        if DROPOUT:
+            seed, counted_batch, first_head, threshold, dropout_scale = dropout
+            factors = dropout_factors(
+                load_positions(q_positions, row, rows)[None, :], kv_position[:, None],
+                (seed, counted_batch, first_head + head, threshold, dropout_scale),
+            )  # fmt: skip
+            dropped = weights * factors
+            grad_weights = grad_weights * factors
+        else:
+            dropped = weights
+        grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision="ieee")
         grad_logits = weights * (grad_weights - row_delta[None, :])
         grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision="ieee")
         index += 1
@@ -79,21 +96,24 @@ def _add_rows(
 
 
 _NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "padded_rows", "intervals_stride_b"]
-_NOT_SPECIALIZED += ["ranges_stride", "ranges_stride_b"]
+_NOT_SPECIALIZED += ["ranges_stride", "ranges_stride_b", *DROPOUT_NOT_SPECIALIZED]
+_NOT_ALIGNED = ["lo", "hi", *DROPOUT_NOT_ALIGNED]
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["lo", "hi"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
 def attention_dkv_kernel(
     dk_ptr, dv_ptr, grad, q, k_ptr, v_ptr, shift, delta, lo, hi, ranges_ptr, bias_ptr,
+    seed_ptr, q_position_ptr, kv_position_ptr,
     rows, columns, offset, scale_log2, scale, group, padded_rows,
     dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
     grad_stride_b, grad_stride_h, grad_stride_s, q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     intervals_stride_b, ranges_stride, ranges_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads."""
     kv_head = tl.program_id(0)
@@ -119,6 +139,12 @@ def attention_dkv_kernel(
         grad += batch_64 * grad_stride_b
         lo += batch_64 * intervals_stride_b
         hi += batch_64 * intervals_stride_b
+    seed, kv_position = 0, column
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        q_position_ptr += batch_64 * q_position_stride_b
+        kv_position = load_positions(kv_position_ptr + batch_64 * kv_position_stride_b, column, columns)
+    dropout = (seed, first_batch + batch, first_head, threshold, dropout_scale)
     first, blocks, before, whole = seeing_rows(
         ranges_ptr + batch_64 * ranges_stride_b + tl.program_id(1), ranges_stride,
         first_column, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK,
@@ -132,15 +158,17 @@ def attention_dkv_kernel(
             grad_k, grad_v, k_block, v_block, column, scale_log2,
             q, grad, shift, delta, lo, hi, bias_ptr, batch, kv_head, heads, group, interval_line,
             first, blocks - whole, before, whole, rows, columns, offset, padded_rows,
+            q_position_ptr, kv_position, dropout,
             q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, TMA,
+            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA,
         )  # fmt: skip
     grad_k, grad_v = _add_rows(
         grad_k, grad_v, k_block, v_block, column, scale_log2,
         q, grad, shift, delta, lo, hi, bias_ptr, batch, kv_head, heads, group, interval_line,
         first + before * BLOCK_ROWS, whole, 0, 0, rows, columns, offset, padded_rows,
+        q_position_ptr, kv_position, dropout,
         q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, TMA,
+        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA,
     )  # fmt: skip
     tl.store(
         dk_ptr + batch_64 * dk_stride_b + kv_head_64 * dk_stride_h + column_64 * dk_stride_s + dim,

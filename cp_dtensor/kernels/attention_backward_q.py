@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 
 from cp_dtensor.kernels.attention_common import INTERVALS, LOG2_E, NO_BIAS, load_bias, load_rows, seen_columns
+from cp_dtensor.kernels.attention_philox import (
+    DROPOUT_NOT_ALIGNED,
+    DROPOUT_NOT_SPECIALIZED,
+    dropout_factors,
+    load_positions,
+)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,10 +60,11 @@ def attention_rows_kernel(
 @triton.jit
 def _add_columns(
     acc, q, grad, shift, delta, row, lo, hi, scale_log2,
-    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns,
+    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns, q_position, kv_positions, dropout,
     k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """`acc` and what `count` blocks of columns add to it; which ones they are, forward's `_attend` says."""
     for index in tl.range(0, count):
@@ -84,25 +91,31 @@ def _add_columns(
                 seen = seen & (column[None, :] >= lo[:, None])
             weights = tl.where(seen, weights, 0.0)
         grad_weights = tl.dot(grad, tl.trans(v_block), input_precision="ieee")
+        if DROPOUT:
+            kv_position = load_positions(kv_positions, column, columns)
+            grad_weights = grad_weights * dropout_factors(q_position[:, None], kv_position[None, :], dropout)
         grad_logits = weights * (grad_weights - delta[:, None])
         acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision="ieee")
     return acc
 
 
-_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "padded_rows", "intervals_stride_b"]
+_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "padded_rows", "intervals_stride_b", *DROPOUT_NOT_SPECIALIZED]
+_NOT_ALIGNED = ["lo_ptr", "hi_ptr", *DROPOUT_NOT_ALIGNED]
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["lo_ptr", "hi_ptr"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
 def attention_dq_kernel(
     dq_ptr, grad_ptr, q_ptr, k, v, shift_ptr, delta_ptr, lo_ptr, hi_ptr, bias_ptr,
+    seed_ptr, q_position_ptr, kv_position_ptr,
     rows, columns, offset, scale_log2, scale, group, padded_rows,
     dq_stride_b, dq_stride_h, dq_stride_s, grad_stride_b, grad_stride_h, grad_stride_s,
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they see."""
     head = tl.program_id(0)
@@ -134,6 +147,12 @@ def attention_dq_kernel(
     at = (batch_64 * tl.num_programs(0) + head_64) * padded_rows + row_64
     shift = tl.load(shift_ptr + at)
     delta = tl.load(delta_ptr + at)
+    seed, q_position = 0, row
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        kv_position_ptr += batch_64 * kv_position_stride_b
+        q_position = load_positions(q_position_ptr + batch_64 * q_position_stride_b, row, rows)
+    dropout = (seed, first_batch + batch, first_head + head, threshold, dropout_scale)
 
     lo, hi, first, blocks, before, whole = seen_columns(
         lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK
@@ -142,14 +161,16 @@ def attention_dq_kernel(
     acc = _add_columns(
         acc, q, grad, shift, delta, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
+        q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA,
     )  # fmt: skip
     acc = _add_columns(
         acc, q, grad, shift, delta, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
+        q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA,
     )  # fmt: skip
     dq_ptrs = dq_ptr + batch_64 * dq_stride_b + head_64 * dq_stride_h + row_64[:, None] * dq_stride_s + dim[None, :]
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=in_q)

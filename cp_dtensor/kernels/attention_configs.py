@@ -67,17 +67,26 @@ _SMALL_BACKWARD = {
 }
 
 
-def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False) -> ForwardConfig:
+def default_config(
+    k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, has_dropout: bool = False
+) -> ForwardConfig:
     """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv)."""
     large = _is_large(k)
     config = _by_head_dim(_HOPPER_FORWARD if large else _SMALL_FORWARD, k, v)
     if has_bias:  # which goes through shared memory
         config = replace(config, block_columns=max(32, config.block_columns // 2))
+    if has_dropout:
+        config = _with_dropout(config)
     return replace(config, tma=large and can_use_tma(k, v))
 
 
 def default_backward_config(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, has_bias: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_out: torch.Tensor,
+    has_bias: bool = False,
+    has_dropout: bool = False,
 ) -> BackwardConfig:
     """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
     large = _is_large(k)
@@ -85,9 +94,16 @@ def default_backward_config(
     dq, dkv = config.dq, config.dkv
     if has_bias:
         dq, dkv = (replace(x, stages=min(2, x.stages)) for x in (dq, dkv))
+    if has_dropout:
+        dq, dkv = _with_dropout(dq), replace(dkv, block_rows=min(dkv.block_rows, 32))
     return BackwardConfig(
         dq=replace(dq, tma=large and can_use_tma(k, v)), dkv=replace(dkv, tma=large and can_use_tma(q, grad_out))
     )
+
+
+def _with_dropout(config: ForwardConfig) -> ForwardConfig:
+    """Random numbers are computed in registers: fewer elements for each thread, so that none are spilled."""
+    return replace(config, block_columns=min(64, config.block_columns), warps=8)
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:

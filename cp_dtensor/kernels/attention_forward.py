@@ -26,7 +26,15 @@ from cp_dtensor.kernels.attention_common import (
     seen_columns,
 )
 from cp_dtensor.kernels.attention_configs import ForwardConfig, can_use_tma, default_config, padded
+from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
+from cp_dtensor.kernels.attention_philox import (
+    DROPOUT_NOT_ALIGNED,
+    DROPOUT_NOT_SPECIALIZED,
+    dropout_arguments,
+    dropout_factors,
+    load_positions,
+)
 
 __all__ = ["ForwardConfig", "attention_forward_kernel", "can_use_tma", "default_config", "launch_attention_forward"]
 
@@ -34,10 +42,11 @@ __all__ = ["ForwardConfig", "attention_forward_kernel", "can_use_tma", "default_
 @triton.jit
 def _attend(
     acc, total, largest, q, row, lo, hi, scale_log2,
-    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns,
+    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns, q_position, kv_positions, dropout,
     k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Goes on with `count` blocks of columns. `acc` and `total` are relative to exp2(`largest`).
 
@@ -80,6 +89,9 @@ def _attend(
         decay = tl.math.exp2(largest - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
+        if DROPOUT:  # of what is multiplied with the values alone: the sum of the softmax is that without
+            kv_position = load_positions(kv_positions, column, columns)
+            weights = weights * dropout_factors(q_position[:, None], kv_position[None, :], dropout)
         v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
         acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision="ieee")
         largest = new_largest
@@ -87,23 +99,26 @@ def _attend(
 
 
 # What differs from tile to tile and does not make the code better is not specialised on: tiles share their code.
-_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "intervals_stride_b"]
+_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "intervals_stride_b", *DROPOUT_NOT_SPECIALIZED]
 _LSE = ["lse_ptr", "lse_stride_b", "lse_stride_h", "state_lse_ptr", "state_lse_stride_b", "state_lse_stride_h"]
-_NOT_ALIGNED = [*_LSE, "sinks_ptr", "lo_ptr", "hi_ptr"]
+_NOT_ALIGNED = [*_LSE, "sinks_ptr", "lo_ptr", "hi_ptr", *DROPOUT_NOT_ALIGNED]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
 def attention_forward_kernel(
     out_ptr, lse_ptr, q_ptr, k, v, state_ptr, state_lse_ptr, lo_ptr, hi_ptr, bias_ptr, sinks_ptr,
+    seed_ptr, q_position_ptr, kv_position_ptr,
     rows, columns, offset, scale_log2, group,
     out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     state_stride_b, state_stride_h, state_stride_s, state_lse_stride_b, state_lse_stride_h,
     intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, threshold, dropout_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATE: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATE: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they see.
 
@@ -128,6 +143,12 @@ def attention_forward_kernel(
     bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
     lo_ptr += batch_64 * intervals_stride_b
     hi_ptr += batch_64 * intervals_stride_b
+    seed, q_position = 0, row
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        kv_position_ptr += batch_64 * kv_position_stride_b
+        q_position = load_positions(q_position_ptr + batch_64 * q_position_stride_b, row, rows)
+    dropout = (seed, first_batch + batch, first_head + head, threshold, dropout_scale)
 
     if HAS_STATE:
         state_lse = tl.load(
@@ -166,14 +187,16 @@ def attention_forward_kernel(
     acc, total, largest = _attend(
         acc, total, largest, q, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
+        q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA,
     )  # fmt: skip
     acc, total, largest = _attend(
         acc, total, largest, q, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
+        q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA,
     )  # fmt: skip
 
     safe_total = tl.where(total > 0.0, total, 1.0)  # of a row that has seen nothing, acc is 0 and largest -inf
@@ -201,6 +224,7 @@ def launch_attention_forward(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     state: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: Dropout | None = None,
     config: ForwardConfig | None = None,
 ) -> None:
     """Writes attention over the keys of a tile, and over those that the state has seen, to `(out, lse)`; one launch.
@@ -225,6 +249,7 @@ def launch_attention_forward(
             one of the tiles that are carried.
         state: `(out, lse)` of the tiles before, as this writes them; may be `(out, lse)` itself. Its `out` is not
             looked at where its lse is -inf. To continue some rows only, pass slices of them throughout.
+        dropout: of the softmax that the values are multiplied with; not in lse.
         config: block sizes and the like; None: `default_config`.
     """
     assert scale > 0
@@ -233,23 +258,26 @@ def launch_attention_forward(
     columns, v_dim = v.shape[2:]
     if q.numel() == 0:
         return
-    config = config or default_config(k, v, bias is not None)
+    config = config or default_config(k, v, bias is not None, dropout is not None)
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
     lo, hi = (lse, lse) if intervals is None else intervals.lines()
     bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
+    seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
     state_out, state_lse = (out, lse) if state is None else state
     attention_forward_kernel[heads, triton.cdiv(rows, config.block_rows), batch](
         out, lse, q,
         described(k, config.block_columns, block_dim, config.tma),
         described(v, config.block_columns, block_v, config.tma),
         state_out, state_lse, lo, hi, bias, lse if sinks is None else sinks,
+        seed, q_position, kv_position,
         rows, columns, offset, scale * math.log2(math.e), heads // k.size(1),
         *out.stride()[:3], *lse.stride()[:2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *state_out.stride()[:3], *state_lse.stride()[:2],
-        lo.stride(0) if intervals is not None and lo.dim() == 2 else 0, *bias_strides,
+        lo.stride(0) if intervals is not None and lo.dim() == 2 else 0, *bias_strides, *drop,
         HEAD_DIM=head_dim, V_DIM=v_dim, BLOCK_DIM=block_dim, BLOCK_V=block_v,
         BLOCK_ROWS=config.block_rows, BLOCK_COLUMNS=config.block_columns,
-        MASK=mask, BIAS=bias_kind, HAS_SINKS=sinks is not None, HAS_STATE=state is not None, TMA=config.tma,
+        MASK=mask, BIAS=bias_kind, DROPOUT=dropout is not None, HAS_SINKS=sinks is not None,
+        HAS_STATE=state is not None, TMA=config.tma,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip

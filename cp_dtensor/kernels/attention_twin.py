@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from cp_dtensor.kernels.attention_dropout import Dropout, kept_twin
 from cp_dtensor.kernels.attention_intervals import Intervals
 
 LOGITS_BYTES = 64 * 2**20
@@ -32,6 +33,7 @@ def attention_forward_twin(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     state: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: Dropout | None = None,
 ) -> None:
     """As `launch_attention_forward`, in float32, or in float64 if q is."""
     wide = _wide(q)
@@ -45,6 +47,8 @@ def attention_forward_twin(
         total = torch.logaddexp(torch.logaddexp(before, sink), tile_lse)
         shift = _finite(total)
         weights = logits.sub_(shift.unsqueeze(-1)).exp_()
+        if dropout is not None:
+            weights *= factors_twin(dropout, q, rows, columns, wide)
         result = of_query_heads(by_kv_head(weights, v) @ _rows(v, columns), q)
         if state is not None:
             # What there is in the result of rows that have seen nothing may be anything.
@@ -69,6 +73,7 @@ def attention_backward_twin(
     causal_offset: int | None = None,
     intervals: Intervals | None = None,
     bias: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> None:
     """As `launch_attention_backward`, in float32, or in float64 if q is."""
     wide = _wide(q)
@@ -76,12 +81,16 @@ def attention_backward_twin(
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
     for rows, columns in blocks_twin(q, k, causal_offset, intervals):
         logits = logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias)
-        weights = by_kv_head(weights_twin(logits, lse, rows), v)
+        weights = dropped = by_kv_head(weights_twin(logits, lse, rows), v)
         grad = by_kv_head(_rows(grad_out, rows).to(wide), v)
         grad_logits = grad @ _rows(v, columns).mT
+        if dropout is not None:
+            factors = by_kv_head(factors_twin(dropout, q, rows, columns, wide), v)
+            grad_logits *= factors
+            dropped = weights * factors
         grad_logits -= by_kv_head(_rows(delta, rows).to(wide).unsqueeze(-1), v)
         grad_logits *= weights
-        _rows(sum_v, columns).add_(weights.mT @ grad)
+        _rows(sum_v, columns).add_(dropped.mT @ grad)
         _rows(sum_k, columns).add_(grad_logits.mT @ by_kv_head(_rows(q, rows).to(wide), k), alpha=scale)
         _rows(dq, rows).copy_(of_query_heads(grad_logits @ _rows(k, columns), q) * scale)
     dk.copy_(sum_k)
@@ -135,6 +144,11 @@ def logits_twin(
 def weights_twin(logits: torch.Tensor, lse: torch.Tensor, rows: range) -> torch.Tensor:
     """exp(logits - lse), 0 for rows that see nothing; in place."""
     return logits.sub_(_finite(_rows(lse, rows).to(logits.dtype)).unsqueeze(-1)).exp_()
+
+
+def factors_twin(dropout: Dropout, q: torch.Tensor, rows: range, columns: range, dtype: torch.dtype) -> torch.Tensor:
+    """(B, H, rows, columns): what dropout multiplies the softmax with."""
+    return kept_twin(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
 
 
 def seen_twin(

@@ -1,0 +1,113 @@
+"""Dropout whose pattern is a function of a seed and of global positions, and so of no tiling, layout or kernel.
+
+An element of the softmax is a counter of Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
+as 1, 2, 3", SC 2011): (query position, key position, batch row, query head). Its first output word decides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+PHILOX_ROUNDS = 7
+"""The fewest in which the paper finds no flaw (BigCrush). Kernels wait for them: 10 would cost 75% more products."""
+
+PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_BITS = 24
+_WORD = 2**32 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """Element (b, h, i, j) of the softmax is kept iff its uniform number is >= p, and then multiplied by 1 / (1 - p).
+
+    The number is a function of `seed`, q_positions_i, kv_positions_j, first_batch + b and first_head + h alone, uniform
+    in [0, 1) in steps of 2^-24. lse is that of the softmax before: partial results merge as they do without dropout.
+
+    Args:
+        p: probability to drop, in [0, 1]; 1 drops everything, also in float32.
+        seed: int64, of one element, on the device of q; read by the kernels, which does not wait for the GPU.
+        q_positions: int32, (S,) or (B, S), the last dim contiguous: which rows of the whole problem these are.
+        kv_positions: int32, (T,) or (B, T), likewise of columns.
+        first_batch, first_head: of the whole problem, where these of q begin; heads are query heads.
+    """
+
+    p: float
+    seed: torch.Tensor
+    q_positions: torch.Tensor
+    kv_positions: torch.Tensor
+    first_batch: int = 0
+    first_head: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"a probability to drop is in [0, 1], got {self.p}")
+        if self.seed.dtype != torch.int64 or self.seed.numel() != 1:
+            raise ValueError(f"seed must be one int64, got {self.seed.dtype} of {tuple(self.seed.shape)}")
+        for x in (self.q_positions, self.kv_positions):
+            if x.dtype != torch.int32 or x.dim() not in (1, 2) or x.stride(-1) not in (0, 1):
+                raise ValueError(f"positions must be int32 of one or two dims, got {x.dtype} of {tuple(x.shape)}")
+
+    @property
+    def threshold(self) -> int:
+        """An element is kept iff the first 24 bits of its word, as a number, are no less."""
+        return math.ceil(self.p * 2**_BITS)
+
+    @property
+    def scale(self) -> float:
+        """What kept elements are multiplied with."""
+        return 1 / (1 - self.p) if self.p < 1 else 0.0
+
+    def tile(self, rows: slice, columns: slice) -> Dropout:
+        """That of some rows and columns."""
+        return replace(self, q_positions=self.q_positions[..., rows], kv_positions=self.kv_positions[..., columns])
+
+
+def kept_twin(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> torch.Tensor:
+    """(batch, heads, rows, columns): whether elements are kept.
+
+    >>> position = torch.arange(8, dtype=torch.int32)
+    >>> dropout = Dropout(0.5, torch.tensor(1), position, position)
+    >>> kept_twin(dropout, 1, 1, range(2), range(8)).int().tolist()
+    [[[[1, 0, 1, 0, 0, 0, 1, 1], [0, 0, 1, 0, 1, 0, 1, 0]]]]
+    """
+    device = dropout.seed.device
+    q_position = torch.atleast_2d(dropout.q_positions)[:, None, rows.start : rows.stop, None]
+    kv_position = torch.atleast_2d(dropout.kv_positions)[:, None, None, columns.start : columns.stop]
+    counter = (
+        q_position.long() & _WORD,
+        kv_position.long() & _WORD,
+        torch.arange(batch, device=device).view(-1, 1, 1, 1) + dropout.first_batch,
+        torch.arange(heads, device=device).view(-1, 1, 1) + dropout.first_head,
+    )
+    words = philox_twin(dropout.seed.view(()), counter)
+    return (words[0] >> (32 - _BITS)) >= dropout.threshold
+
+
+def philox_twin(
+    seed: torch.Tensor, counter: tuple[torch.Tensor, ...], rounds: int = PHILOX_ROUNDS
+) -> tuple[torch.Tensor, ...]:
+    """The four words of Philox4x32, in int64, from counters in [0, 2^32) that broadcast and a seed of 64 bits.
+
+    Computed as late as it can be broadcast: the first two rounds are mostly of rows or of columns alone.
+    """
+    key_0, key_1 = seed & _WORD, (seed >> 32) & _WORD
+    c0, c1, c2, c3 = counter
+    for _ in range(rounds):
+        high_0, low_0 = _product(PHILOX_FACTORS[0], c0)
+        high_1, low_1 = _product(PHILOX_FACTORS[1], c2)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
+        key_0, key_1 = (key_0 + PHILOX_KEY_STEPS[0]) & _WORD, (key_1 + PHILOX_KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _product(factor: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Upper and lower 32 bits of the product with x in [0, 2^32), for a factor in [2^31, 2^32).
+
+    The product with factor - 2^32 fits 63 bits; it has the same lower bits, and upper ones that are less by x.
+    """
+    product = x * (factor - 2**32)
+    return (product >> 32) + x, product & _WORD

@@ -1,0 +1,271 @@
+"""Dropout in masked attention: its pattern is a function of seed and positions, the same in kernels and their twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_kernels import (
+    EXACT,
+    NARROW,
+    SCALE,
+    SMALL,
+    ForwardConfig,
+    Tensors,
+    biases_of,
+    check,
+    configs,
+    draw,
+    dropout_of,
+    each_device,
+    masks_of,
+    moved,
+    through_kernels,
+)
+
+from cp_dtensor.kernels.attention_dropout import kept_twin, philox_twin
+from cp_dtensor.masked_attention import Dropout, RowMask, attention_backward, attention_forward
+
+ONES = 2**32 - 1
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+# Of Random123, the library of the paper's authors: rounds, counter, key, words.
+KNOWN_ANSWERS = [
+    (7, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    (7, (ONES,) * 4, (ONES, ONES), (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+    (7, PI, (0xA4093822, 0x299F31D0), (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+    (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+]
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers(
+    rounds: int, counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
+    seed = key[0] + (key[1] - 2**32 * (key[1] >> 31)) * 2**32  # 64 bits as a signed number
+    got = philox_twin(torch.tensor(seed), tuple(torch.tensor(x) for x in counter), rounds)
+    assert tuple(map(int, got)) == words
+
+
+def test_an_element_is_its_counter() -> None:
+    dropout = dropout_of(5, 7)
+    kept = kept_twin(dropout, 2, 3, range(1, 5), range(2, 7))
+    for batch, head, row, column in ((0, 0, 1, 2), (1, 2, 4, 6), (1, 0, 2, 3)):
+        positions = int(dropout.q_positions[batch, row]), int(dropout.kv_positions[batch, column])
+        counter = (*(x % 2**32 for x in positions), 3 + batch, 5 + head)
+        word = int(philox_twin(dropout.seed, tuple(torch.tensor(x) for x in counter))[0])
+        assert kept[batch, head, row - 1, column - 2].item() == ((word >> 8) / 2**24 >= dropout.p)
+
+
+def ordered(p: float, seed: int, rows: int, columns: int) -> Dropout:
+    """At positions from 0 on."""
+    return Dropout(p, torch.tensor(seed), *(torch.arange(n, dtype=torch.int32) for n in (rows, columns)))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.97, 1.0])
+def test_fractions_are_kept(p: float) -> None:
+    """Of everything, and of each row, column and head."""
+    count = 200
+    kept = kept_twin(ordered(p, 7, count, count), 2, 3, range(count), range(count)).double()
+    for dims in ((), (0, 1, 2), (0, 1, 3), (0, 2, 3)):
+        fractions = kept.mean(dims) if dims else kept.mean()
+        drawn = kept.numel() / fractions.numel()
+        spread = (p * (1 - p) / drawn) ** 0.5
+        tail = 0 if p in (0, 1) else 10 / drawn  # of small numbers of elements that are dropped
+        assert ((fractions - (1 - p)).abs() <= 5 * spread + tail).all()
+
+
+def test_seeds_heads_batch_rows_and_neighbours_are_independent() -> None:
+    count = 100
+    kept = kept_twin(ordered(0.5, 1, count, count), 2, 2, range(count), range(count)).double() - 0.5
+    other = kept_twin(ordered(0.5, 1 + 2**32, count, count), 2, 2, range(count), range(count)).double() - 0.5
+    pairs = [(kept, other), (kept, kept.mT), (kept[0], kept[1]), (kept[:, 0], kept[:, 1])]
+    pairs += [(kept[..., 1:, :], kept[..., :-1, :]), (kept[..., 1:], kept[..., :-1])]
+    for x, y in pairs:
+        assert abs(4 * (x * y).mean().item()) <= 5 / x.numel() ** 0.5
+
+
+def patterns(dropout: Dropout, rows: int, columns: int, config: ForwardConfig | None, device: str) -> Tensors:
+    """What the three kernels keep, boolean, (2, 2, rows, columns), read off their results.
+
+    With no logits, out = P v is the pattern for v = 1 (the matrix), dV = P^T dO its transpose for dO = 1. With dO V^T
+    equal everywhere and delta = 0, dS is the pattern, and dQ = dS K for K = 1; dK = dS^T Q for Q = 1.
+    """
+    dim = max(rows, columns)
+    device_dropout = moved(dropout, device)
+    options = {"device": device, "dtype": NARROW[device]}
+    one, zero = (x.expand(2, 2, dim, dim) for x in (torch.eye(dim, **options), torch.zeros(dim, dim, **options)))
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
+        tensors = tuple(x.contiguous() for x in (q[:, :, :rows], k[:, :, :columns], v[:, :, :columns]))
+        grad_out = grad_out[:, :, :rows].contiguous()
+        return through_kernels(tensors, grad_out, RowMask(), None, None, config, dropout=device_dropout)
+
+    out, _, _, _, dv = run(zero, zero, one, one)
+    ones = torch.ones_like(zero)
+    # delta is no number that dO V^T takes, so that dS is 0 nowhere: what is dropped is where it is negative.
+    _, _, dq, _, _ = run(zero, one, ones, ones)
+    _, _, _, dk, _ = run(one, zero, ones, ones)
+    results = out[..., :columns] > 0, dv.mT[..., :rows, :] > 0, dq[..., :columns] > 0, dk.mT[..., :rows, :] > 0
+    return tuple(x.cpu() for x in results)
+
+
+@each_device
+@pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((32, 16), True), ((16, 32), True)], ids=str)
+def test_kernels_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
+    rows, columns = 20, 40
+    dropout = dropout_of(rows, columns)
+    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
+    for got in patterns(dropout, rows, columns, config, device):
+        assert torch.equal(got, expected)
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("full", "none"), ("causal", "boolean"), ("any intervals", "additive"), ("documents", "none")]
+)
+def test_kernels_compute_what_the_twin_computes(device: str, kind: str, bias: str) -> None:
+    tensors = draw(device, 20, 37, heads=(2, 1), batch=2)
+    mask, sinks = masks_of(20, 37)[kind], torch.tensor([0.5, 3.0])
+    check(tensors, mask, biases_of(2, 20, 37)[bias], sinks, replace(SMALL, tma=True), dropout_of(20, 37))
+
+
+@each_device
+@pytest.mark.parametrize("dim", [64, 128])
+def test_default_configs(device: str, dim: int) -> None:
+    tensors = draw(device, 70, 75, heads=(2, 1), dims=(dim, dim), dtype=NARROW[device], batch=2)
+    check(tensors, RowMask(causal_offset=5), config=None, dropout=dropout_of(70, 75))
+    assert configs.default_config(*tensors[1:], has_dropout=True).block_columns <= 64
+
+
+@each_device
+def test_everything_may_be_dropped(device: str) -> None:
+    tensors = draw(device, 18, 21, batch=2, dtype=EXACT[device])
+    dropout = moved(dropout_of(18, 21, 1.0), device)
+    results = through_kernels(tensors, tensors[0], RowMask(), None, None, SMALL, dropout=dropout)
+    assert all((x == 0).all() for x in (results[0], *results[2:]))
+    assert torch.equal(results[1], through_kernels(tensors, tensors[0], RowMask(), None, None, SMALL)[1])
+    assert (attention_forward(*tensors, RowMask(), SCALE, dropout=dropout)[0] == 0).all()
+
+
+def test_nothing_may_be_dropped() -> None:
+    q, k, v = draw_wide()
+    got = attention_forward(q, k, v, RowMask(), SCALE, dropout=dropout_of(23, 29, 0.0))
+    assert all(map(torch.equal, got, attention_forward(q, k, v, RowMask(), SCALE)))
+
+
+def draw_wide(rows: int = 23, columns: int = 29, heads: int = 4, kv_heads: int = 2) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, rows, 6), (kv_heads, columns, 6), (kv_heads, columns, 5))
+    return tuple(torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def test_tiles_heads_and_batch_rows_are_those_of_the_whole() -> None:
+    """Cut by rows, columns, heads and batch rows, forward and backward."""
+    q, k, v = draw_wide()
+    mask, dropout = masks_of(23, 29)["any intervals"], dropout_of(23, 29)
+    out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
+    plain_out, plain_lse = attention_forward(q, k, v, mask, SCALE)
+    assert torch.equal(lse, plain_lse)
+    assert not torch.allclose(out, plain_out)
+    grad_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    assert mask.lo is not None
+    assert mask.hi is not None
+    for batch in range(2):
+        for head in range(2):
+            for rows in (slice(0, 9), slice(9, 23)):
+                state, parts = None, []
+                rows_of = (slice(batch, batch + 1), slice(2 * head, 2 * head + 2), rows)
+                here = RowMask(lo=mask.lo[batch, rows], hi=mask.hi[batch, rows])
+                for columns in (slice(0, 11), slice(11, 12), slice(12, 29)):
+                    one = replace(
+                        dropout.tile(rows, columns),
+                        first_batch=dropout.first_batch + batch,
+                        first_head=dropout.first_head + 2 * head,
+                        q_positions=dropout.q_positions[batch, rows],
+                        kv_positions=dropout.kv_positions[batch : batch + 1, columns],
+                    )
+                    of = slice(batch, batch + 1), slice(head, head + 1), columns
+                    tile = here.tile(0, rows.stop - rows.start, columns.start)
+                    state = attention_forward(q[rows_of], k[of], v[of], tile, SCALE, state=state, dropout=one)
+                    parts.append((of, tile, one))
+                assert state is not None
+                torch.testing.assert_close(state[0], out[rows_of], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(state[1], lse[rows_of], rtol=1e-12, atol=1e-12)
+                for of, tile, one in parts:
+                    got = attention_backward(
+                        grad_out[rows_of], q[rows_of], k[of], v[of], *state, tile, SCALE, dropout=one
+                    )
+                    for total, index, gradient in zip(gradients, (rows_of, of, of), got[:3], strict=True):
+                        total[index] += gradient
+    expected = attention_backward(grad_out, q, k, v, out, lse, mask, SCALE, dropout=dropout)
+    for total, wanted in zip(gradients, expected, strict=False):
+        torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+
+
+class _Attention(torch.autograd.Function):
+    """What `attention_forward` and `attention_backward` are to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Tensors:
+        mask, dropout = masks_of(5, 8)["causal"], dropout_of(5, 8, 0.4)
+        out, lse = attention_forward(q, k, v, mask, SCALE, sinks=sinks, dropout=dropout)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.options = mask, dropout
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        mask, dropout = ctx.options
+        delta = (grads[0] * out).sum(-1) - grads[1]
+        gradients = attention_backward(
+            grads[0], q, k, v, out, lse, mask, SCALE, sinks=sinks, delta=delta, dropout=dropout
+        )
+        assert gradients[3] is not None
+        return gradients
+
+
+def test_gradients_are_those_of_the_forward() -> None:
+    q, k, v = (x[:, :, :8].requires_grad_() for x in draw_wide(5, 8))
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(_Attention.apply, (q, k, v, sinks))
+
+
+def test_the_mean_over_seeds_is_attention_without_dropout() -> None:
+    q, k, v = draw_wide()
+    mask, dropout, seeds = RowMask(causal_offset=6), dropout_of(23, 29, 0.25), 400
+    expected, _ = attention_forward(q, k, v, mask, SCALE)
+    draws = torch.stack(
+        [
+            attention_forward(q, k, v, mask, SCALE, dropout=replace(dropout, seed=torch.tensor(seed)))[0]
+            for seed in range(seeds)
+        ]
+    )
+    error = (draws.mean(0) - expected).abs()
+    assert (error <= 6 * draws.std(0) / seeds**0.5 + 1e-12).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k, v = draw_wide()
+    good = dropout_of(23, 29)
+    for change, message in (
+        ({"p": 1.5}, "probability"),
+        ({"p": float("nan")}, "probability"),
+        ({"seed": torch.tensor(1, dtype=torch.int32)}, "int64"),
+        ({"seed": torch.zeros(2, dtype=torch.int64)}, "int64"),
+        ({"q_positions": torch.arange(23)}, "int32"),
+        ({"kv_positions": torch.zeros(29, 2, dtype=torch.int32).mT}, "int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(good, **change)
+    for change, message in (
+        ({"q_positions": torch.zeros(22, dtype=torch.int32)}, "positions"),
+        ({"kv_positions": torch.zeros(3, 29, dtype=torch.int32)}, "positions"),
+        ({"seed": torch.zeros((), dtype=torch.int64, device="meta")}, "seed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention_forward(q, k, v, RowMask(), SCALE, dropout=replace(good, **change))
