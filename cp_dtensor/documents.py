@@ -26,6 +26,7 @@ class Documents(Mask):
         cu_seqlens_k: those of the keys if they differ.
         within: a mask inside of each document, with positions counted from its start.
 
+    >>> from cp_dtensor.masks import Causal
     >>> [band.keys(band.last - 1) for band in Documents([0, 2, 5], within=Causal()).layers(5, 5)[0]]
     [(0, 2), (2, 5)]
     """
@@ -35,8 +36,8 @@ class Documents(Mask):
     within: Mask
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
-        queries = _ascending(cu_seqlens, "cu_seqlens")
-        keys = queries if cu_seqlens_k is None else _ascending(cu_seqlens_k, "cu_seqlens_k")
+        queries = ascending(cu_seqlens, "Documents", "cu_seqlens")
+        keys = queries if cu_seqlens_k is None else ascending(cu_seqlens_k, "Documents", "cu_seqlens_k")
         if len(queries) != len(keys):
             raise ValueError(
                 f"Documents expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
@@ -98,12 +99,17 @@ def _moved(band: Band, first: int, lo: int) -> Band:
     return Band(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
 
 
-def _ascending(values: Any, name: str) -> tuple[int, ...]:
+def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
+    """Ascending positions from integers or a tensor.
+
+    Raises:
+        ValueError: anything else; `owner` and `name` say whose argument it is.
+    """
     numbers = _as_lists(values)
     if not numbers or not all(map(is_integer, numbers)):
-        raise ValueError(f"Documents expects {name} to be one list of integers, got {values!r}")
+        raise ValueError(f"{owner} expects {name} to be one list of integers, got {values!r}")
     if numbers[0] < 0 or any(one > other for one, other in pairwise(numbers)):
-        raise ValueError(f"Documents expects {name} to be >= 0 and ascending, got {numbers}")
+        raise ValueError(f"{owner} expects {name} to be >= 0 and ascending, got {numbers}")
     return tuple(numbers)
 
 

@@ -76,8 +76,9 @@ def _chunk(seq_len: int, chunks: int, index: int) -> Segment:
 class Layout(ABC):
     """How a sequence is divided over the ranks of a context-parallel axis.
 
-    A layout is a frozen, hashable value. It covers any sequence length >= 0 and any number of ranks: every position
-    belongs to exactly one rank. All rows of the batch share one division, unless `batch_groups` says otherwise.
+    A layout is a frozen, hashable value. It covers any sequence length >= 0 (or `only_length`) and any number of ranks:
+    every position belongs to exactly one rank. All rows of the batch share one division, unless `batch_groups` says
+    otherwise.
     """
 
     @abstractmethod
@@ -92,6 +93,9 @@ class Layout(ABC):
             rank: rank within the context-parallel axis, 0 <= rank < world_size.
             world_size: number of ranks of the axis.
             group: index into `batch_groups`.
+
+        Raises:
+            ValueError: another length than `only_length`.
         """
 
     @abstractmethod
@@ -102,8 +106,21 @@ class Layout(ABC):
     def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
         """Number of tokens that `rank` owns, the same in every batch group."""
 
+    @property
+    @abstractmethod
+    def only_length(self) -> int | None:
+        """The one length that the layout divides; None if it divides any."""
 
-class _WholeBatch(Layout):
+
+class _AnyLength(Layout):
+    """Layouts of sequences of any length."""
+
+    @property
+    def only_length(self) -> int | None:
+        return None
+
+
+class _WholeBatch(_AnyLength):
     """Layouts that divide every row of the batch alike."""
 
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
@@ -167,7 +184,7 @@ class Striped(_WholeBatch):
 
 
 @dataclass(frozen=True)
-class MirroredBatch(Layout):
+class MirroredBatch(_AnyLength):
     """Contiguous chunks, dealt to the ranks in reversed order for the second half of the batch ("step attention").
 
     Balances causal attention without cutting a row in two, as long as the batch has an even number of rows; of an odd

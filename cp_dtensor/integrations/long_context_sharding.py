@@ -52,6 +52,10 @@ class UlyssesCut(Layout):
         rows = self.ring_layout.local_length(seq_len, ring_rank, world_size // self.ulysses_degree)
         return chunk_length(rows, self.ulysses_degree, part)
 
+    @property
+    def only_length(self) -> int | None:
+        return self.ring_layout.only_length
+
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
     """What `segment` has of its tokens `start, ..., stop - 1`."""

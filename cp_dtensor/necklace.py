@@ -1,0 +1,184 @@
+"""Division of a sequence such that every rank has as many tokens and as much work, in as few blocks as can be.
+
+A sequence whose ends are joined is a necklace, and two quantities are to be shared out evenly: tokens, and (query, key)
+pairs. Any k of n ranks can have one unbroken piece of it with k/n of both: of all windows of k/n of the tokens some
+have more than k/n of the pairs and some less, for on average they have just that; in sliding from one to another the
+window must pass one that has it. What is left is a shorter necklace for the other ranks, and both are divided further
+in the same way. Each such cut makes two more blocks, so n ranks have 2 n - 1 blocks together, whatever the mask.
+
+Source: Goldberg and West, Bisection of circle colorings (1985); Alon, Splitting necklaces (1987).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from cp_dtensor.areas import Areas
+from cp_dtensor.layouts import Span
+
+_PROBES = 16
+"""Windows to look at, at least: between two of them the area may cross what is wanted, and any crossing will do."""
+_FEW = 128
+"""Of so many tokens every window is looked at."""
+
+Blocks = list[Span]
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """What is dealt, and how evenly it has to be.
+
+    Args:
+        areas: pairs by query.
+        lengths: tokens of each rank.
+        tolerance: by how much of the mean a rank may have more pairs than the mean, if that saves blocks.
+    """
+
+    areas: Areas
+    lengths: tuple[int, ...]
+    tolerance: float
+
+    @property
+    def total(self) -> int:
+        """Number of pairs."""
+        return self.areas.before(sum(self.lengths))
+
+    def blocks(self) -> list[Blocks]:
+        """The blocks of each rank, in order: one for each where that is even enough, else as they are found."""
+        ends = list(accumulate(self.lengths, initial=0))
+        contiguous = [[span] if span[0] < span[1] else [] for span in pairwise(ends)]
+        if self.busiest(contiguous) <= self.most(1):
+            return contiguous
+        found = self._dealt([(0, ends[-1])], range(len(self.lengths)))
+        return min(found, contiguous, key=self.busiest)
+
+    def busiest(self, by_rank: Sequence[Blocks]) -> int:
+        """Pairs of the rank that has most."""
+        return max(sum(map(self.areas.of, blocks)) for blocks in by_rank)
+
+    def most(self, ranks: int) -> float:
+        """Pairs that some ranks may have who are yet to be told apart; fewer beyond their share, the more they are."""
+        times = (len(self.lengths) - 1).bit_length()
+        done = times - (ranks - 1).bit_length()
+        return self.total * ranks / len(self.lengths) * (1 + self.tolerance * (done / times if times else 1))
+
+    def _dealt(self, blocks: Blocks, ranks: range) -> list[Blocks]:
+        """`blocks` to some ranks: a window to the second half of them, what is around it to the first."""
+        if len(ranks) == 1:
+            return [blocks]
+        first, second = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
+        necklace = Necklace(blocks, self.areas)
+        length = sum(self.lengths[rank] for rank in second)
+        start = self._best_window(necklace, length, len(first), len(second))
+        around, inside = necklace.cut(start, length)
+        return self._dealt(around, first) + self._dealt(inside, second)
+
+    def _best_window(self, necklace: Necklace, length: int, first: int, second: int) -> int:
+        """Where the window of `second` ranks starts: even enough, with the fewest cuts and the least across them."""
+        if length in (0, necklace.length):
+            return 0
+        even = necklace.area * length / necklace.length
+        least, most = necklace.area - self.most(first), self.most(second)
+        if least > most:  # too much came here for both to stay within the tolerance
+            least = most = even
+
+        def rank_window(start: int) -> tuple[float, int, int, int]:
+            area = necklace.window_area(start, length)
+            ends = [end for end in (start, (start + length) % necklace.length) if not necklace.is_edge(end)]
+            across = sum(self.areas.reach_across(necklace.position(end)) for end in ends)
+            wraps = start + length > necklace.length
+            return max(least - area, area - most, 0), len(ends), across, start if wraps else -start
+
+        ranks = first + second
+        probes = -(-_PROBES // ranks) * ranks  # among them windows that cover the necklace evenly
+        return min(necklace.windows_of_area(length, even, probes), key=rank_window)
+
+
+class Necklace:
+    """Some blocks of a sequence, strung one after the other, and the end joined to the beginning.
+
+    >>> from cp_dtensor.masks import Causal
+    >>> necklace = Necklace([(0, 2), (6, 8)], Areas([Causal().layers(8, 8)]))
+    >>> [necklace.window_area(start, 2) for start in range(4)]  # queries 0 1 6 7 see 1 2 7 8 keys
+    [3, 9, 15, 9]
+    >>> necklace.cut(1, 2)
+    ([(0, 1), (7, 8)], [(1, 2), (6, 7)])
+    """
+
+    def __init__(self, blocks: Blocks, areas: Areas) -> None:
+        self._blocks = [block for block in blocks if block[0] < block[1]]
+        self._areas = areas
+        self._edges = list(accumulate((stop - start for start, stop in self._blocks), initial=0))
+        self._before_blocks = list(accumulate(map(areas.of, self._blocks), initial=0))
+        self._offsets = [areas.before(start) for start, _ in self._blocks]
+        self.length = self._edges[-1]
+        self.area = self._before_blocks[-1]
+
+    def is_edge(self, place: int) -> bool:
+        """Whether two blocks meet there."""
+        index = bisect_right(self._edges, place) - 1
+        return self._edges[index] == place
+
+    def position(self, place: int) -> int:
+        """The position in the sequence of a place, which counts along the necklace."""
+        index = bisect_right(self._edges, place) - 1
+        return self._blocks[index][0] + place - self._edges[index]
+
+    def window_area(self, start: int, length: int) -> int:
+        """Pairs of the queries of a window; it may run over the end to the beginning."""
+        stop = start + length
+        if stop <= self.length:
+            return self._before(stop) - self._before(start)
+        return self.area - self._before(start) + self._before(stop - self.length)
+
+    def windows_of_area(self, length: int, area: float, probes: int) -> Sequence[int]:
+        """Where to start windows: at or up to edges of blocks, evenly spread, and where the area crosses `area`."""
+        if self.length <= _FEW:
+            return range(self.length)
+        aligned = {place % self.length for edge in self._edges for place in (edge, edge - length)}
+        starts = sorted(aligned | {self.length * probe // probes for probe in range(probes)})
+        return sorted({*starts, *self._crossings([*starts, starts[0] + self.length], length, area)})
+
+    def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
+        """The blocks around a window, and those in it."""
+        stop = start + length
+        if stop <= self.length:
+            return self._between((0, start), (stop, self.length)), self._between((start, stop))
+        return self._between((stop - self.length, start)), self._between((0, stop - self.length), (start, self.length))
+
+    def _before(self, place: int) -> int:
+        index = bisect_right(self._edges, place, hi=len(self._edges) - 1) - 1
+        area = self._areas.before(self._blocks[index][0] + place - self._edges[index])
+        return self._before_blocks[index] + area - self._offsets[index]
+
+    def _crossings(self, starts: Sequence[int], length: int, area: float) -> Iterator[int]:
+        """The window nearest to `area`, between each two starts that lie on different sides of it."""
+
+        def excess(start: int) -> float:
+            return self.window_area(start % self.length, length) - area
+
+        for low, high in pairwise(starts):
+            side = excess(low) > 0
+            if side == (excess(high) > 0):
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if (excess(middle) > 0) == side else (low, middle)
+            yield min(low, high, key=lambda start: abs(excess(start))) % self.length
+
+    def _between(self, *places: Span) -> Blocks:
+        """The blocks of some ranges of places, neighbours joined."""
+        found: Blocks = []
+        for first, last in places:
+            for (start, stop), edge in zip(self._blocks, self._edges, strict=False):
+                low, high = max(start, start + first - edge), min(stop, start + last - edge)
+                if low >= high:
+                    continue
+                if found and found[-1][1] == low:
+                    found[-1] = (found[-1][0], high)
+                else:
+                    found.append((low, high))
+        return found

@@ -1,0 +1,144 @@
+"""How evenly layouts share out the work of masks, and what they make travel: a table of exact counts.
+
+python -m cp_dtensor.tools.balance --seq-len 65536 131072 --ranks 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from cp_dtensor.areas import imbalance, spans_of
+from cp_dtensor.bands import within
+from cp_dtensor.documents import Documents
+from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Span, Striped
+from cp_dtensor.mask_layouts import Balanced, PerDocument
+from cp_dtensor.masks import Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
+from cp_dtensor.tools.report import markdown_table
+
+HEADER = ("mask", "layout", "imbalance", "blocks per rank", "shortest, longest shard", "K/V received: most, mean")
+SEED = 0
+
+
+def main() -> None:
+    """Prints the tables, and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[65536, 131072])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/balance.md"))
+    arguments = parser.parse_args()
+    text = report(arguments.seq_len, arguments.ranks)
+    print(text)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(text + "\n")
+
+
+def report(seq_lens: Sequence[int], rank_counts: Sequence[int]) -> str:
+    """The tables, and what their numbers mean."""
+    numbers = [" ".join(map(str, values)) for values in (seq_lens, rank_counts)]
+    parts = [
+        "# Balance of layouts under masks",
+        f"Exact counts, by `python -m cp_dtensor.tools.balance --seq-len {numbers[0]} --ranks {numbers[1]}` (no GPU).",
+        "- **Imbalance**: (query, key) pairs of the busiest rank over the mean, minus 1: how much longer than need be "
+        "attention takes.\n"
+        "- **Blocks per rank**: unbroken ranges of positions that the rank with most of them owns.\n"
+        "- **K/V received**: rows that a rank's queries see and others own, as a share of all rows that others own, "
+        "which is what an all-gather brings; of the rank that needs most, and on average.\n"
+        "- **Documents** have lognormal lengths: exp(N(log(median), sigma)), rounded down, at least 1; the last is cut "
+        f"off where the sequence ends. Python's `random.Random({SEED})`; the mask is causal within documents.\n"
+        "- `Balanced` is made for the mask of its row, with the default tolerance of 1%.",
+    ]
+    for seq_len in seq_lens:
+        for ranks in rank_counts:
+            parts += [f"## {seq_len:,} tokens on {ranks} ranks", markdown_table(HEADER, list(_rows(seq_len, ranks)))]
+    return "\n\n".join(parts)
+
+
+def masks(seq_len: int) -> dict[str, Mask]:
+    """The masks of a table, by what to call them."""
+    named: dict[str, Mask] = {
+        "full": Full(),
+        "causal": Causal(),
+        "causal, window of 4,096": SlidingWindow(4095, 0),
+        f"prefix of {seq_len // 8:,}": PrefixLM(seq_len // 8),
+    }
+    for median, sigma in ((128, 1.0), (1024, 1.0), (1024, 1.5), (8192, 1.0)):
+        mask = lognormal_documents(seq_len, median, sigma)
+        name = f"{len(mask.lengths):,} documents, median {median:,}, sigma {sigma}, longest {max(mask.lengths):,}"
+        named[name] = mask
+    return named
+
+
+def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = SEED) -> Documents:
+    """Documents of lognormal lengths that fill a sequence, causal within.
+
+    >>> lognormal_documents(10, median=4, sigma=0.0).lengths
+    (4, 4, 2)
+    """
+    draws = random.Random(seed)
+    lengths: list[int] = []
+    left = seq_len
+    while left > 0:
+        # Rounded with a little slack, since exp(log(4)) need not be 4.
+        length = math.floor(math.exp(draws.gauss(math.log(median), sigma)) + 1e-6)
+        lengths.append(min(max(length, 1), left))
+        left -= lengths[-1]
+    return Documents.from_lengths(lengths, within=Causal())
+
+
+def received(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[int]:
+    """For each rank how many keys of others its queries see, of masks that are alike in all batch rows.
+
+    >>> received(Contiguous(), Causal(), 4, 2)
+    [0, 2]
+    """
+    (layers,) = layers_of(mask, seq_len, seq_len, 1)
+    counts = []
+    for rank in range(world_size):
+        owned = [span for segment in layout.segments(seq_len, rank, world_size) for span in spans_of(segment)]
+        seen = [band.shown for span in owned for layer in layers for band in within(layer, span)]
+        # Rows that are seen or owned, less those owned.
+        counts.append(_length_of_union([*seen, *owned]) - sum(stop - start for start, stop in owned))
+    return counts
+
+
+def _rows(seq_len: int, ranks: int) -> Iterator[tuple[str, ...]]:
+    for name, mask in masks(seq_len).items():
+        layouts: list[Layout] = [Contiguous(), HeadTail(), Striped(64)]
+        if isinstance(mask, Documents):
+            layouts.append(PerDocument(mask.cu_seqlens))
+        for layout in [*layouts, Balanced(mask, seq_len)]:
+            lengths = [layout.local_length(seq_len, rank, ranks) for rank in range(ranks)]
+            shares = [
+                rows / max(seq_len - length, 1)
+                for rows, length in zip(received(layout, mask, seq_len, ranks), lengths, strict=True)
+            ]
+            yield (
+                name,
+                type(layout).__name__ + (f"({layout.block})" if isinstance(layout, Striped) else ""),
+                f"{imbalance(layout, mask, seq_len, ranks):.2%}",
+                f"{max(_blocks(layout, seq_len, rank, ranks) for rank in range(ranks)):,}",
+                f"{min(lengths):,}, {max(lengths):,}",
+                f"{max(shares):.1%}, {sum(shares) / ranks:.1%}",
+            )
+
+
+def _blocks(layout: Layout, seq_len: int, rank: int, ranks: int) -> int:
+    """Number of unbroken ranges that a rank owns."""
+    spans = [span for segment in layout.segments(seq_len, rank, ranks) for span in spans_of(segment)]
+    spans = sorted(span for span in spans if span[0] < span[1])
+    return sum(1 for before, (start, _) in zip([(-1, -1), *spans], spans, strict=False) if before[1] != start)
+
+
+def _length_of_union(spans: Sequence[Span]) -> int:
+    spans = sorted(spans)
+    reached = accumulate((stop for _, stop in spans), max, initial=0)
+    return sum(max(stop - max(start, before), 0) for (start, stop), before in zip(spans, reached, strict=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Masks to draw from, and a count of what their queries see; shared by tests of layouts that are made for masks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cp_dtensor import Batched, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
+
+LONGEST = 60
+"""Of a sequence that any of these masks fits."""
+cu_seqlens = st.lists(st.integers(0, LONGEST), min_size=1, max_size=9).map(sorted)
+ends = st.one_of(st.none(), st.integers(0, LONGEST))
+windows = st.builds(SlidingWindow, ends, ends)
+simple = st.one_of(
+    st.sampled_from([Full(), Causal()]),
+    st.builds(PrefixLM, st.integers(0, LONGEST)),
+    windows,
+    st.builds(lambda cu, mask: Documents(cu, within=mask), cu_seqlens, st.one_of(st.just(Causal()), windows)),
+)
+of_one_row = st.one_of(
+    simple, st.builds(lambda a, b: a & b, simple, simple), st.builds(lambda a, b: a | b, simple, simple)
+)
+"""Alike in all batch rows."""
+any_mask = st.one_of(of_one_row, st.builds(Batched, st.lists(of_one_row, min_size=1, max_size=3)))
+
+
+def keys_seen(mask: Mask, seq_len: int) -> np.ndarray:
+    """How many keys each query sees, all batch rows together, counted query by query."""
+    seen = np.zeros(seq_len, dtype=np.int64)
+    for row in range(mask.batch_size or 1):
+        for layer in mask.of_batch_row(row).layers(seq_len, seq_len):
+            for band in layer:
+                for query in range(band.first, band.last):
+                    first, last = band.keys(query)
+                    seen[query] += max(last - first, 0)
+    return seen
