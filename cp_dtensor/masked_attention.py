@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from cp_dtensor.kernels import TRITON_AVAILABLE
+from cp_dtensor.kernels.attention_arguments import check_attention
+from cp_dtensor.kernels.attention_bias_gradient import bias_gradient_twin
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
@@ -162,7 +164,7 @@ def attention_forward(
         out: (B, H, S, Dv); 0 for rows that have seen nothing.
         lse: (B, H, S), float32 (float64 for float64 inputs); -inf for such rows.
     """
-    _check(q, k, v, mask, scale, bias, sinks, dropout)
+    check_attention(q, k, v, scale, mask.intervals, bias, sinks, dropout)
     q, k, v = _last_dim_contiguous(q, k, v)
     if in_place:
         if state is None or state[0].dtype != (out_dtype or state[0].dtype):
@@ -210,7 +212,7 @@ def attention_backward(
         dq: (B, H, S, D), dk: (B, Hkv, T, D), dv: (B, Hkv, T, Dv); 0 where nothing is seen.
         dsinks: (H,), in lse's dtype; None without sinks.
     """
-    _check(q, k, v, mask, scale, bias, sinks, dropout)
+    check_attention(q, k, v, scale, mask.intervals, bias, sinks, dropout)
     grad_out, q, k, v = _last_dim_contiguous(grad_out, q, k, v)
     delta = attention_delta(grad_out, out) if delta is None else delta
     dq, dk, dv = (torch.empty_like(x, dtype=grad_dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -222,6 +224,38 @@ def attention_backward(
         return dq, dk, dv, None
     weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
     return dq, dk, dv, -(weights * delta).sum((0, 2))
+
+
+def attention_bias_gradient(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    mask: RowMask,
+    scale: float,
+    *,
+    bias: torch.Tensor,
+    delta: torch.Tensor,
+    dropout: Dropout | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """This tile's share of an additive bias's gradient, in the bias's own shape: summed where it broadcasts.
+
+    By torch operations on every device, with bounded memory: slower than `attention_backward`.
+
+    Args:
+        grad_out, q, k, v, lse, mask, scale, delta, dropout: as in `attention_backward`.
+        bias: as in forward, floating.
+        grad_dtype: of the result; None: the bias's. float32 to sum over tiles.
+    """
+    check_attention(q, k, v, scale, mask.intervals, bias, None, dropout)
+    if not bias.is_floating_point():
+        raise ValueError(f"a bias of {bias.dtype} has no gradient")
+    gradient = bias_gradient_twin(
+        grad_out, q, k, v, lse, delta, scale, bias=bias, **mask.arguments(), dropout=_effective(dropout)
+    )
+    return gradient.to(grad_dtype or bias.dtype)
 
 
 def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -255,39 +289,3 @@ def _effective(dropout: Dropout | None) -> Dropout | None:
 
 def _last_dim_contiguous(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: RowMask,
-    scale: float,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout: Dropout | None,
-) -> None:
-    batch, heads, rows, head_dim = q.shape
-    kv_heads, columns = k.shape[1:3]
-    if k.shape != (batch, kv_heads, columns, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
-        raise ValueError(f"q, k and v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}: masks are applied before it")
-    for x in (mask.lo, mask.hi):
-        if x is not None and (x.dtype != torch.int32 or x.shape not in ((rows,), (batch, rows))):
-            raise ValueError(f"lo and hi must be int32 of ({rows},) or ({batch}, {rows}), got {x.dtype} {x.shape}")
-    shape = (batch, heads, rows, columns)
-    if bias is not None and (
-        bias.dim() > 4 or any(size not in (1, full) for size, full in zip(bias.shape[::-1], shape[::-1], strict=False))
-    ):
-        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {shape}")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must be ({heads},), got {tuple(sinks.shape)}")
-    if dropout is not None:
-        for x, length in ((dropout.q_positions, rows), (dropout.kv_positions, columns)):
-            if x.shape not in ((length,), (1, length), (batch, length)):
-                raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(x.shape)}")
-        if dropout.seed.device != q.device:
-            raise ValueError(f"the seed of dropout must be on {q.device}, got {dropout.seed.device}")

@@ -81,7 +81,7 @@ def attention_backward_twin(
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
     for rows, columns in blocks_twin(q, k, causal_offset, intervals):
         logits = logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias)
-        weights = dropped = by_kv_head(weights_twin(logits, lse, rows), v)
+        weights = dropped = by_kv_head(weights_twin(logits, _rows(lse, rows)), v)
         grad = by_kv_head(_rows(grad_out, rows).to(wide), v)
         grad_logits = grad @ _rows(v, columns).mT
         if dropout is not None:
@@ -132,7 +132,7 @@ def logits_twin(
     folded = by_kv_head(_rows(q, rows).to(k.dtype), k) * scale
     logits = of_query_heads(folded @ _rows(k, columns).mT, q)
     if bias is not None:
-        block = bias_block(bias, rows, columns)
+        block = part_of_bias(bias, rows, columns)
         if bias.dtype == torch.bool:
             logits.masked_fill_(~block, float("-inf"))
         else:
@@ -141,9 +141,9 @@ def logits_twin(
     return logits if seen is None else logits.masked_fill_(~seen, float("-inf"))
 
 
-def weights_twin(logits: torch.Tensor, lse: torch.Tensor, rows: range) -> torch.Tensor:
+def weights_twin(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """exp(logits - lse), 0 for rows that see nothing; in place."""
-    return logits.sub_(_finite(_rows(lse, rows).to(logits.dtype)).unsqueeze(-1)).exp_()
+    return logits.sub_(_finite(lse.to(logits.dtype)).unsqueeze(-1)).exp_()
 
 
 def factors_twin(dropout: Dropout, q: torch.Tensor, rows: range, columns: range, dtype: torch.dtype) -> torch.Tensor:
@@ -169,7 +169,7 @@ def seen_twin(
     return column <= torch.arange(rows.start, rows.stop, device=device).unsqueeze(-1) + causal_offset
 
 
-def bias_block(bias: torch.Tensor, rows: range, columns: range) -> torch.Tensor:
+def part_of_bias(bias: torch.Tensor, rows: range, columns: range) -> torch.Tensor:
     """The part of a bias that broadcasts to (B, H, S, T) which broadcasts to (B, H, rows, columns)."""
     if bias.dim() > 0 and bias.size(-1) > 1:
         bias = bias[..., columns.start : columns.stop]
