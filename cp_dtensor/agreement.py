@@ -87,7 +87,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
         ValueError: on every rank alike, if the layout divides no length so.
     """
     world_size = len(lengths)
-    total = sum(lengths)
+    total = sum(lengths) if layout.only_length is None else layout.only_length
     expected = [layout.local_length(total, rank, world_size) for rank in range(world_size)]
     if lengths != expected:
         raise ValueError(
@@ -95,6 +95,23 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
             f"expected {expected} for {total} tokens in all"
         )
     return total
+
+
+def checked_only_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
+    """The length of a layout for one length, of which this rank's shard must be a part.
+
+    Raises:
+        ValueError: a shard that is not.
+    """
+    assert layout.only_length is not None
+    expected = layout.local_length(layout.only_length, rank, world_size)
+    if local_length != expected:
+        raise ValueError(
+            f"got {local_length} local tokens on rank {rank} of {world_size}, expected {expected}: this "
+            f"{type(layout).__name__} divides sequences of {layout.only_length} tokens only, queries, keys and values "
+            "alike; attention over other lengths, or to keys of another length, needs another layout"
+        )
+    return layout.only_length
 
 
 @lru_cache(maxsize=1024)
@@ -108,8 +125,10 @@ def known_length(
     may look like a declared one on other ranks.
 
     Raises:
-        ValueError: such a length.
+        ValueError: such a length, and one that is not the layout's only one.
     """
+    if layout.only_length is not None:  # known without any exchange
+        return checked_only_length(local_length, layout, rank, world_size)
     look_alikes = {length: _look_alikes(length, layout, world_size) for length in sorted(declared)}
     if any(one[1] >= next_one[0] for one, next_one in pairwise(look_alikes.values())):
         return None

@@ -202,6 +202,19 @@ def checked_layout(layout: Layout | None) -> Layout:
     return layout
 
 
+def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:
+    """Refuses a length that a layout of one length does not divide.
+
+    Raises:
+        ValueError: such a length; the message begins with `what`.
+    """
+    if layout.only_length not in (None, length):
+        raise ValueError(
+            f"{what}: got {length} tokens, but this {type(layout).__name__} divides sequences of {layout.only_length} "
+            "tokens only"
+        )
+
+
 def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
     """The global lengths of queries and keys.
 

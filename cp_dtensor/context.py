@@ -10,14 +10,14 @@ from types import TracebackType
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, checked_length
+from cp_dtensor.arguments import Mesh, checked_length, refuse_other_lengths
 from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.region import Region, innermost_region
 from cp_dtensor.settings import AttentionSettings
-from cp_dtensor.sharding import checked_buffers, checked_sequence
+from cp_dtensor.sharding import check_whole_lengths, checked_buffers, checked_sequence
 
 
 class context_parallel(ContextDecorator):
@@ -83,6 +83,7 @@ class context_parallel(ContextDecorator):
         layout = self._settings.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)
+        check_whole_lengths(tensors, dims, layout)
         kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         for index, tensor in enumerate(tensors):
             refuse_non_leaf(index, tensor)
@@ -92,6 +93,8 @@ class context_parallel(ContextDecorator):
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
         self._seq_lens = frozenset(checked_length(length) for length in seq_lens)
+        for length in self._seq_lens:
+            refuse_other_lengths(layout, length, "seq_lens")
         self._open: ExitStack | None = None
         self._region: Region | None = None
         self._entered_before = False

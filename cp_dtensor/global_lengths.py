@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from cp_dtensor import agreement
+from cp_dtensor.arguments import refuse_other_lengths
 from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Mask
@@ -63,6 +64,7 @@ def _check_local_lengths(
     q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
 ) -> None:
     for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
+        refuse_other_lengths(layout, total, f"{what} length")
         expected = _local_length(layout, total, rank, world_size)
         if tensor.size(2) != expected:
             raise ValueError(

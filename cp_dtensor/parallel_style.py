@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, checked_layout, checked_length, checked_method
+from cp_dtensor.arguments import Mesh, checked_layout, checked_length, checked_method, refuse_other_lengths
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
@@ -65,6 +65,8 @@ class ContextParallel(ParallelStyle):
         rotation_by_name(rotate_method)  # refuses unknown names here already
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._debug = debug
+        if seq_len is not None:
+            refuse_other_lengths(self._layout, seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _RegionForward):

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
-from cp_dtensor.arguments import Mesh, checked_layout, checked_length, sequence_ranks
+from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
 from cp_dtensor.layouts import Layout, Segment
 from cp_dtensor.rotation.ranks import SequenceRanks
 
@@ -35,6 +35,7 @@ def context_parallel_shard(
     """
     ranks, layout = sequence_ranks(mesh), checked_layout(layout)
     dims = checked_buffers(buffers, seq_dims, layout)
+    check_whole_lengths(buffers, dims, layout)
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
@@ -61,7 +62,8 @@ def context_parallel_unshard(
         new tensors, differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; shards whose lengths are not the layout's, on all ranks alike.
+        TypeError, ValueError: arguments that do not fit; shards whose lengths are not the layout's, on all ranks alike
+            (of layouts for one length: on the ranks that have such shards).
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
@@ -152,6 +154,16 @@ def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], la
     return dims
 
 
+def check_whole_lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], layout: Layout) -> None:
+    """Refuses whole tensors of a length that the layout does not divide.
+
+    Raises:
+        ValueError: such a length, with the index of the tensor.
+    """
+    for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
+        refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
+
+
 def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
     """A rank's part of a whole tensor, in local order, new and contiguous."""
     parts = [
@@ -184,8 +196,7 @@ class _Unshard(torch.autograd.Function):
     def forward(
         ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks, sum_gradients: bool
     ) -> torch.Tensor:
-        lengths = _local_lengths(shard.size(dim), ranks, shard.device)
-        seq_len = agreement.global_length(lengths, layout, "shard")
+        lengths, seq_len = _lengths(shard.size(dim), layout, ranks, shard.device)
         ctx.settings = (dim, layout, ranks, sum_gradients, lengths)
         whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
         for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, ranks)):
@@ -220,9 +231,13 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
-def _local_lengths(length: int, ranks: SequenceRanks, device: torch.device) -> list[int]:
-    """The local lengths of all ranks."""
-    return ranks.gather(torch.tensor(length, device=None if ranks.have_cpu_backend else device)).tolist()
+def _lengths(length: int, layout: Layout, ranks: SequenceRanks, device: torch.device) -> tuple[list[int], int]:
+    """The local lengths of all ranks, and the global length."""
+    if layout.only_length is not None:
+        seq_len = agreement.checked_only_length(length, layout, ranks.rank, ranks.size)
+        return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
+    lengths = ranks.gather(torch.tensor(length, device=None if ranks.have_cpu_backend else device)).tolist()
+    return lengths, agreement.global_length(lengths, layout, "shard")
 
 
 def _rows_and_positions(
