@@ -42,6 +42,17 @@ def _shown_by(mask: Mask | None, is_causal: bool) -> Mask:
     return mask & Causal() if is_causal and mask != Causal() else mask
 
 
+def checked_dropout_p(dropout_p: float) -> float:
+    """A probability.
+
+    Raises:
+        ValueError: a number that is none.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    return float(dropout_p)
+
+
 def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """An `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
 

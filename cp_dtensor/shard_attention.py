@@ -11,7 +11,7 @@ from cp_dtensor.attention_call import Attention
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.global_lengths import global_lengths
-from cp_dtensor.mask_arguments import check_bias, four_dims_of_mask
+from cp_dtensor.mask_arguments import check_bias, checked_dropout_p, four_dims_of_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.settings import AttentionSettings, with_mask_of
 from cp_dtensor.shard_recipe import ShardRecipe
@@ -51,13 +51,12 @@ def attend(
 
 def extras_of(q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float) -> Extras:
     """What a call has besides q, k, v and a mask by positions, checked as far as this rank can."""
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p:
         return NO_EXTRAS
     # Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another one each time.
     seed = torch.empty((), dtype=torch.int64, device=q.device).random_() if dropout_p else None
-    return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), float(dropout_p), seed)
+    return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), dropout_p, seed)
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:

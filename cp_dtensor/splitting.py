@@ -79,7 +79,7 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    masking = _masking(q, mask, extras, lengths)
+    masking = masking_of(q, mask, extras, lengths)
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
     place = (ranks.rank, ranks.size, inner)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, masking, allowed, place)
@@ -104,7 +104,7 @@ def decide_call(
     return remembered(ranks.outer, key, make).call(ranks, scale)
 
 
-def _masking(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int]) -> Masking:
+def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int]) -> Masking:
     """How tiles are masked: by shape, which is fastest, where nothing forbids it."""
     if extras.bias is not None:
         return Masking.BY_ROW_UNBROKEN

@@ -17,13 +17,14 @@ from cp_dtensor.attention_call import Attention, AttentionCall
 from cp_dtensor.compiled_op import Recipe, backends_token, token_of, traced_attention
 from cp_dtensor.decisions import Decision
 from cp_dtensor.division import Division
+from cp_dtensor.dtensor.extras import local_extras
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Segment
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.policy import Allowed, choose_backend
-from cp_dtensor.mask_arguments import checked_mask, refuse_unsupported_sdpa
+from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
 from cp_dtensor.rotation.base import RotationMethod
@@ -31,7 +32,8 @@ from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.schedule import GroupSegments
 from cp_dtensor.shard_attention import positive_scale, softmax_scale
-from cp_dtensor.splitting import remembered
+from cp_dtensor.splitting import masking_of, remembered
+from cp_dtensor.tiling import Masking
 
 
 def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
@@ -48,7 +50,6 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         # DTensor has no rule for the fused CPU op, and ours has none for masks: plain operations have.
         masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu"
         return _torch_private.math_sdpa(call) if masked_on_cpu else None
-    refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
     check_qkv(q, k, v, call.enable_gqa)
     mesh = q.device_mesh
@@ -56,6 +57,7 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1), mesh.mesh_dim_names
     )
     local_q, scale = positive_scale(_to_local(q, plan.q, plan.q), softmax_scale(q, call.scale))
+    extras = local_extras(q, k.size(2), call.attn_mask, call.dropout_p, plan)
     local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
     if _torch_private.is_traced(local_q):
         coordinate = mesh.get_coordinate()
@@ -63,12 +65,14 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         groups = tuple(_torch_private.name_of_group(mesh.get_group(axis)) for axis in plan.axes)
         recipe = _DTensorRecipe(groups, plan, tuple(mesh.shape), tuple(coordinate), rotation_by_name(None))
         out, _ = traced_attention(
-            local_q, local_k, local_v, NO_EXTRAS, token_of(recipe), backends_token(),
+            local_q, local_k, local_v, extras, token_of(recipe), backends_token(),
             checked_mask(None, call.is_causal), scale, (q.size(2), k.size(2)), False,
         )  # fmt: skip
         return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
-    decided = plan_dtensor_call(local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale)
-    out, _ = Attention.apply(local_q, local_k, local_v, None, NO_EXTRAS, decided, False)
+    decided = plan_dtensor_call(
+        local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale, extras=extras
+    )
+    out, _ = Attention.apply(local_q, local_k, local_v, extras.bias, extras, decided, False)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
 
 
@@ -83,21 +87,24 @@ def plan_dtensor_call(
     is_causal: bool,
     scale: float,
     backend: LocalAttention | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> AttentionCall:
     """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     division = _DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
     groups = [mesh.get_group(axis) for axis in plan.axes]
-    problem = describe_problem(q, k, v, staircase=False)
     mask = checked_mask(None, is_causal)
-    request = _request(q, problem, division, rotation_by_name(None), mask, backend or choose_backend(problem))
+    masking = Masking.BY_SHAPE if backend is not None else masking_of(q, mask, extras, (q_len, kv_len))
+    problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
+    backend = backend or choose_backend(problem)
+    request = _request(q, problem, division, rotation_by_name(None), mask, masking, backend)
     return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
 
 def _request(
     q: torch.Tensor, problem: Problem, division: _DTensorDivision, rotation: RotationMethod, mask: Mask,
-    backend: LocalAttention,
+    masking: Masking, backend: LocalAttention,
 ) -> CallRequest:  # fmt: skip
     return CallRequest(
         division=division,
@@ -108,6 +115,7 @@ def _request(
         device=q.device,
         backend=backend,
         method=rotation,
+        masking=masking,
     )
 
 
@@ -155,8 +163,10 @@ class _DTensorRecipe(Recipe):
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
-        problem = describe_problem(q, k, v, staircase=False)
-        request = _request(q, problem, division, self.rotation, mask, choose_backend(problem, allowed))
+        masking = masking_of(q, mask, extras, lengths)
+        problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
+        backend = choose_backend(problem, allowed)
+        request = _request(q, problem, division, self.rotation, mask, masking, backend)
         groups = [_torch_private.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 

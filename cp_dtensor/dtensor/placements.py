@@ -103,12 +103,16 @@ def _ulysses_axis(
 
 
 def local_segment(
-    length: int, placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    length: int,
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    dim: int = SEQ_DIM,
 ) -> Segment:
-    """The global positions of a rank's rows, where sequence shards of several axes nest from left to right."""
+    """What a rank has of a dim of that length, where shards over several axes nest from left to right."""
     start, stop = 0, length
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if on_seq(placement):
+        if _on(dim, placement):
             (chunk,) = TorchChunk().segments(stop - start, index, size)
             start, stop = start + chunk.start, start + chunk.start + chunk.length
     return Segment.contiguous(start, stop)

@@ -9,7 +9,7 @@ import torch
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.tile_rows import TileRows, tile_rows
-from cp_dtensor.masked_attention import attention_backward, attention_forward
+from cp_dtensor.masked_attention import Dropout, attention_backward, attention_forward
 from cp_dtensor.tile_masks import IntervalMask, TileMask
 
 
@@ -34,9 +34,7 @@ class ByRowAttention(LocalAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = _rows(mask, q)
-        return attention_forward(
-            q, k, v, rows.mask, scale, bias=self._bias(rows)
-        )
+        return attention_forward(q, k, v, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows))
 
     def backward(
         self,
@@ -51,12 +49,20 @@ class ByRowAttention(LocalAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _rows(mask, q)
         dq, dk, dv, _ = attention_backward(
-            grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows)
+            grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows)
         )
         return dq, dk, dv
 
     def _bias(self, rows: TileRows) -> torch.Tensor | None:
         return None if self.extras.bias is None else rows.bias_columns(self.extras.bias)
+
+    def _dropout(self, rows: TileRows) -> Dropout | None:
+        extras = self.extras
+        if extras.seed is None:
+            return None
+        return Dropout(
+            extras.dropout_p, extras.seed, rows.q_positions, rows.kv_positions, extras.first_batch, extras.first_head
+        )
 
 
 def _rows(mask: TileMask, q: torch.Tensor) -> TileRows:

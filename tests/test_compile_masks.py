@@ -1,0 +1,152 @@
+"""torch.compile(fullgraph=True) with masks, biases and dropout: as eager, without a compilation for each mask."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_checks import compiled, equal, fresh, no_compilation
+from masked_problems import MaskedProblem, Tensors
+from problems import shard
+from processes import Processes
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cp_dtensor import HeadTail, context_parallel, context_parallel_attention
+from cp_dtensor.documents import Documents
+from cp_dtensor.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
+
+RANKS = 2
+LENGTH = 13
+MASKS: tuple[Mask, ...] = (
+    Documents([0, 4, 9, 13], within=Causal()),
+    Documents([0, 1, 6, 12]),
+    SlidingWindow(3, 1) & Documents([0, 7, 13]),
+    PrefixLM(5) | SlidingWindow(None, 2),
+)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    two = Processes(RANKS, timeout=120)
+    yield two
+    two.stop()
+
+
+def world() -> DeviceMesh:
+    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+
+
+def problem(mask: Mask, bias: str = "") -> MaskedProblem:
+    return MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2, bias=bias)
+
+
+def leaves_of(case: MaskedProblem, rank: int, seed: int) -> tuple[Tensors, torch.Tensor, Tensors]:
+    """(leaves, gradient of out, what must come out) of a rank."""
+    whole = case.draw(seed)
+    q, k, v, grad_out, *bias = case.shard(whole, HeadTail(), rank, RANKS)
+    leaves = tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias))
+    out, dq, dk, dv, _, *dbias = case.reference(*whole)
+    expected = tuple(shard(tensor, HeadTail(), rank, RANKS) for tensor in (out, dq, dk, dv, *dbias))
+    return leaves, grad_out, expected
+
+
+def check(out: torch.Tensor, leaves: Tensors, grad_out: torch.Tensor, expected: Tensors, what: object) -> None:
+    grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad_out)
+    names = ("out", "dq", "dk", "dv", "dbias")[: len(expected)]
+    for name, got, wanted in zip(names, (out, *grads), expected, strict=True):
+        equal(got, wanted, f"{name}, {what}")
+
+
+def functions(rank: int) -> None:
+    fresh()
+    mesh = world()
+    for method in ("ring", "ulysses"):
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, method: str = method) -> torch.Tensor:
+            return context_parallel_attention(q, k, v, mesh=mesh, mask=mask, method=method, enable_gqa=True)
+
+        for mask in MASKS[1:]:
+            leaves, grad_out, expected = leaves_of(problem(mask), rank, 1)
+            check(compiled(attend)(*leaves, mask), leaves, grad_out, expected, (method, mask))
+            with no_compilation():
+                check(compiled(attend)(*leaves, mask), leaves, grad_out, expected, (method, mask, "again"))
+
+
+def test_masks_of_functions(processes: Processes) -> None:
+    processes.run(functions)
+
+
+def biased(rank: int) -> None:
+    fresh()
+    mesh = world()
+    for method in ("ring", "ulysses"):
+
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, method: str = method
+        ) -> torch.Tensor:
+            return context_parallel_attention(
+                q, k, v, mesh=mesh, attn_mask=bias, is_causal=True, method=method, enable_gqa=True
+            )
+
+        for bias in ("boolean s", "additive hs"):
+            leaves, grad_out, expected = leaves_of(problem(Causal(), bias), rank, 2)
+            check(compiled(attend)(*leaves), leaves, grad_out, expected, (method, bias))
+
+
+def test_biases_of_functions(processes: Processes) -> None:
+    processes.run(biased)
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def sdpa_with_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+
+def contexts(rank: int) -> None:
+    fresh()
+    mesh = world()
+    function = compiled(sdpa)
+    for number, mask in enumerate(MASKS):  # each step has documents of its own
+        leaves, grad_out, expected = leaves_of(problem(mask), rank, number)
+        steps = torch.compiler.set_stance("default") if number == 0 else no_compilation()
+        with steps:
+            with context_parallel(mesh, mask=mask, buffers=[torch.arange(LENGTH)], buffer_seq_dims=[0]):
+                out = function(*leaves)
+            check(out, leaves, grad_out, expected, mask)  # backward comes after it
+    leaves, grad_out, expected = leaves_of(problem(Full()), rank, 9)
+    with context_parallel(mesh, buffers=[torch.arange(LENGTH)], buffer_seq_dims=[0]):
+        check(function(*leaves), leaves, grad_out, expected, "a context without a mask")
+    for bias in ("boolean bhs", "additive s"):
+        leaves, grad_out, expected = leaves_of(problem(MASKS[0], bias), rank, 3)
+        with context_parallel(mesh, mask=MASKS[0], buffers=[torch.arange(LENGTH)], buffer_seq_dims=[0]):
+            check(compiled(sdpa_with_bias)(*leaves), leaves, grad_out, expected, bias)
+
+
+def test_masks_of_contexts_do_not_compile_again(processes: Processes) -> None:
+    processes.run(contexts)
+
+
+def dropped(rank: int) -> None:
+    fresh()
+    mesh = world()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.4, enable_gqa=True)
+
+    leaves, grad_out, _ = leaves_of(problem(Full()), rank, 4)
+    results = []
+    for function in (attend, compiled(attend), compiled(attend)):
+        torch.manual_seed(7)
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
+    for result in results[1:]:
+        for name, got, expected in zip(("out", "dq", "dk", "dv"), result, results[0], strict=True):
+            equal(got, expected, name)
+    assert not torch.equal(compiled(attend)(*leaves), results[0][0]), "another draw"
+
+
+def test_dropout_is_drawn_at_every_call(processes: Processes) -> None:
+    processes.run(dropped)
