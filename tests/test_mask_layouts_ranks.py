@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked_checks import WAYS, MaskedCase, check_masked
+from masked_problems import MaskedProblem
 from method_checks import RING_ULYSSES, ULYSSES_RING, check
 from problems import Problem, shard
 from ranks import run_ranks
@@ -17,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Balanced,
+    Batched,
     Causal,
     ContextParallel,
     Documents,
     Layout,
+    Mask,
     PerDocument,
     PrefixLM,
     SlidingWindow,
@@ -199,3 +203,21 @@ def test_a_context_attends_to_the_whole_sequence(layout: Layout) -> None:
         assert all(torch.equal(buffer, tensor) for buffer, tensor in zip(buffers, (q, k, v), strict=True))
 
     run_ranks(3, body)
+
+
+PACKED = Documents(CU_SEQLENS, within=Causal())
+MASKS = [PACKED, Documents(CU_SEQLENS), PrefixLM(9), SlidingWindow(6, 2), Batched([PACKED, Causal()])]
+
+
+@pytest.mark.parametrize(("shape", "names"), [((3,), ("cp",)), ((2, 2), RING_ULYSSES)], ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: repr(mask)[:48])
+def test_masked_attention_under_the_layout_of_its_mask(
+    mask: Mask, shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    problem = MaskedProblem(LENGTH, LENGTH, mask, batch=2, q_heads=4)
+    made_for_it = [Balanced(mask, LENGTH), PerDocument(CU_SEQLENS, seq_len=LENGTH)]
+    check_masked(
+        [MaskedCase(problem, layout, tuple(way.items()), seed=0) for layout in made_for_it for way in WAYS[len(shape)]],
+        shape,
+        names,
+    )
