@@ -55,7 +55,7 @@ def extras_of(q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float)
     if attn_mask is None and not dropout_p:
         return NO_EXTRAS
     # Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another one each time.
-    seed = torch.empty((), dtype=torch.int64, device=q.device).random_() if dropout_p else None
+    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device) if dropout_p else None
     return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), dropout_p, seed)
 
 

@@ -17,7 +17,18 @@ from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, con
 from cp_dtensor.masks import layers_of
 
 NAMES = ("out", "dq", "dk", "dv", "lse", "dbias")
-BIASES = ("", "boolean bhs", "boolean s")
+BIASES = (
+    "",
+    "",
+    "",
+    "boolean bhs",
+    "boolean s",
+    "boolean b",
+    "additive bhs",
+    "additive hs",
+    "additive s",
+    "additive h",
+)
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(2))
 # Of one axis, of two that are rings, and of two of which the inner one exchanges heads.
 WAYS: dict[int, tuple[dict[str, str], ...]] = {

@@ -39,7 +39,7 @@ def local_extras(
             f"dropout_p={dropout_p} on DTensors that are sharded along the sequence cannot be compiled: use plain "
             "shards in a context_parallel region, or 0.0"
         )
-    seed = torch.empty((), dtype=torch.int64, device=q.to_local().device).random_()
+    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.to_local().device)
     mesh = q.device_mesh
     for axis in range(mesh.ndim):  # ranks that hold the same must drop the same
         dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)

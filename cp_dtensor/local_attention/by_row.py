@@ -9,7 +9,13 @@ import torch
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.local_attention.base import LocalAttention, Problem
 from cp_dtensor.local_attention.tile_rows import TileRows, tile_rows
-from cp_dtensor.masked_attention import Dropout, attention_backward, attention_forward
+from cp_dtensor.masked_attention import (
+    Dropout,
+    attention_backward,
+    attention_bias_gradient,
+    attention_delta,
+    attention_forward,
+)
 from cp_dtensor.tile_masks import IntervalMask, TileMask
 
 
@@ -52,6 +58,28 @@ class ByRowAttention(LocalAttention):
             grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows)
         )
         return dq, dk, dv
+
+    def add_bias_gradient(
+        self,
+        total: torch.Tensor,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> None:
+        """Adds this tile's share of the gradient of the bias to `total`, which is of the bias's shape."""
+        rows = _rows(mask, q)
+        bias = self._bias(rows)
+        assert bias is not None
+        share = attention_bias_gradient(
+            grad_out, q, k, v, lse, rows.mask, scale, bias=bias, delta=attention_delta(grad_out, out),
+            dropout=self._dropout(rows), grad_dtype=total.dtype,
+        )  # fmt: skip
+        rows.add_to_bias_columns(total, share)
 
     def _bias(self, rows: TileRows) -> torch.Tensor | None:
         return None if self.extras.bias is None else rows.bias_columns(self.extras.bias)
