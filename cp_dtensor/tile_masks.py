@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
-from cp_dtensor.bands import Layer, pairs_of, within
+from cp_dtensor.bands import Band, Layer, pairs_of, within
 from cp_dtensor.key_runs import KeyRun
 from cp_dtensor.layouts import Segment, Span
 
@@ -60,6 +60,10 @@ FULL_TILE = ShapedMask(0)
 CAUSAL_TILE = ShapedMask(1)
 
 
+_FEW_SEGMENTS = 16
+"""Runs of no more are looked at one by one."""
+
+
 @dataclass(frozen=True, eq=False)
 class IntervalMask(TileMask):
     """Row i of a tile sees the columns whose keys lie in the interval of its query: columns lo_i <= j < hi_i.
@@ -96,17 +100,24 @@ class IntervalMask(TileMask):
 
     @cached_property
     def pairs(self) -> int:
-        """Number of (row, column) pairs that are seen, in a batch row on average; of stripes, an estimate."""
+        """Number of (row, column) pairs that are seen, in a batch row on average; of stripes and many pieces, about."""
         total = 0.0
         for layer in self.layers:
             for segment in self.queries:
                 share = segment.length / max(segment.last + 1 - segment.start, 1)  # of a stripe's range
                 for band in within(layer, (segment.start, segment.last + 1), self.keys.positions):
-                    total += share * sum(
-                        _density(keys) * pairs_of(((band,),), (band.first, band.last), (keys.start, keys.last + 1))
-                        for keys in self.keys.meeting(band.shown)
-                    )
+                    total += share * self._pairs_of(band)
         return int(total) // len(self.layers)
+
+    def _pairs_of(self, band: Band) -> float:
+        """With all queries of a clipped band."""
+        if len(self.keys.segments) > _FEW_SEGMENTS:
+            lo, hi = band.shown
+            return band.pairs * (self.keys.rows_before(hi) - self.keys.rows_before(lo)) / (hi - lo)
+        return sum(
+            _density(keys) * pairs_of(((band,),), (band.first, band.last), (keys.start, keys.last + 1))
+            for keys in self.keys.meeting(band.shown)
+        )
 
 
 def _density(segment: Segment) -> float:

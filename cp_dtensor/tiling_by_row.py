@@ -27,9 +27,7 @@ _MOST_PARTS = 64
 
 
 @lru_cache(maxsize=256)
-def tiling_of(
-    groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]
-) -> Tiling:
+def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]) -> Tiling:
     """The tiling of one call over one axis; `lengths` are those of all queries and keys, which the mask speaks of."""
     if masking is Masking.BY_SHAPE:
         return TilingByShape(groups, mask)
@@ -49,9 +47,7 @@ class _Entry:
 class TilingByRow(Tiling):
     """See above. With `unbroken`, runs have neighbouring positions."""
 
-    def __init__(
-        self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool
-    ) -> None:
+    def __init__(self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool) -> None:
         self._groups, self._unbroken = groups, unbroken
         by_row = layers_of(mask, *lengths, groups[-1].batch[1])
         count = max(map(len, by_row))
@@ -59,6 +55,7 @@ class TilingByRow(Tiling):
         self._layers: tuple[tuple[Layer, ...], ...] = tuple(zip(*padded, strict=True))
         """Of each layer, that of every batch row (or one for all)."""
         self._seen: dict[tuple[int, int], list[Span]] = {}
+        self._pieces_of: dict[tuple[int, int], list[list[Segment]]] = {}
 
     @property
     def groups(self) -> Sequence[GroupSegments]:
@@ -86,9 +83,9 @@ class TilingByRow(Tiling):
 
     def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
         """Tiles against parts of shards, given their first rows in the order of rows."""
-        for group in self._groups:
+        for index, group in enumerate(self._groups):
             pieces = chain.from_iterable(
-                _placed(self._pieces(group, owner, part), start) for (owner, part), start in starts.items()
+                _placed(self._pieces(index, owner, part), start) for (owner, part), start in starts.items()
             )
             for row, run in runs_of(pieces, unbroken=self._unbroken):
                 for layers in self._layers:
@@ -96,16 +93,12 @@ class TilingByRow(Tiling):
                     if tile is not None:
                         yield tile
 
-    def _pieces(self, group: GroupSegments, owner: int, part: int) -> Iterator[Segment]:
-        """The segments of a part, or what of them lies in it."""
-        first, last = self._cuts[owner][part], self._cuts[owner][part + 1]
-        row = 0
-        for segment in group.kv_by_rank[owner]:
-            start, stop = max(first - row, 0), min(last - row, segment.length)
-            if start < stop:
-                whole = (start, stop) == (0, segment.length)
-                yield segment if whole else Segment.contiguous(segment.start + start, segment.start + stop)
-            row += segment.length
+    def _pieces(self, index: int, owner: int, part: int) -> Sequence[Segment]:
+        """The segments of a part, or what of them lies in it, in a batch group."""
+        found = self._pieces_of.get((index, owner))
+        if found is None:
+            found = self._pieces_of[index, owner] = _divided(self._groups[index].kv_by_rank[owner], self._cuts[owner])
+        return found[part]
 
     @cached_property
     def _cuts(self) -> tuple[tuple[int, ...], ...]:
@@ -145,8 +138,8 @@ class TilingByRow(Tiling):
             for part in range(len(self._cuts[owner]) - 1)
             if any(
                 _meets(self._spans_seen(reader, index), (piece.start, piece.last + 1))
-                for index, group in enumerate(self._groups)
-                for piece in self._pieces(group, owner, part)
+                for index in range(len(self._groups))
+                for piece in self._pieces(index, owner, part)
             )
         )
 
@@ -157,8 +150,7 @@ class TilingByRow(Tiling):
 
     def _rows_of(self, reader: int, lengths: tuple[tuple[int, ...], ...]) -> GatheredRows:
         places = [(owner, part) for owner, parts in enumerate(self._wanted[reader]) for part in parts]
-        first = self._groups[0]
-        places.sort(key=lambda place: next((piece.start for piece in self._pieces(first, *place)), -1))
+        places.sort(key=lambda place: next((piece.start for piece in self._pieces(0, *place)), -1))
         starts = [[-1] * len(parts) for parts in lengths]
         row = 0
         for owner, part in places:
@@ -183,6 +175,24 @@ class TilingByRow(Tiling):
 
 def _of_batch(layers: tuple[Layer, ...], batch: Span) -> tuple[Layer, ...]:
     return layers[slice(*batch)] if len(layers) > 1 else layers
+
+
+def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segment]]:
+    """Of each part between two cuts the segments, or what of them lies in it."""
+    parts: list[list[Segment]] = [[] for _ in pairwise(cuts)]
+    row = 0
+    for segment in segments:
+        stop = row + segment.length
+        part = bisect_right(cuts, row) - 1
+        while part < len(parts) and cuts[part] < stop:
+            first, last = max(cuts[part], row), min(cuts[part + 1], stop)
+            if (first, last) == (row, stop) and row < stop:
+                parts[part].append(segment)
+            elif first < last:
+                parts[part].append(Segment.contiguous(segment.start + first - row, segment.start + last - row))
+            part += 1
+        row = stop
+    return parts
 
 
 def _placed(pieces: Iterable[Segment], row: int) -> Iterator[tuple[int, Segment]]:
