@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
 from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 
 RANKS = 3
@@ -176,7 +176,10 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
         {name: tensor(dtype=torch.float64) for name in "qkv"},
         "dtype: rank 1 says 'torch.float64', the others 'torch.float32'",
     ),
-    "mask": ({"is_causal": True}, "is_causal: rank 1 says True, the others False"),
+    "is_causal": ({"is_causal": True}, "mask: rank 1 says \"Causal(alignment='top_left')\", the others 'Full()'"),
+    "mask": ({"mask": PrefixLM(4)}, "mask: rank 1 says 'PrefixLM(length=4)', the others 'Full()'"),
+    "dropout": ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
+    "attn_mask": ({"attn_mask": torch.zeros(8, 24)}, "has_bias: rank 1 says True, the others False"),
     "scale": ({"scale": 0.5}, "scale: rank 1 says 0.5, the others 0.25"),
     "layout": ({"layout": Striped(2)}, "layout: rank 1 says 'Striped(block=2)', the others 'HeadTail()'"),
     "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'auto'"),

@@ -234,23 +234,25 @@ def test_only_the_thread_that_entered_is_in_the_region() -> None:
 def test_the_main_thread_is_like_any_other() -> None:
     q, k, v = WHOLE[:3]
 
-    def refuses_dropout() -> bool:
+    def is_in_region() -> bool:
         try:
-            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-        except NotImplementedError:
+            F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(13, 12))  # which has 13 keys
+        except ValueError:
             return True
-        return False
+        except RuntimeError:  # of torch
+            return False
+        raise AssertionError("a mask that does not fit was taken")
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for _ in range(2):
             with context_parallel(dist.group.WORLD):
                 with context_parallel(dist.group.WORLD):
-                    assert refuses_dropout()
-                assert refuses_dropout()
+                    assert is_in_region()
+                assert is_in_region()
                 with ThreadPoolExecutor(1) as pool:
-                    assert not pool.submit(refuses_dropout).result()
-            assert not refuses_dropout()
+                    assert not pool.submit(is_in_region).result()
+            assert not is_in_region()
     finally:
         dist.destroy_process_group()
 

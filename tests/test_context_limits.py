@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +38,43 @@ def test_extra_keys_of_multihead_attention_are_refused(option: str) -> None:
         with context_parallel(group()), pytest.raises(NotImplementedError, match="extra key"):
             attention(x, x, x, need_weights=False)
         attention(x, x, x, need_weights=False)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 4, dtype=torch.bool), torch.zeros(4, 4)], ids=["boolean", "additive"])
+def test_masks_of_the_keys_of_this_rank_are_refused(mask: torch.Tensor) -> None:
+    def body(rank: int) -> None:
+        hidden = torch.randn(1, 4, 8)
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        q = hidden.unsqueeze(1)
+        calls: list[Callable[[], object]] = [
+            lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask),
+            lambda: attention(hidden, hidden, hidden, need_weights=False, attn_mask=mask),
+            lambda: attention(hidden, hidden, hidden, need_weights=False, key_padding_mask=mask[:1]),
+            lambda: layer(hidden, src_mask=mask),
+            lambda: layer.eval()(hidden, src_key_padding_mask=mask[:1]),
+        ]
+        for call in calls:
+            with context_parallel(group()), pytest.raises(ValueError, match=r"the 8 keys of the whole sequence.*, 4\)"):
+                call()
+            dist.barrier()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_of_modules_is_neither_ignored_nor_done_in_eval_mode(training: bool) -> None:
+    whole = torch.randn(1, 8, 8)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).train(training)
+    kept = copy.deepcopy(attention).eval()(whole, whole, whole, need_weights=False)[0]
+
+    def body(rank: int) -> None:
+        hidden = whole.clone()
+        with context_parallel(group(), buffers=[hidden], buffer_seq_dims=[1], layout=Contiguous()):
+            out = attention(hidden, hidden, hidden, need_weights=False)[0]
+        assert torch.allclose(out, kept.chunk(2, dim=1)[rank], atol=1e-6) is not training
 
     run_ranks(2, body)
 

@@ -113,22 +113,6 @@ def test_tensor_parallel_and_context_parallel_on_a_two_dim_mesh() -> None:
         run_ranks(WORLD, check_equals_full_tensors, (2, 2), GROUPED, ((CP, TP),) * 3, (CP, TP))
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ({"dropout_p": 0.25}, r"got dropout_p=0.25, expected 0.0"),
-        ({"attn_mask": torch.ones(4, 16).bool()}, r"got a mask of shape \(4, 16\), expected None"),
-    ],
-    ids=["dropout", "attn_mask"],
-)
-def test_dropout_and_masks_are_refused_clearly(argument: dict[str, Any], message: str) -> None:
-    def body(shards: Attended) -> None:
-        with pytest.raises(NotImplementedError, match=message), context_parallel(dist.group.WORLD):
-            F.scaled_dot_product_attention(shards.q, shards.k, shards.v, **argument)
-
-    on_every_rank(body)
-
-
 def test_non_causal_attention_with_load_balance() -> None:
     on_every_rank(attend_in_context, Problem(16, 16))
 

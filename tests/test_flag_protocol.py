@@ -6,7 +6,7 @@ read what has not been written, or overwrite what a peer has still to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,12 +19,13 @@ pytest.importorskip("cp_dtensor.kernels.copy_pieces")
 from interleavings import run
 from streams import Group, Rank, Stream
 
-from cp_dtensor.attention_call import AttentionCall
+from cp_dtensor.attention_call import AttentionCall, Tensors
 from cp_dtensor.division import CallShape, LayoutDivision
+from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.head_division import divide_heads
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.masks import Causal, Full, Mask
+from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow, is_plain
 from cp_dtensor.plan import Stages, gathered_plan
 from cp_dtensor.planning import _kinds
 from cp_dtensor.ring import RingCall
@@ -32,6 +33,7 @@ from cp_dtensor.rotation.device_streams import FlagOperations
 from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.tiling import Masking
 from cp_dtensor.two_axes import UnitedDivision
 from cp_dtensor.ulysses import UlyssesCall
 
@@ -47,12 +49,12 @@ class Stage(AttentionCall):
     rank: Rank
     saved: list[torch.Tensor] = field(default_factory=list)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool) -> tuple[Any, Any, Any]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[Any, Any, Any]:
         self.rank.use(q, k, v)
         self.saved[:] = [q, k, v]
         return torch.empty_like(q), q.new_empty(q.shape[:3]), ()
 
-    def backward(self, grad_out: torch.Tensor, saved: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
+    def backward(self, grad_out: torch.Tensor, _: Extras, saved: Tensors, grad_bias: object) -> tuple[Any, Any, Any]:
         self.rank.use(grad_out, *saved)
         q, k, v = map(torch.empty_like, saved)
         return q, k, v
@@ -82,8 +84,10 @@ class Tiles(LocalAttention):
 
 
 def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallShape:
-    division = LayoutDivision(layout, 8 * ranks, 8 * ranks, 1, ranks)
-    return CallShape(division, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, itemsize=4)
+    length = 8 * ranks
+    masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.BY_ROW
+    division = LayoutDivision(layout, length, length, 1, ranks)
+    return CallShape(division, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, 4, masking)
 
 
 def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
@@ -104,13 +108,13 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         inner = tuple(Stage(rank) for _ in range(stages))
         call = UlyssesCall(rank, heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
         q, k, v = tensors(rank, 3)
-        out, lse, _ = call.forward(q, k, v, needs_lse=False)
+        out, lse, _ = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)
         rank.use(out)
         if backward:
             with mock.patch("cp_dtensor.ulysses.CollectiveHeads"):
-                call.saved_again(q, k, v, out, lse.view(1, 0, 1))  # as compiled code does
+                call.saved_again(q, k, v, out, lse.view(1, 0, 1), NO_EXTRAS)  # as compiled code does
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
-            rank.use(*call.backward(*tensors(rank, 1), saved))
+            rank.use(*call.backward(*tensors(rank, 1), NO_EXTRAS, saved, None))
 
     return program
 
@@ -122,9 +126,9 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
         call = RingCall(plan, rank, SymmetricMemory(), Tiles(rank), 1.0, torch.float32)
         q, k, v, grad_out = tensors(rank, 4)
-        _, _, saved = call.forward(q, k, v, False)
+        _, _, saved = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)
         if backward:
-            call.backward(grad_out, saved)
+            call.backward(grad_out, NO_EXTRAS, saved, None)
 
     return program
 
@@ -209,7 +213,16 @@ def test_ulysses_in_graphs(ranks: int, stages: int, two_streams: bool) -> None:
     check(ranks, in_graphs(ulysses(stages, two_streams, backward=True)))
 
 
-@pytest.mark.parametrize(("mask", "layout"), [(Full(), Contiguous()), (Causal(), HeadTail()), (Causal(), Contiguous())])
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        (Full(), Contiguous()),
+        (Causal(), HeadTail()),
+        (Causal(), Contiguous()),
+        (SlidingWindow(5, 0), Contiguous()),  # of some keys of some ranks, which lie elsewhere on each
+        (SlidingWindow(2, 1), HeadTail()),
+    ],
+)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @all_worlds
 def test_rings(ranks: int, stages: int, mask: Mask, layout: Layout) -> None:
