@@ -10,14 +10,18 @@ from cp_dtensor.arguments import Mesh, axis_names, checked_layout, checked_seq_l
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Causal, Full
+from cp_dtensor.mask_arguments import checked_mask
+from cp_dtensor.masks import Causal, Full, Mask, is_plain, layers_of
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.splitting import axes_of
+from cp_dtensor.tiling import Masking
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks); what `explain` takes where there is no GPU."""
+
+_LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def explain(
     head_dim: int = 128,
     batch_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    is_causal: bool = True,
+    is_causal: bool | None = None,
+    mask: Mask | None = None,
     layout: Layout | None = None,
     rotate_method: str | None = None,
     hardware: Hardware | None = None,
@@ -96,7 +101,8 @@ def explain(
         head_dim: of queries, keys and values.
         batch_size: rows of the batch.
         dtype: of the inputs.
-        is_causal: whether query i sees keys j <= i only.
+        is_causal: whether query i sees keys j <= i only; if None, it does unless a mask is given.
+        mask: which query may see which key, such as `Documents(cu_seqlens)`; with `is_causal`, what both show.
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: how K/V travel in rings; the process default if None.
         hardware: of every rank. If None, it is that of the mesh's GPUs, whose links are measured once (a collective);
@@ -124,8 +130,20 @@ def explain(
     names, ranks = _axes_of_several(mesh)
     lengths = checked_seq_len(seq_len)
     division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
-    mask = Causal() if is_causal else Full()
-    shape = CallShape(division, mask, batch_size, q_heads, kv_heads, head_dim, head_dim, dtype.itemsize)
+    shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
+    by_shape = is_plain(shown, *lengths)
+    shape = CallShape(
+        division,
+        Causal() if by_shape and shown != Full() else shown,
+        batch_size,
+        q_heads,
+        kv_heads,
+        head_dim,
+        head_dim,
+        dtype.itemsize,
+        Masking.BY_SHAPE if by_shape else Masking.BY_ROW,
+    )
+    layers_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -140,7 +158,7 @@ def explain(
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "
-        f"{'causal' if is_causal else 'full'}, {dtype}, {layout}",
+        f"{_described(shown, *lengths)}, {dtype}, {_short(layout)}",
         assumption,
         names,
         found,
@@ -149,3 +167,14 @@ def explain(
     if ranks.rank == 0:
         print(explanation, flush=True)
     return explanation
+
+
+def _described(mask: Mask, q_len: int, kv_len: int) -> str:
+    if mask in (Full(), Causal()):
+        return "full" if mask == Full() else "causal"
+    return f"{_short(mask)} ({mask.pairs(q_len, kv_len) / max(q_len * kv_len, 1):.1%} of all pairs)"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_NAME else f"{type(value).__name__}(...)"

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import explain
+from cp_dtensor import Balanced, Batched, Documents, Full, explain
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
-from cp_dtensor.explain import H200
+from cp_dtensor.explain import H200, Explanation
 from cp_dtensor.layouts import HeadTail
 from cp_dtensor.masks import Causal
 from cp_dtensor.rotation.choice import METHODS
@@ -119,6 +119,34 @@ def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixtu
     assert "over the group" in capsys.readouterr().out
 
 
+def test_explain_of_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is hidden takes no time; a mask is causal too if asked for; a causal mask is what is_causal says."""
+    documents = Documents([*range(0, 65536, 500), 65536])
+
+    def body(rank: int) -> dict[str, Explanation]:
+        def of(**options: object) -> Explanation:
+            return explain(dist.group.WORLD, seq_len=65536, q_heads=8, **options)  # type: ignore[arg-type]
+
+        return {
+            "causal": of(),
+            "causal mask": of(mask=Causal()),
+            "full": of(is_causal=False),
+            "documents": of(mask=documents),
+            "causal documents": of(mask=documents, is_causal=True),
+            "made for them": of(mask=documents, layout=Balanced(documents, 65536)),
+        }
+
+    found = run_ranks(2, body)[0]
+    assert found["causal"].methods == found["causal mask"].methods
+    seconds = {name: each.methods["ring"].forward for name, each in found.items()}
+    assert seconds["causal documents"] < seconds["documents"] < seconds["causal"] / 10 < seconds["full"] / 15
+    received = {name: each.methods["ring"].outer_bytes for name, each in found.items()}
+    assert 0 < received["made for them"] < received["documents"] < received["causal"]
+    printed = capsys.readouterr().out
+    assert "batch 1, Documents(...) (0.8% of all pairs), torch.bfloat16, HeadTail()" in printed
+    assert "batch 1, causal, torch.bfloat16, HeadTail()" in printed
+
+
 @pytest.mark.parametrize(("sizes", "name"), [((1, 4), "ulysses"), ((4, 1), "ring")])
 def test_an_axis_of_one_rank_counts_as_none(
     sizes: tuple[int, int], name: str, capsys: pytest.CaptureFixture[str]
@@ -147,6 +175,8 @@ def test_one_rank_alone_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) 
         ({"q_heads": 6, "kv_heads": 4}, "expected q_heads to be a multiple of kv_heads, got 6 and 4"),
         ({"q_heads": 4, "head_dim": 1.5}, r"expected head_dim to be an integer >= 1, got 1\.5"),
         ({"q_heads": 4, "seq_len": -1}, "expected seq_len to be a length >= 0"),
+        ({"q_heads": 4, "mask": Documents([0, 9])}, "the documents of a mask end at 9"),
+        ({"q_heads": 4, "mask": Batched([Causal(), Full()])}, "the mask is of 2 batch rows, got a batch of 1"),
     ],
 )
 def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: str) -> None:
