@@ -160,7 +160,7 @@ class _Workspaces:
                     "backward of this size before capturing"
                 )
             if held is not None:
-                kv_bytes, grad_bytes = max(kv_bytes, held.kv_bytes), max(grad_bytes, held.grad_bytes)
+                kv_bytes, grad_bytes = _grown(kv_bytes, held.kv_bytes), _grown(grad_bytes, held.grad_bytes)
                 # Peers may be reading the old memory until all have come here.
                 torch.cuda.synchronize(device)
                 dist.barrier(group)
@@ -253,6 +253,11 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
     dist.barrier(group)
     torch.cuda.synchronize(device)
     return made
+
+
+def _grown(needed: int, held: int) -> int:
+    """Half as much again where it does not suffice: masks that change with every step want a little more each time."""
+    return held if needed <= held else max(needed, held + held // 2)
 
 
 def _round_up(count: int) -> int:
