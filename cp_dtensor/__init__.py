@@ -6,6 +6,7 @@ from cp_dtensor.context import context_parallel
 from cp_dtensor.documents import Documents
 from cp_dtensor.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.explain import explain
+from cp_dtensor.flex import context_parallel_flex_attention
 from cp_dtensor.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.mask_layouts import Balanced, PerDocument
@@ -33,6 +34,7 @@ __all__ = [
     "Striped",
     "context_parallel",
     "context_parallel_attention",
+    "context_parallel_flex_attention",
     "context_parallel_shard",
     "context_parallel_unshard",
     "disable_context_parallel_dispatcher",

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
-from cp_dtensor.layouts import Layout, Segment
+from cp_dtensor.layouts import Layout
 from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.tensors import positions_of
 
 
 def context_parallel_shard(
@@ -105,9 +106,9 @@ def local_positions(
     if batch_size is None:
         if len(layout.batch_groups(2)) > 1:
             raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
-        return _positions(layout.segments(seq_len, rank, world_size), device)
+        return positions_of(layout.segments(seq_len, rank, world_size), device)
     rows = [
-        _positions(layout.segments(seq_len, rank, world_size, index), device).expand(stop - start, -1)
+        positions_of(layout.segments(seq_len, rank, world_size, index), device).expand(stop - start, -1)
         for index, (start, stop) in enumerate(layout.batch_groups(batch_size))
     ]
     return torch.cat(rows)
@@ -246,16 +247,8 @@ def _rows_and_positions(
     """For each batch group: a view of its batch rows (of everything, if rows are alike), and the rank's positions."""
     groups = layout.batch_groups(tensor.size(0))
     positions = [
-        _positions(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
+        positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
     ]
     if len(groups) == 1:
         return [(tensor, positions[0])]
     return [(tensor[start:stop], each) for (start, stop), each in zip(groups, positions, strict=True)]
-
-
-def _positions(segments: tuple[Segment, ...], device: torch.device | str | None) -> torch.Tensor:
-    parts = []
-    for segment in segments:
-        index = torch.arange(segment.length, device=device)
-        parts.append(segment.start + (index // segment.block) * segment.period + index % segment.block)
-    return torch.cat(parts)

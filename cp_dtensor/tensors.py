@@ -1,13 +1,14 @@
-"""Views, memory order and devices of (B, H, S, D) tensors."""
+"""Views, memory order and devices of (B, H, S, D) tensors, and positions as tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
 
-from cp_dtensor.layouts import Span
+from cp_dtensor.layouts import Segment, Span
 
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
@@ -16,6 +17,19 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
         if span is not None and span != (0, tensor.size(dim)):
             tensor = tensor.narrow(dim, span[0], span[1] - span[0])
     return tensor
+
+
+def positions_of(segments: Iterable[Segment], device: torch.device | str | None = None) -> torch.Tensor:
+    """The global positions of some segments' tokens, in local order: (tokens,) int64.
+
+    >>> positions_of([Segment(start=2, length=5, block=2, period=8)]).tolist()
+    [2, 3, 10, 11, 18]
+    """
+    parts = []
+    for segment in segments:
+        index = torch.arange(segment.length, device=device)
+        parts.append(segment.start + (index // segment.block) * segment.period + index % segment.block)
+    return torch.cat(parts)
 
 
 def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:

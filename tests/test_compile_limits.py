@@ -16,7 +16,6 @@ from compile_checks import Shards, causal, compiled, equal, fresh, no_compilatio
 from processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dtensor import (
     Contiguous,
@@ -71,7 +70,6 @@ def refusals(rank: int) -> None:
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), q, match="dropout is not supported")
         with torch._dynamo.config.patch(caching_precompile=True):
             fails(lambda q: q + 1, q, match="caching_precompile takes compiled code from disk")
-        fails(lambda q: flex_attention(q, q, q), q, match="FlexAttention is not supported")
         attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
         fails(lambda q: attention(q, q, q)[0], q[0], match="need_weights=True")
         equal(compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0]),

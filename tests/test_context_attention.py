@@ -12,7 +12,6 @@ from problems import Problem, reference, shard
 from ranks import run_ranks
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
 from cp_dtensor import Contiguous, HeadTail, Striped, context_parallel
@@ -157,18 +156,6 @@ def test_attention_over_a_length_that_no_buffer_has(layout: Any, buffer_length: 
             assert_close(imported_by_name(q, k, v, is_causal=True), shard(expected, layout, rank, 4))
 
     run_ranks(4, body)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_refused_in_a_region_and_left_alone_outside() -> None:
-    q = torch.randn(1, 2, 8, 4)
-    assert_close(flex_attention(q, q, q), F.scaled_dot_product_attention(q, q, q), tolerance=1e-5)
-
-    def body(rank: int) -> None:
-        with region(), pytest.raises(NotImplementedError, match="FlexAttention is not supported"):
-            flex_attention(q, q, q)
-
-    run_ranks(1, body)
 
 
 def test_meta_tensors_are_left_to_torch() -> None:

@@ -11,6 +11,7 @@ from cp_dtensor._torch_private.compiler import (
     compiled_code_kept_apart,
     constant_in_trace,
     is_traced,
+    known_now,
     never_compiled,
     refuse_in_compiled_function,
     traced_inside,
@@ -27,10 +28,17 @@ from cp_dtensor._torch_private.dtensor import (
     tensor_inputs,
 )
 from cp_dtensor._torch_private.experimental_context_parallel import experimental_context_parallel_settings
+from cp_dtensor._torch_private.flex import (
+    FLEX_ATTENTION_IS_KNOWN,
+    WHOLE_BLOCK,
+    captured_flex_attention_checked,
+    flex_attention_redirected,
+    original_flex_attention,
+    with_write_order_like,
+)
 from cp_dtensor._torch_private.groups import group_of_name, name_of_group
 from cp_dtensor._torch_private.patches import (
     checkpointed_functions_bound,
-    flex_attention_checked,
     multihead_attention_ends_in_sdpa,
 )
 from cp_dtensor._torch_private.profiling import label
@@ -43,7 +51,7 @@ from cp_dtensor._torch_private.sdpa import (
     user_sdpa_priority,
 )
 from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
-from cp_dtensor._torch_private.tensors import swap_identities
+from cp_dtensor._torch_private.tensors import no_dispatch_modes, swap_identities, version_of
 from cp_dtensor._torch_private.threads import (
     current_backward,
     get_thread_state,
@@ -53,11 +61,14 @@ from cp_dtensor._torch_private.threads import (
 )
 
 __all__ = [
+    "FLEX_ATTENTION_IS_KNOWN",
     "FUSED_SDPA_OPS",
+    "WHOLE_BLOCK",
     "OpHandler",
     "SymmetricBuffer",
     "all_gather_single",
     "bound_arguments",
+    "captured_flex_attention_checked",
     "checkpointed_functions_bound",
     "compiled_code_kept_apart",
     "constant_in_trace",
@@ -66,19 +77,22 @@ __all__ = [
     "dtensor_tables",
     "expand_strategies",
     "experimental_context_parallel_settings",
-    "flex_attention_checked",
+    "flex_attention_redirected",
     "get_thread_state",
     "group_of_name",
     "has_cpu_backend",
     "in_autograd_thread",
     "in_main_thread",
     "is_traced",
+    "known_now",
     "label",
     "math_sdpa",
     "mesh_of",
     "multihead_attention_ends_in_sdpa",
     "name_of_group",
     "never_compiled",
+    "no_dispatch_modes",
+    "original_flex_attention",
     "original_sdpa",
     "override_sdpa",
     "propagated",
@@ -94,4 +108,6 @@ __all__ = [
     "traced_inside",
     "user_sdpa_priority",
     "uses_nccl",
+    "version_of",
+    "with_write_order_like",
 ]

@@ -11,10 +11,6 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._higher_order_ops.flex_attention import FlexAttentionHOP
-from torch.nn.attention import flex_attention
-
-_FLEX_VALIDATION = "_validate_sdpa_input"
 
 # What `torch.utils.checkpoint` calls without reentrant autograd; from 2.14 on this name is only a shim.
 _NON_REENTRANT = "_checkpoint_without_reentrant_generator"
@@ -62,35 +58,6 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
             if user is not None:
                 stack.enter_context(patched(user, _NON_REENTRANT, non_reentrant))
-        yield
-
-
-@contextmanager
-def flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
-    """While open, `check`, which may raise, is called before every FlexAttention, however it was imported."""
-
-    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            check()
-            return original(*args, **kwargs)
-
-        return call
-
-    def checked_early(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def validate(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                check()
-            return original(*args, **kwargs)
-
-        return validate
-
-    with ExitStack() as stack:
-        stack.enter_context(patched(FlexAttentionHOP, "__call__", checked))
-        # Called uncompiled, FlexAttention compiles itself; what is raised in there comes out as Dynamo's error.
-        if hasattr(flex_attention, _FLEX_VALIDATION):
-            stack.enter_context(patched(flex_attention, _FLEX_VALIDATION, checked_early))
         yield
 
 

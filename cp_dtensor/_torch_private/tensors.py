@@ -1,8 +1,11 @@
-"""The identity of tensors."""
+"""The identity of tensors, what is written to them, and who sees what is done with them."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -11,3 +14,13 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
     `torch.utils.swap_tensors` does the same but refuses tensors that autograd refers to, which is the very case here.
     """
     torch._C._swap_tensor_impl(first, second)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Counts what has been written to a tensor; None for inference tensors, where nobody does."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def no_dispatch_modes() -> AbstractContextManager[object]:
+    """While open, operators are run and seen by nobody: not traced, not counted, not kept for a recompute."""
+    return _disable_current_modes()

@@ -12,9 +12,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
-from cp_dtensor.region import Region, current_region, innermost_region
-
-_KEY = "cp_dtensor_local_sdpa"
+from cp_dtensor.region import LOCAL_STRETCH, Region, current_region, innermost_region
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,12 @@ def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
         yield
         return
     # The installation is held for less long than that of regions always, so its parts come before those of regions.
-    with _installation.held(), _torch_private.thread_state(_KEY, _LocalStretch(region, queries_are_shards)):
+    with _installation.held(), _torch_private.thread_state(LOCAL_STRETCH, _LocalStretch(region, queries_are_shards)):
         yield
 
 
 def _current() -> _LocalStretch | None:
-    stretch = _torch_private.get_thread_state(_KEY)
+    stretch = _torch_private.get_thread_state(LOCAL_STRETCH)
     return stretch if stretch is not None and stretch.region is current_region() else None
 
 

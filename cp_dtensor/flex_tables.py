@@ -1,0 +1,289 @@
+"""The tables of a block mask of the whole sequence, as one rank's queries see them.
+
+They say which blocks of keys each block of queries sees, and which of those entirely. They are made of tables, without
+asking the mask's function about every pair: where a local block of rows lies in one global block, it has that block's
+row; where it lies in several (chunks that do not begin at a block, stripes), it sees what any of them sees, entirely
+what all of them see so, and of the others each query what its own global block says (`Tables.kinds`).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakIdKeyDictionary
+
+from cp_dtensor import _torch_private
+from cp_dtensor.flex_keys import for_everybody, kept, shard_lengths
+from cp_dtensor.layouts import Layout
+from cp_dtensor.tensors import positions_of
+
+PARTIAL, FULL = 1, 2
+"""What `Tables.kinds` says of blocks that are seen."""
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The queries of one rank."""
+
+    layout: Layout
+    seq_len: int
+    rank: int
+    world_size: int
+    batch_size: int
+    """1 where all batch rows are divided alike."""
+
+    @classmethod
+    def of(cls, layout: Layout, seq_len: int, rank: int, world_size: int, batch_size: int) -> LocalRows:
+        """Those of a batch."""
+        differ = len(layout.batch_groups(batch_size)) > 1
+        return cls(layout, seq_len, rank, world_size, batch_size if differ else 1)
+
+    @property
+    def count(self) -> int:
+        """How many there are in each batch row."""
+        return shard_lengths(self.layout, self.seq_len, self.world_size)[self.rank]
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The batch rows that share their positions."""
+        return self.layout.batch_groups(self.batch_size)
+
+    def check_batch_size(self, of_mask: int) -> None:
+        """Refuses masks that do not have a row for each of the batch, where these differ."""
+        if of_mask not in (1, self.batch_size) and len(self.groups) > 1:
+            raise ValueError(
+                f"{self.layout} divides batch rows differently, so it needs a block mask of one batch row or of "
+                f"{self.batch_size}, got one of {of_mask}"
+            )
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """(rows,) int32, or (batch, rows) where batch rows differ; not to be written to."""
+        return kept(_positions, self, device)
+
+
+class Tables(NamedTuple):
+    """Those of a `BlockMask`, by its names for them, and more where local blocks lie in several global ones."""
+
+    kv_num_blocks: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    full_kv_num_blocks: torch.Tensor | None = None
+    full_kv_indices: torch.Tensor | None = None
+    q_num_blocks: torch.Tensor | None = None
+    q_indices: torch.Tensor | None = None
+    full_q_num_blocks: torch.Tensor | None = None
+    full_q_indices: torch.Tensor | None = None
+    kinds: torch.Tensor | None = None
+    """(B, H, global blocks of queries, blocks of keys): `PARTIAL`, `FULL` or 0; of those that hold local rows."""
+    kinds_row: torch.Tensor | None = None
+    """(rows,) or (batch, rows): in which of those blocks a query lies."""
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> Tables:
+        """The tables of keys, from which all others follow."""
+        return cls(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+
+
+class _Touched(NamedTuple):
+    """In which global blocks of queries the local ones lie, for each batch group."""
+
+    blocks: torch.Tensor
+    """(groups, local blocks, as many as there are at most), repeated where there are fewer."""
+    unique: torch.Tensor
+    """(groups, all of them), likewise."""
+    row: torch.Tensor
+    """(groups, rows) int32: which of `unique` each row lies in."""
+
+
+def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
+    """The lengths that a mask was made for; None for one that is a single block, which goes with all lengths."""
+    if mask is None or min(mask.BLOCK_SIZE) >= _torch_private.WHOLE_BLOCK:
+        return None
+    return mask.seq_lengths[0], mask.seq_lengths[1]
+
+
+def local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
+    """The tables of one rank's mask, int32; remembered as long as the whole mask's tables exist.
+
+    Args:
+        mask: those of keys, of the whole sequence.
+        block_size: how many queries and keys a block has.
+        kv_len: global number of keys.
+        rows: the queries, one at least.
+        with_q: also those of queries, which backward needs.
+    """
+    made = _cache.made_of(mask)
+    key = (block_size, kv_len, rows, with_q)
+    if key not in made:
+        with for_everybody():
+            made[key] = _local_tables(mask, block_size, kv_len, rows, with_q)
+    return made[key]
+
+
+def table_shapes(
+    mask_shape: tuple[int, ...], has_full: bool, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool
+) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of what `local_tables` returns, None for what there is not; `mask_shape` is that of `kv_indices`."""
+    batch, heads, _, columns = mask_shape
+    rows.check_batch_size(batch)
+    touched = kept(_touched, rows, block_size[0])
+    if len(rows.groups) > 1:
+        batch = rows.batch_size
+    several = touched.blocks.size(2) > 1
+    if several:
+        columns = -(-kv_len // block_size[1])
+    blocks = touched.blocks.size(1)
+    of_keys, of_queries = ([(batch, heads, a), (batch, heads, a, b)] for a, b in ((blocks, columns), (columns, blocks)))
+    per_row = (rows.count,) if len(rows.groups) == 1 else (batch, rows.count)
+    return (
+        *of_keys,
+        *(of_keys if has_full else [None] * 2),
+        *(of_queries if with_q else [None] * 2),
+        *(of_queries if with_q and has_full else [None] * 2),
+        (batch, heads, touched.unique.size(1), columns) if several else None,
+        per_row if several else None,
+    )
+
+
+class _TableCache:
+    """What has been made of masks, as long as these exist and nobody has written to them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_indices = WeakIdKeyDictionary()
+
+    def made_of(self, mask: Tables) -> dict[object, Tables]:
+        """What has been made of a mask so far; to be added to."""
+        tables = [table for table in mask[:4] if table is not None]
+        versions = [_torch_private.version_of(table) for table in tables]
+        if None in versions:  # nobody counts what is written to inference tensors
+            return {}
+        with self._lock:
+            refs, seen, made = self._by_indices.get(mask.kv_indices, ((), (), {}))
+            same = len(refs) == len(tables) and all(weak() is table for weak, table in zip(refs, tables, strict=True))
+            if not same or seen != versions:
+                made = {}
+                self._by_indices[mask.kv_indices] = ([ref(table) for table in tables], versions, made)
+        return made
+
+
+_cache = _TableCache()
+
+
+def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:
+    of_groups = _group_positions(rows, device)
+    if len(of_groups) == 1:
+        return of_groups[0].int()
+    spans = zip(of_groups, rows.groups, strict=True)
+    return torch.cat([positions.expand(stop - start, -1) for positions, (start, stop) in spans]).int()
+
+
+def _group_positions(rows: LocalRows, device: torch.device) -> list[torch.Tensor]:
+    segments = [rows.layout.segments(rows.seq_len, rows.rank, rows.world_size, g) for g in range(len(rows.groups))]
+    return [positions_of(each, device) for each in segments]
+
+
+def _touched(rows: LocalRows, block: int) -> _Touched:
+    of_groups, cpu = [], torch.device("cpu")
+    for positions in _group_positions(rows, cpu):
+        unique, row = torch.unique(positions // block, return_inverse=True)
+        local = torch.arange(rows.count, device=cpu) // block
+        pairs = torch.unique(local * unique.numel() + row)
+        local, which = pairs // unique.numel(), pairs % unique.numel()
+        counts = torch.bincount(local)
+        first = counts.cumsum(0) - counts
+        slot = torch.arange(int(counts.max()), device=cpu)
+        blocks = unique[which[first[:, None] + torch.where(slot < counts[:, None], slot, 0)]]
+        of_groups.append((blocks, unique, row.int()))
+    several, unique_count = (max(group[i].size(-1) for group in of_groups) for i in (0, 1))
+    return _Touched(
+        torch.stack([torch.cat([b, b[:, :1].expand(-1, several - b.size(1))], 1) for b, _, _ in of_groups]),
+        torch.stack([torch.cat([u, u[:1].expand(unique_count - u.numel())]) for _, u, _ in of_groups]),
+        torch.stack([row for *_, row in of_groups]),
+    )
+
+
+def _local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
+    assert mask.kv_indices is not None
+    rows.check_batch_size(mask.kv_indices.size(0))
+    device = mask.kv_indices.device
+    touched = kept(_touched, rows, block_size[0])
+    several, columns = touched.blocks.size(2) > 1, -(-kv_len // block_size[1])
+    parts = []
+    for (start, stop), blocks, unique in zip(rows.groups, *(t.to(device) for t in touched[:2]), strict=True):
+        whole = Tables(*(_of_batch(table, start, stop, rows) for table in mask[:4]))
+        parts.append(_united(whole, blocks, unique, columns) if several else _selected(whole, blocks[:, 0]))
+    made = Tables(*map(_joined, *parts))
+    if with_q:
+        made = made._replace(**_transposed(made.kv_num_blocks, made.kv_indices, ""))
+        made = made._replace(**_transposed(made.full_kv_num_blocks, made.full_kv_indices, "full_"))
+    if several:
+        lines = zip(touched.row.to(device), rows.groups, strict=True)
+        row = torch.cat([line.expand(stop - start, -1) for line, (start, stop) in lines])
+        made = made._replace(kinds_row=row if len(rows.groups) > 1 else row[0].contiguous())
+    return made
+
+
+def _of_batch(table: torch.Tensor | None, start: int, stop: int, rows: LocalRows) -> torch.Tensor | None:
+    """The batch rows of a table that share their positions."""
+    if table is None or len(rows.groups) == 1:
+        return table
+    return table.expand(stop - start, *table.shape[1:]) if table.size(0) == 1 else table[start:stop]
+
+
+def _joined(*parts: torch.Tensor | None) -> torch.Tensor | None:
+    tables = [part for part in parts if part is not None]
+    return None if not tables else tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def _selected(whole: Tables, blocks: torch.Tensor) -> Tables:
+    return Tables(*(None if table is None else table.index_select(2, blocks) for table in whole[:4]))
+
+
+def _united(whole: Tables, blocks: torch.Tensor, unique: torch.Tensor, columns: int) -> Tables:
+    """Of local blocks that lie in several global ones."""
+    partial = _dense(whole.kv_num_blocks, whole.kv_indices, columns)
+    full = _dense(whole.full_kv_num_blocks, whole.full_kv_indices, columns)
+    assert partial is not None
+    seen = partial if full is None else partial | full
+    any_seen, all_full = seen.index_select(2, blocks[:, 0]), full
+    if full is not None:
+        all_full = full.index_select(2, blocks[:, 0])
+    for others in blocks[:, 1:].unbind(1):
+        any_seen |= seen.index_select(2, others)
+        if full is not None and all_full is not None:
+            all_full &= full.index_select(2, others)
+    kinds = seen.int() if full is None else seen.int() + full.int()
+    kinds = kinds.index_select(2, unique)
+    if all_full is None:
+        return Tables(*_ordered(any_seen), kinds=kinds)
+    return Tables(*_ordered(any_seen & ~all_full), *_ordered(all_full), kinds=kinds)
+
+
+def _transposed(counts: torch.Tensor | None, indices: torch.Tensor | None, prefix: str) -> dict[str, torch.Tensor]:
+    """Which blocks of queries see each block of keys."""
+    if indices is None:
+        return {}
+    dense = _dense(counts, indices, indices.size(-1))
+    assert dense is not None
+    by_keys = _ordered(dense.transpose(-2, -1))
+    return {f"{prefix}q_num_blocks": by_keys[0], f"{prefix}q_indices": by_keys[1]}
+
+
+def _dense(counts: torch.Tensor | None, indices: torch.Tensor | None, columns: int) -> torch.Tensor | None:
+    """(..., blocks, columns) bool: which blocks of keys are listed."""
+    if counts is None or indices is None:
+        return None
+    listed = torch.arange(indices.size(-1), device=indices.device) < counts.unsqueeze(-1)
+    dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return dense.scatter_(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]
+
+
+def _ordered(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `_dense`."""
+    order = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
+    return dense.sum(-1, dtype=torch.int32), order.int()
