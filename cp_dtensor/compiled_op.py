@@ -20,7 +20,7 @@ from cp_dtensor.extras import Extras
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
-from cp_dtensor.traced_masks import masks
+from cp_dtensor.traced_masks import Found, masks
 
 
 class Recipe(ABC):
@@ -31,19 +31,19 @@ class Recipe(ABC):
 
     @property
     @abstractmethod
-    def takes_ambient_mask(self) -> bool:
-        """Whether calls are masked with something that is only known where they run."""
+    def finds_mask(self) -> bool:
+        """Whether calls have a mask or a layout that is only known where they run."""
 
     @abstractmethod
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
-    ) -> tuple[tuple[int, int], Mask]:  # fmt: skip
-        """The global (q, kv) lengths, checked if the caller knows them, else found, and the mask; may communicate."""
+    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
+        """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate."""
 
     @abstractmethod
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
@@ -130,19 +130,19 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
     extras = Extras(bias, dropout_p, seed)
-    lengths, shown = decider.resolve(q, k, v, masks.of(mask), extras, scale, known)
-    call = decider.decide(q, k, v, lengths, shown, extras, scale, _backends(backends))
+    lengths, found = decider.resolve(q, k, v, masks.of(mask), extras, scale, known)
+    call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     with no_autocast(q):
         out, lse, _ = call.forward(q, k, v, extras, needs_lse)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    found = [*lengths, masks.number_of(shown)] if _finds(recipe, q_len) else []
-    numbers = torch.tensor(found, dtype=torch.int64, device=None if found else q.device)
+    words = [*lengths, masks.number_of(found)] if _finds(recipe, q_len) else []
+    numbers = torch.tensor(words, dtype=torch.int64, device=None if words else q.device)
     return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), numbers
 
 
 def _finds(recipe: str, q_len: int) -> bool:
     """Whether lengths or mask are not known before the call runs."""
-    return (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).takes_ambient_mask
+    return (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).finds_mask
 
 
 def _fake_forward(
@@ -162,12 +162,12 @@ def _backward(
     found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, recipe: str, backends: str, mask: str,
     dropout_p: float, scale: float, q_len: int, kv_len: int, needs_grad_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    shown = masks.of(mask)
+    what = Found(masks.of(mask), None)
     if found.numel():
         q_len, kv_len, number = found.tolist()
-        shown = masks.of_number(number)
+        what = masks.of_number(number)
     extras = Extras(bias, dropout_p, seed)
-    call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), shown, extras, scale, _backends(backends))
+    call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends))
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out):
         grads = call.backward(grad_out, extras, call.saved_again(q, k, v, out, lse, extras), grad_bias)

@@ -40,7 +40,7 @@ def attend(
     extras = extras_of(q, attn_mask, dropout_p)
     if _torch_private.is_traced(q):
         recipe = ShardRecipe.of(settings)
-        mask = mask if recipe.takes_ambient_mask else with_mask_of(settings, mask)
+        mask = mask if recipe.finds_mask else with_mask_of(settings, mask)
         return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
     mask = with_mask_of(settings, mask)
     lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)

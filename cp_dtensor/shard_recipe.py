@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -12,15 +12,18 @@ from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.compiled_op import Recipe, token_of
 from cp_dtensor.extras import Extras
 from cp_dtensor.global_lengths import global_lengths
+from cp_dtensor.layouts import Contiguous
 from cp_dtensor.local_attention.policy import Allowed
 from cp_dtensor.mask_arguments import check_bias
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.settings import AttentionSettings, check_batch_size, with_mask_of
 from cp_dtensor.splitting import Splitting, decide_call
+from cp_dtensor.traced_masks import Found
 
 AMBIENT_SETTINGS = "cp_dtensor_settings"
 """Where a region leaves `AmbientSettings` of its thread for compiled code, which holds none."""
+_FOUND_LAYOUT = Contiguous()  # in the place of one that is found where code runs
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,15 @@ class AmbientSettings:
 class ShardRecipe(Recipe):
     """How to decide calls on shards of one kind: `AttentionSettings`, with groups by their names.
 
-    Lengths that a region knows of its buffers, and its mask, are not part of it, or code would be compiled for each:
-    they are looked up in the region that is open when the code runs.
+    Lengths that a region knows of its buffers, its mask, and a layout made for it are not part of it, or code would be
+    compiled for each: they are looked up in the region that is open when the code runs.
     """
 
     groups: tuple[str, ...]
     splitting: Splitting
     fixed_lengths: tuple[int, ...] | None
     debug: bool
-    takes_ambient_mask: bool = False
+    finds_mask: bool = False  # or the layout
     fixed_mask: Mask | None = None
 
     @classmethod
@@ -59,45 +62,52 @@ class ShardRecipe(Recipe):
             if group is not None
         )
         fixed = None if settings.lengths_vary else settings.declared_lengths
-        ambient = settings.lengths_vary and settings.mask is not None
-        mask = None if settings.lengths_vary else settings.mask
-        return cls(groups, settings.splitting, fixed, settings.debug, ambient, mask)
+        splitting, mask = settings.splitting, None if settings.lengths_vary else settings.mask
+        # A layout of one length is made for a mask, and like it differs from context to context.
+        of_one_context = settings.lengths_vary and splitting.layout.only_length is not None
+        if of_one_context:
+            splitting = replace(splitting, layout=_FOUND_LAYOUT)
+        finds = settings.lengths_vary and (settings.mask is not None or of_one_context)
+        return cls(groups, splitting, fixed, settings.debug, finds, mask)
 
     def __repr__(self) -> str:
         splitting = self.splitting
         lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
         return (
             f"{splitting.method} ({splitting.rotation.name}) over {' x '.join(self.groups)}, {splitting.layout}"
-            f"{lengths}{', debug' * self.debug}{', masked' * self.takes_ambient_mask}"
+            f"{lengths}{', debug' * self.debug}{', masked' * self.finds_mask}"
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
         )
 
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
-    ) -> tuple[tuple[int, int], Mask]:  # fmt: skip
+    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         ambient = _torch_private.get_thread_state(AMBIENT_SETTINGS)
         is_open = ambient is not None and ambient.token == token_of(self)
-        if self.takes_ambient_mask:
+        layout = None
+        if self.finds_mask:
             if not is_open:
                 raise RuntimeError(
-                    "this code was compiled in a context_parallel(mask=...) region, and runs outside of any such"
+                    "this code was compiled in a context_parallel region with a mask or a layout of its own, and runs "
+                    "outside of any such"
                 )
-            mask = with_mask_of(ambient.settings, mask)
-        if known is None and is_open:
+            mask, layout = with_mask_of(ambient.settings, mask), ambient.settings.layout
+        if is_open and (known is None or self.finds_mask):
             settings = ambient.settings
             check_batch_size(q, settings)
         else:
             settings = self.settings()
         lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
         check_bias(q, extras.bias, lengths[1])
-        return lengths, mask
+        return lengths, Found(mask, layout)
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
-        return decide_call(q, k, v, self.splitting, lengths, mask, extras, scale, self._ranks(), allowed)
+        splitting = self.splitting if found.layout is None else replace(self.splitting, layout=found.layout)
+        return decide_call(q, k, v, splitting, lengths, found.mask, extras, scale, self._ranks(), allowed)
 
     def settings(self) -> AttentionSettings:
         """The settings, on this process's groups."""

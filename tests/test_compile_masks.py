@@ -11,7 +11,7 @@ from problems import shard
 from processes import Processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor import HeadTail, context_parallel, context_parallel_attention
+from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
 from cp_dtensor.documents import Documents
 from cp_dtensor.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
 
@@ -127,6 +127,27 @@ def contexts(rank: int) -> None:
 
 def test_masks_of_contexts_do_not_compile_again(processes: Processes) -> None:
     processes.run(contexts)
+
+
+def layouts(rank: int) -> None:
+    fresh()
+    mesh = world()
+    function = compiled(sdpa)
+    for number, mask in enumerate(MASKS[:3]):
+        layout = Balanced(mask, LENGTH)  # made for each step's documents
+        case = problem(mask)
+        whole = case.draw(number)
+        q, k, v, grad_out = case.shard(whole, layout, rank, RANKS)
+        leaves = tuple(tensor.clone().requires_grad_() for tensor in (q, k, v))
+        expected = tuple(shard(tensor, layout, rank, RANKS) for tensor in case.reference(*whole)[:4])
+        with torch.compiler.set_stance("default") if number == 0 else no_compilation():
+            with context_parallel(mesh, mask=mask, layout=layout):
+                out = function(*leaves)
+            check(out, leaves, grad_out, expected, layout)
+
+
+def test_layouts_of_contexts_do_not_compile_again(processes: Processes) -> None:
+    processes.run(layouts)
 
 
 def dropped(rank: int) -> None:

@@ -34,6 +34,7 @@ from cp_dtensor.schedule import GroupSegments
 from cp_dtensor.shard_attention import positive_scale, softmax_scale
 from cp_dtensor.splitting import masking_of, remembered
 from cp_dtensor.tiling import Masking
+from cp_dtensor.traced_masks import Found
 
 
 def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
@@ -148,25 +149,25 @@ class _DTensorRecipe(Recipe):
         )
 
     @property
-    def takes_ambient_mask(self) -> bool:
+    def finds_mask(self) -> bool:
         return False
 
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
-    ) -> tuple[tuple[int, int], Mask]:  # fmt: skip
+    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         assert known is not None
-        return known, mask
+        return known, Found(mask, None)
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
-        masking = masking_of(q, mask, extras, lengths)
+        masking = masking_of(q, found.mask, extras, lengths)
         problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
         backend = choose_backend(problem, allowed)
-        request = _request(q, problem, division, self.rotation, mask, masking, backend)
+        request = _request(q, problem, division, self.rotation, found.mask, masking, backend)
         groups = [_torch_private.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
