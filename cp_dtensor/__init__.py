@@ -14,6 +14,7 @@ from cp_dtensor.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindo
 from cp_dtensor.parallel_style import ContextParallel
 from cp_dtensor.rotation.choice import set_rotate_method
 from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard, local_positions
+from cp_dtensor.varlen import varlen_attention
 
 __all__ = [
     "ATTENTION_OPS",
@@ -45,4 +46,5 @@ __all__ = [
     "ring_attention",
     "set_rotate_method",
     "ulysses_attention",
+    "varlen_attention",
 ]

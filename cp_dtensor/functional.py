@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import index
 from typing import Any
 
 import torch
@@ -189,8 +190,10 @@ def _parts(value: Any) -> Any:
     """The parts of a layout or mask, and of those that it consists of; other values as they are."""
     if isinstance(value, (Layout, Mask)):
         return type(value), tuple([_parts(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
-    if isinstance(value, tuple) and value and isinstance(value[0], Mask):
+    if isinstance(value, tuple):
         return tuple([_parts(each) for each in value])
+    if isinstance(value, int) and not isinstance(value, bool):
+        return index(value)  # where it has changed from call to call, Dynamo makes a symbol of it; this, a number
     return value
 
 

@@ -46,6 +46,7 @@ LAYERS = {
     "rotation": 2,
     "arguments": 3,
     "functional": 3,
+    "varlen": 3,
     "flex": 3,
     "flex_keys": 3,
     "flex_mods": 3,
