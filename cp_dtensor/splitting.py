@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +60,8 @@ class _Decisions:
 
 
 _MOST_DECISIONS = 4096
+_MOST_SHAPED_SEGMENTS = 16
+"""Of a shard: every pair of segments is a tile by shape, and a call by row has few tiles whatever they are."""
 _decisions = _Decisions()
 
 
@@ -80,6 +83,8 @@ def decide_call(
     """
     allowed = allowed or allowed_backends()
     masking = masking_of(q, mask, extras, lengths)
+    if masking is Masking.BY_SHAPE and _segments(splitting.layout, lengths[1], ranks.size) > _MOST_SHAPED_SEGMENTS:
+        masking = Masking.BY_ROW
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
     place = (ranks.rank, ranks.size, inner)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, masking, allowed, place)
@@ -102,6 +107,11 @@ def decide_call(
         return decide(request, splitting.method, ranks)
 
     return remembered(ranks.outer, key, make).call(ranks, scale)
+
+
+@lru_cache(maxsize=1024)
+def _segments(layout: Layout, seq_len: int, world_size: int) -> int:
+    return len(layout.segments(seq_len, 0, world_size))
 
 
 def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int]) -> Masking:

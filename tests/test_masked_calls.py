@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_checks import MaskedCase, check_masked, masked_cases
+from masked_problems import MaskedProblem
+
+from cp_dtensor import Causal, Full, PerDocument
 
 few = settings(max_examples=8, deadline=None)
 
@@ -33,3 +36,11 @@ def test_over_two_axes(shape: tuple[int, int], names: tuple[str, str]) -> None:
         check_masked(cases, shape, names)
 
     check()
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_plain_masks_over_layouts_of_many_pieces(method: str) -> None:
+    """By row: by shape every pair of pieces would be a tile."""
+    layout = PerDocument(range(0, 121, 3))
+    problems = [MaskedProblem(120, 120, mask) for mask in (Causal(), Full())]
+    check_masked([MaskedCase(problem, layout, (("method", method),), 1) for problem in problems], (3,))
