@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def origin_of(config: Config, text_fingerprint: int) -> Origin:
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         "training.seed": config.training.seed,
+        "packing fingerprint": zlib.crc32(repr(config.packing).encode()),
     }
 
 

@@ -76,6 +76,17 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Packing:
+    documents: str = "none"
+    """What a sample consists of. "none": a stretch of text, all of which attention sees. Otherwise documents, each with
+    attention and positions of its own: "files", those of the stretch, or "lognormal", pieces of random lengths."""
+    median_length: int = 128
+    """Tokens of the median document, if "lognormal"."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of their lengths."""
+
+
+@dataclass(frozen=True)
 class Parallelism:
     data_parallel_replicate_degree: int = 1
     data_parallel_shard_degree: int = -1
@@ -83,6 +94,8 @@ class Parallelism:
     context_parallel_degree: int = 1
     context_parallel_rotate_method: str = "auto"
     context_parallel_load_balancer: str = "headtail"
+    """Which rank has which tokens. "headtail", "none" (contiguous), or made for the documents of each step: "balanced",
+    "per_document"."""
     tensor_parallel_degree: int = 1
 
 
@@ -128,6 +141,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    packing: Packing = field(default_factory=Packing)
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

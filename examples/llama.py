@@ -20,7 +20,7 @@ class Llama(nn.Module):
     Args:
         config: sizes.
         vocab_size: number of tokens.
-        seq_len: length of the sequences; RoPE's table is made for it.
+        seq_len: positions are less than that; RoPE's table is made for it.
     """
 
     freqs_cis: torch.Tensor
@@ -43,11 +43,16 @@ class Llama(nn.Module):
             std = 0.02 / math.sqrt(2 * config.n_layers) if writes_residual else 0.02
             nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, S) token ids -> (B, S, vocab_size) logits. Row i of `freqs_cis` belongs to token i."""
-        x = self.tok_embeddings(tokens)
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attn_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(B, S) token ids and their positions, which RoPE turns by -> (B, S, vocab_size) logits.
+
+        Without `attn_mask`, attention is causal.
+        """
+        x, freqs_cis = self.tok_embeddings(tokens), self.freqs_cis[positions]
         for block in self.layers.values():
-            x = block(x, self.freqs_cis)
+            x = block(x, freqs_cis, attn_mask)
         return self.output(self.norm(x))
 
 
@@ -61,13 +66,13 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.hidden_dim)
 
-    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), freqs_cis)
+    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attn_mask=attn_mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, causal without `attn_mask`."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -77,14 +82,15 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
         # The number of heads is left open: under tensor parallelism a rank has only some of them.
         q_BSHD, k_BSHD, v_BSHD = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         out_BHSD = F.scaled_dot_product_attention(
             rotate(q_BSHD, freqs_cis).transpose(1, 2),
             rotate(k_BSHD, freqs_cis).transpose(1, 2),
             v_BSHD.transpose(1, 2),
-            is_causal=True,
+            attn_mask=attn_mask,
+            is_causal=attn_mask is None,
             enable_gqa=True,
         )
         return self.wo(out_BHSD.transpose(1, 2).flatten(2))
@@ -111,6 +117,6 @@ def rope_table(head_dim: int, seq_len: int, theta: float) -> torch.Tensor:
 
 
 def rotate(x_BSHD: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, in the precision of `freqs_cis` (S, D / 2), whose row i turns token i."""
+    """Rotary positions, in the precision of `freqs_cis` (B, S, D / 2), whose rows turn the tokens."""
     pairs = torch.view_as_complex(x_BSHD.to(freqs_cis.real.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * freqs_cis[None, :, None, :]).flatten(-2).type_as(x_BSHD)
+    return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x_BSHD)

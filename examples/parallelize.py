@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from config import ActivationCheckpoint, Compile, Config, Parallelism
 from llama import Llama
+from text_data import Batch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,9 +27,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from cp_dtensor import Contiguous, HeadTail, context_parallel
-
-LAYOUTS = {"headtail": HeadTail(), "none": Contiguous()}
+from cp_dtensor import (
+    Balanced,
+    Batched,
+    Causal,
+    Contiguous,
+    Documents,
+    HeadTail,
+    Layout,
+    Mask,
+    PerDocument,
+    context_parallel,
+)
 
 
 class Ranks(ABC):
@@ -39,15 +49,13 @@ class Ranks(ABC):
     data_ranks: int
 
     @abstractmethod
-    def shard_sequence(
-        self, tokens: torch.Tensor, labels: torch.Tensor, freqs_cis: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """Inside, each rank has only its part of the sequence, and attention still sees all of it.
+    def shard_sequence(self, batch: Batch) -> AbstractContextManager[torch.Tensor | None]:
+        """Inside, each rank has only its part of the sequence, and attention still sees all of its document.
+
+        The context gives the `attn_mask` that the model needs for that, None if it needs none.
 
         Args:
-            tokens: (B, S), sharded in place. It is used only once, so it is not restored.
-            labels: (B, S), likewise.
-            freqs_cis: (S, D / 2), sharded in place and restored on exit.
+            batch: its tensors are sharded in place. They are used only once, so they are not restored.
         """
 
     @abstractmethod
@@ -65,10 +73,8 @@ class OneRank(Ranks):
     data_rank = 0
     data_ranks = 1
 
-    def shard_sequence(
-        self, tokens: torch.Tensor, labels: torch.Tensor, freqs_cis: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
+    def shard_sequence(self, batch: Batch) -> AbstractContextManager[torch.Tensor | None]:
+        return nullcontext(dense_mask(batch) if batch.documents else None)
 
     def sum_over_samples(self, value: torch.Tensor) -> torch.Tensor:
         return value
@@ -97,19 +103,20 @@ class MeshRanks(Ranks):
         self.data_rank = self.mesh.get_local_rank("dp_shard")
         self.data_ranks = self.mesh["dp_shard"].size()
         self._rotate_method = parallelism.context_parallel_rotate_method
-        self._layout = LAYOUTS[parallelism.context_parallel_load_balancer]
+        self._load_balancer = parallelism.context_parallel_load_balancer
 
-    def shard_sequence(
-        self, tokens: torch.Tensor, labels: torch.Tensor, freqs_cis: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        if self.mesh["cp"].size() == 1:
+    def shard_sequence(self, batch: Batch) -> AbstractContextManager[torch.Tensor | None]:
+        if self.mesh["cp"].size() == 1 and not batch.documents:
             return nullcontext()
+        mask = mask_of(batch)
+        buffers = [batch.tokens, batch.labels, batch.positions]
         return context_parallel(
             self.mesh["cp"],
-            buffers=[tokens, labels, freqs_cis],
-            buffer_seq_dims=[1, 1, 0],
-            no_restore_buffers={tokens, labels},
-            layout=self._layout,
+            buffers=buffers,
+            buffer_seq_dims=[1] * len(buffers),
+            no_restore_buffers=set(buffers),
+            mask=mask,
+            layout=layout_of(self._load_balancer, batch, mask),
             rotate_method=self._rotate_method,
         )
 
@@ -118,6 +125,32 @@ class MeshRanks(Ranks):
 
     def sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
         return _sum(value, self.token_mesh)
+
+
+def mask_of(batch: Batch) -> Mask | None:
+    """What attention sees of packed samples."""
+    by_row = [Documents(edges, within=Causal()) for edges in batch.documents]
+    if len(by_row) > 1:
+        return Batched(by_row)
+    return by_row[0] if by_row else None
+
+
+def layout_of(load_balancer: str, batch: Batch, mask: Mask | None) -> Layout:
+    """Which rank has which tokens."""
+    if load_balancer == "balanced":
+        return Balanced(mask or Causal(), batch.tokens.size(1))
+    if load_balancer == "per_document":
+        return PerDocument(batch.documents[0])
+    return HeadTail() if load_balancer == "headtail" else Contiguous()
+
+
+def dense_mask(batch: Batch) -> torch.Tensor:
+    """(B, 1, S, S): which token sees which, as torch takes it on one device: those up to itself in its document."""
+    device = batch.tokens.device
+    position = torch.arange(batch.tokens.size(1), device=device)
+    edges = [torch.tensor(of_row, device=device) for of_row in batch.documents]
+    document = torch.stack([torch.searchsorted(of_row, position, right=True) for of_row in edges])
+    return ((document[:, :, None] == document[:, None, :]) & (position[:, None] >= position))[:, None]
 
 
 def _sum(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train.py --config examples/configs/debug.toml --check-parity
 
+With `examples/configs/packed.toml`, on samples of several documents each, of other lengths in every step.
 Every field of the configuration can be set on the command line: `--training.seq_len 1024`. `--check-parity` trains the
 same model on the same samples once more, without any parallelism, and compares the losses of the first steps.
 """
@@ -23,8 +24,9 @@ import torch.distributed as dist
 from config import Config, ConfigError, load_config
 from llama import Llama
 from metrics import Reporter
+from packed_data import data_of
 from parallelize import MeshRanks, OneRank, Ranks, parallelize
-from text_data import IGNORE, VOCAB_SIZE, Batch, TextData, standard_library_text
+from text_data import IGNORE, VOCAB_SIZE, Batch, Data, standard_library_text
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -92,7 +94,7 @@ def process_group() -> Iterator[torch.device]:
 
 def run(config: Config, device: torch.device, check_parity: bool) -> int:
     """Trains from the start, or from a checkpoint, to the last step."""
-    data = TextData(standard_library_text(), config.training.seq_len, config.training.seed)
+    data = data_of(config, standard_library_text())
     check_same_text(data)
     origin = checkpoint.origin_of(config, data.fingerprint)
     ranks = MeshRanks(config.parallelism, device.type)
@@ -140,7 +142,7 @@ def make_learner(config: Config, ranks: Ranks, device: torch.device) -> Learner:
     return Learner(model, optimizer, ranks)
 
 
-def train_step(learner: Learner, data: TextData, config: Config, step: int) -> StepResult:
+def train_step(learner: Learner, data: Data, config: Config, step: int) -> StepResult:
     """One step on one global batch: forward, backward, clipping and update."""
     model, ranks, training = learner.model, learner.ranks, config.training
     device = model.freqs_cis.device
@@ -154,10 +156,10 @@ def train_step(learner: Learner, data: TextData, config: Config, step: int) -> S
     tokens_to_learn = ranks.sum_over_samples(count_tokens_to_learn(batches).to(device))
     local_loss = torch.zeros((), device=device)
     for batch in batches:
-        tokens, labels = (tensor.to(device) for tensor in batch)
-        with ranks.shard_sequence(tokens, labels, model.freqs_cis):
+        here = batch.to(device)
+        with ranks.shard_sequence(here) as attn_mask:
             # Divided by the tokens of all ranks, so that the sum over ranks is the mean, however tokens are spread.
-            loss = sum_of_token_losses(model(tokens), labels) / tokens_to_learn
+            loss = sum_of_token_losses(model(here.tokens, here.positions, attn_mask), here.labels) / tokens_to_learn
             loss.backward()
         local_loss += loss.detach()
 
@@ -167,7 +169,7 @@ def train_step(learner: Learner, data: TextData, config: Config, step: int) -> S
 
 
 def count_tokens_to_learn(batches: list[Batch]) -> torch.Tensor:
-    return torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
+    return torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
 
 
 def sum_of_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -200,7 +202,7 @@ def learning_rate(config: Config, step: int) -> float:
 def parity(
     config: Config,
     device: torch.device,
-    data: TextData,
+    data: Data,
     origin: checkpoint.Origin,
     start: int,
     results: list[StepResult],
@@ -216,7 +218,7 @@ def parity(
 def compare_with_one_rank(
     config: Config,
     device: torch.device,
-    data: TextData,
+    data: Data,
     origin: checkpoint.Origin,
     start: int,
     results: list[StepResult],
@@ -239,7 +241,7 @@ def compare_with_one_rank(
     return holds
 
 
-def check_same_text(data: TextData) -> None:
+def check_same_text(data: Data) -> None:
     """Refuses ranks on machines whose standard libraries differ: they would train on different text."""
     fingerprints: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(fingerprints, data.fingerprint)
@@ -259,6 +261,7 @@ def announce(config: Config, device: torch.device, learner: Learner, start: int)
         f"dp_shard {degrees.data_parallel_shard_degree} x cp {degrees.context_parallel_degree} "
         f"({degrees.context_parallel_rotate_method}, {degrees.context_parallel_load_balancer}) x "
         f"tp {degrees.tensor_parallel_degree}; {training.global_batch_size} samples of {training.seq_len} tokens a step"
+        + (f", packed documents ({config.packing.documents})" if config.packing.documents != "none" else "")
         + (f"; going on from step {start}" if start else ""),
         flush=True,
     )

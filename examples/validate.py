@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from config import Config, ConfigError
@@ -14,7 +15,8 @@ CHOICES = {
     "training.dataset": ("stdlib",),
     "training.mixed_precision_param": ("float32", "bfloat16", "float64"),
     "parallelism.context_parallel_rotate_method": ("auto", "symm_mem", "allgather", "alltoall"),
-    "parallelism.context_parallel_load_balancer": ("headtail", "none"),
+    "parallelism.context_parallel_load_balancer": ("headtail", "none", "balanced", "per_document"),
+    "packing.documents": ("none", "files", "lognormal"),
     "activation_checkpoint.mode": ("none", "selective", "full"),
     "compile.backend": ("inductor", "aot_eager"),
 }
@@ -27,6 +29,7 @@ POSITIVE = (
     "training.seq_len",
     "training.local_batch_size",
     "training.steps",
+    "packing.median_length",
     "parallelism.context_parallel_degree",
     "parallelism.tensor_parallel_degree",
     "checkpoint.interval",
@@ -43,6 +46,7 @@ def resolved(config: Config, world_size: int) -> Config:
     _check_values(config)
     config = _with_parallelism(config, world_size)
     _check_model(config)
+    _check_packing(config)
     return _with_global_batch(config)
 
 
@@ -110,6 +114,18 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             "training.seq_len: expected a multiple of 2 x context_parallel_degree x tensor_parallel_degree = "
             f"{parts} with tensor parallelism, got {config.training.seq_len}"
+        )
+
+
+def _check_packing(config: Config) -> None:
+    sigma, layout = config.packing.sigma, config.parallelism.context_parallel_load_balancer
+    if not 0 <= sigma < math.inf:
+        raise ConfigError(f"packing.sigma: expected a number >= 0, got {sigma}")
+    if layout == "per_document" and (config.packing.documents == "none" or config.training.local_batch_size > 1):
+        raise ConfigError(
+            'parallelism.context_parallel_load_balancer: "per_document" divides the documents of one packed sample, '
+            f"got training.local_batch_size {config.training.local_batch_size} and packing.documents "
+            f'"{config.packing.documents}"; "balanced" divides any samples'
         )
 
 
