@@ -20,7 +20,7 @@ from cp_dtensor.tools.bench.report import markdown
 from cp_dtensor.tools.bench.rows import Results, Row, quantile
 
 ROOT = Path(__file__).resolve().parent.parent
-CASE = Case(32, Heads(4, 2), 8, 2, "float32", True, "HeadTail", "auto")
+CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
 
 
 def row(contestant: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
@@ -42,16 +42,17 @@ def test_heads() -> None:
 
 
 def test_flops_count_what_is_not_masked() -> None:
-    full = dataclasses.replace(CASE, causal=False)
+    full, window = (dataclasses.replace(CASE, mask=mask) for mask in ("full", "window 2"))
     assert full.flops("fwd") == 2 * 2 * (2 * 4 * 32 * 32 * 8)  # two products of a multiply and an add
-    assert CASE.flops("fwd") == full.flops("fwd") / 2
+    assert CASE.flops("fwd") == full.flops("fwd") * (32 * 33 / 2) / 32**2
+    assert window.flops("fwd") == full.flops("fwd") * (32 + 31) / 32**2
     assert CASE.flops("fwdbwd") == 3.5 * CASE.flops("fwd")
 
 
 def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:
     heads = [Heads(32, 8), Heads(32, 32)]
     cases = grid(
-        [256, 64], heads, ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", causal=True, layout="HeadTail"
+        [256, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
     )
     assert {(case.seq_len, case.heads, case.backend) for case in cases} == {
         (seq_len, each, backend) for seq_len in (64, 256) for each in heads for backend in ("auto", "MATH")
@@ -65,13 +66,13 @@ def test_the_command_line() -> None:
     options = parse_options([])
     assert sorted({case.seq_len for case in options.cases}) == [8192, 32768, 65536, 131072, 262144]
     assert {case.heads for case in options.cases} == {Heads(32, 8), Heads(32, 32), Heads(64, 8)}
-    assert {(case.causal, case.dtype, case.head_dim) for case in options.cases} == {(True, "bfloat16", 128)}
+    assert {(case.mask, case.dtype, case.head_dim) for case in options.cases} == {("causal", "bfloat16", 128)}
     names = [contestant.name for contestant in options.contestants]
     assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in ROTATIONS)} <= set(names)
 
-    chosen = parse_options(["--quick", "--seq-lens", "96", "--no-causal", "--contestants", "ideal", "ours-alltoall"])
+    chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--contestants", "ideal", "ours-alltoall"])
     assert [case.seq_len for case in chosen.cases] == [96]
-    assert not chosen.cases[0].causal
+    assert chosen.cases[0].mask == "full"
     assert [contestant.name for contestant in chosen.contestants] == ["ideal", "ours-alltoall"]
     assert len(chosen.cases) == 1 < len(options.cases)  # --quick has fewer heads
 
@@ -79,7 +80,11 @@ def test_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--contestants", "ours-magic"], "unknown contestant 'ours-magic': expected some of ideal, ours-allgather"),
+        (
+            ["--contestants", "ours-magic"],
+            "unknown contestant 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
+        ),
+        (["--mask", "windows"], "expected a mask such as causal, full, 'documents 2048'"),
         (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
         (["--seq-lens", "0"], "expected a positive integer, got 0"),
         (["--trace", "x", "--trace-contestant", "ideal"], "--trace-contestant: expected one of ours-allgather"),
@@ -117,9 +122,12 @@ def test_the_slowest_rank_counts_and_ideal_is_shared_among_the_ranks() -> None:
     assert ideal.median_ms == 2.0
     assert found.percent_of_ideal(slow) == pytest.approx(80)
     assert found.percent_of_ideal(ideal) == 100
-    assert found.times_torch(slow) == 4
+    assert found.times_others(slow) == 4
     assert results(slow).percent_of_ideal(slow) is None
-    assert results(slow).times_torch(slow) is None
+    assert results(slow).times_others(slow) is None
+    slower_ideal = row("ideal-kernels", (8.0, 8.0))
+    assert results(slower_ideal, ideal, slow).percent_of_ideal(slow) == pytest.approx(80)
+    assert results(slower_ideal, ideal, slow).percent_of_ideal(slower_ideal) == 50
 
 
 def test_json_comes_back() -> None:
@@ -190,7 +198,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
 
     found = Results.from_json((tmp_path / "out" / "bench.json").read_text())
-    expected = contestants_by_name(None, graph=True)
+    expected = [each for each in contestants_by_name(None, graph=True) if each.suits(CASE)]
     assert {(each.contestant, each.pass_name) for each in found.rows} == {
         (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
     }

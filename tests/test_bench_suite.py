@@ -11,33 +11,40 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from masked_problems import shown
 
+from cp_dtensor.tools.balance import lognormal_documents
 from cp_dtensor.tools.bench import measure
-from cp_dtensor.tools.bench.accuracy import Outcome, reference_head, relative_errors
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.contestants import Contestant
+from cp_dtensor.tools.bench.accuracy import Outcome, reference_head, relative_errors, seen_keys
+from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
+from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.devices import Host
-from cp_dtensor.tools.bench.inputs import Source, everything, shard_of
+from cp_dtensor.tools.bench.inputs import ByLayout, Everything, Select, Source, everything
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
 from cp_dtensor.tools.bench.rows import Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 
 CPU = torch.device("cpu")
-CASE = Case(32, Heads(4, 2), 8, 2, "float32", True, "HeadTail", "auto")
+CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
+
+
+def shard_of(rank: int) -> Select:
+    return ByLayout().select(CASE, rank, 2, CPU)
 
 
 # Errors
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_reference_is_attention(causal: bool) -> None:
+@pytest.mark.parametrize("mask", ["causal", "full", "window 4", "documents"])
+def test_the_reference_is_attention(mask: str) -> None:
     generator = torch.Generator().manual_seed(0)
+    value = lognormal_documents(13, 3, 1.0) if mask == "documents" else mask_by_name(mask, 13)
     q, k, v, grad_out = (torch.randn(2, 13, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    out, dq = reference_head(q, k, v, grad_out, dk, dv, causal=causal, block_elements=2 * 13 * 5)
+    out, dq = reference_head(q, k, v, grad_out, dk, dv, seen_keys(value, 13), block_elements=2 * 13 * 5)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    expected = F.scaled_dot_product_attention(*leaves, attn_mask=shown(value, 13, 13, 1)[0, 0])
     expected.backward(grad_out)
     torch.testing.assert_close((out, dq, dk, dv), (expected.detach(), *(leaf.grad for leaf in leaves)))
 
@@ -48,7 +55,7 @@ def test_errors_are_of_the_whole_and_see_every_rank() -> None:
     out = F.scaled_dot_product_attention(whole.q, whole.k, whole.v, is_causal=True, enable_gqa=True)
 
     def body(ranks: Ranks) -> dict[str, dict[str, float]]:
-        select = shard_of(CASE, ranks.rank, 2)
+        select = shard_of(ranks.rank)
         mine = torch.stack([select(out[:, head]) for head in range(4)], 1)
         outcomes = {"right": Outcome((mine,), select), "zero on rank 1": Outcome((mine * (ranks.rank == 0),), select)}
         if ranks.rank == 0:
@@ -58,7 +65,7 @@ def test_errors_are_of_the_whole_and_see_every_rank() -> None:
     first, second = as_ranks(2, body)
     assert first == second
     assert first["right"]["out"] < 1e-6
-    lost = torch.stack([shard_of(CASE, 1, 2)(out[:, head]) for head in range(4)]).norm() / out.norm()
+    lost = torch.stack([shard_of(1)(out[:, head]) for head in range(4)]).norm() / out.norm()
     assert first["zero on rank 1"]["out"] == pytest.approx(lost.item(), rel=1e-5)
     assert first["alone"]["out"] == pytest.approx(0.5, rel=1e-5)
 
@@ -69,7 +76,7 @@ def test_shards_are_parts_of_the_whole_and_lie_as_models_have_them() -> None:
     assert torch.equal(whole.k, again.k)
     assert not torch.equal(whole.k, Source(1, CPU).inputs(CASE, everything).k)
     assert not torch.equal(whole.k, whole.v)
-    local = source.inputs(CASE, shard_of(CASE, 1, 2))
+    local = source.inputs(CASE, shard_of(1))
     assert torch.equal(local.q, torch.cat([whole.q[:, :, 8:16], whole.q[:, :, 16:24]], 2))
     assert local.q.transpose(1, 2).is_contiguous()
     assert torch.equal(local.with_expanded_kv().k, local.k.repeat_interleave(2, 1))
@@ -116,7 +123,7 @@ def contestant(name: str, attention: Callable[..., torch.Tensor], **settings: An
     def opened(case: Case, device: torch.device) -> Iterator[Any]:
         yield attention
 
-    return Contestant(name, opened, lambda case, world_size: None, lambda device: 0, **settings)
+    return Contestant(name, opened, **settings)
 
 
 def run_suite(monkeypatch: pytest.MonkeyPatch, *contestants: Contestant) -> list[list[Row]]:
@@ -152,7 +159,7 @@ def test_failures_become_rows_and_the_others_are_measured(monkeypatch: pytest.Mo
     contestants = (
         contestant("unable", unable),
         contestant("local", with_gqa),
-        contestant("ideal", without_gqa, alone=True, may_expand_kv=True),
+        contestant("ideal", without_gqa, shards=Everything(), may_expand_kv=True),
         contestant("no expansion", without_gqa),
         contestant("local graph", with_gqa, captured=True),
     )

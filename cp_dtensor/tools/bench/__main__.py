@@ -62,7 +62,7 @@ def _measure(options: Options, ranks: Ranks, device: Device) -> tuple[Sequence[R
     """All rows, and what ended the run early."""
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
-    total = len(options.cases) * len(options.passes) * len(options.contestants)
+    total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.contestants)
     progress = Progress(total, visible=ranks.rank == 0)
 
     def report(row: Row) -> None:

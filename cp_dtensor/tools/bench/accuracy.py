@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from cp_dtensor.masks import Mask, clipped_layers
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.inputs import Select, Source
 from cp_dtensor.tools.bench.ranks import Ranks
@@ -16,6 +17,8 @@ K = TypeVar("K", bound=Hashable)
 NAMES = ("out", "dq", "dk", "dv")
 _BLOCK_ELEMENTS = 2**25
 """Logits at a time, 8 bytes each; about six such arrays exist at once."""
+_MOST_ROWS = 1024
+"""Of a block: more would see keys of others that they do not see themselves."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,38 @@ def _squares(
 def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(name, head, (B, S, D) float64) of all heads of out, dq, dk and dv."""
     group = case.heads.q // case.heads.kv
+    seen = seen_keys(case.mask_value, case.seq_len)
     for kv_head in range(case.heads.kv):
         k, v = (source.head(case, name, kv_head).double() for name in ("k", "v"))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for head in range(kv_head * group, (kv_head + 1) * group):
             q, grad_out = (source.head(case, name, head).double() for name in ("q", "grad_out"))
-            out, dq = reference_head(q, k, v, grad_out, dk, dv, causal=case.causal)
+            out, dq = reference_head(q, k, v, grad_out, dk, dv, seen)
             yield "out", head, out
             yield "dq", head, dq
         yield "dk", kv_head, dk
         yield "dv", kv_head, dv
+
+
+def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
+    """(2, S), on the CPU: the first key that each query sees, and the one after the last.
+
+    >>> from cp_dtensor.masks import SlidingWindow
+    >>> seen_keys(SlidingWindow(1, 0), 3).tolist()
+    [[0, 0, 1], [1, 2, 3]]
+
+    Raises:
+        ValueError: a mask of which some query sees nothing, or of several layers.
+    """
+    (layer,) = clipped_layers(mask, seq_len, seq_len)
+    seen = torch.zeros(2, seq_len, dtype=torch.int64)
+    for band in layer:
+        query = torch.arange(band.first, band.last)
+        seen[0, band.first : band.last] = (query - band.left).clamp(min=band.lo)
+        seen[1, band.first : band.last] = (query + band.right + 1).clamp(max=band.hi)
+    if not (seen[0] < seen[1]).all():
+        raise ValueError(f"some query sees nothing under {mask}")
+    return seen
 
 
 def reference_head(
@@ -96,8 +121,8 @@ def reference_head(
     grad_out: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    seen: torch.Tensor,
     *,
-    causal: bool,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one head, written out, and its gradients; everything (B, S, D) in one dtype.
@@ -105,8 +130,8 @@ def reference_head(
     Args:
         q, k, v, grad_out: of the whole sequence.
         dk, dv: to which this head's share is added.
-        causal: whether query i sees keys j <= i only.
-        block_elements: how many logits exist at a time.
+        seen: as `seen_keys` returns it.
+        block_elements: about how many logits exist at a time.
 
     Returns:
         out and dq.
@@ -114,21 +139,23 @@ def reference_head(
     batch, seq_len, head_dim = q.shape
     scale = head_dim**-0.5
     out, dq = torch.empty_like(q), torch.empty_like(q)
-    rows = max(block_elements // (batch * seq_len), 1)
+    widest = int((seen[1] - seen[0]).max())
+    rows = min(max(block_elements // (batch * widest), 1), _MOST_ROWS)
     for start in range(0, seq_len, rows):
-        stop = min(start + rows, seq_len)
-        seen = slice(0, stop if causal else seq_len)
-        logits = q[:, start:stop] @ k[:, seen].mT * scale
-        if causal:
-            ones = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device)
-            logits.masked_fill_(ones.triu(start + 1), -torch.inf)
+        block = slice(start, min(start + rows, seq_len))
+        first, last = int(seen[0, block].min()), int(seen[1, block].max())
+        lo, hi = (seen[:, block, None] - first).to(q.device)
+        column = torch.arange(last - first, device=q.device)
+        block_k, block_v = k[:, first:last], v[:, first:last]
+        logits = q[:, block] @ block_k.mT * scale
+        logits.masked_fill_((column < lo) | (column >= hi), -torch.inf)
         weights = logits.softmax(-1)
-        block_grad = grad_out[:, start:stop]
-        block_out = weights @ v[:, seen]
+        block_grad = grad_out[:, block]
+        block_out = weights @ block_v
         delta = (block_grad * block_out).sum(-1, keepdim=True)
-        grad_logits = weights * (block_grad @ v[:, seen].mT - delta) * scale
-        out[:, start:stop] = block_out
-        dq[:, start:stop] = grad_logits @ k[:, seen]
-        dk[:, seen] += grad_logits.mT @ q[:, start:stop]
-        dv[:, seen] += weights.mT @ block_grad
+        grad_logits = weights * (block_grad @ block_v.mT - delta) * scale
+        out[:, block] = block_out
+        dq[:, block] = grad_logits @ block_k
+        dk[:, first:last] += grad_logits.mT @ q[:, block]
+        dv[:, first:last] += weights.mT @ block_grad
     return out, dq

@@ -10,26 +10,28 @@ from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor._torch_private import experimental_context_parallel_settings
 from cp_dtensor.arguments import Mesh, sequence_ranks
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import estimates, fastest
 from cp_dtensor.functional import context_parallel_attention
-from cp_dtensor.masks import Causal, Full
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.choice import METHODS, ROTATIONS
 from cp_dtensor.splitting import axes_of
+from cp_dtensor.tiling import Masking
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
-from cp_dtensor.tools.bench.rows import IDEAL, TORCH_PREFIX
+from cp_dtensor.tools.bench.contestant import Contestant
+from cp_dtensor.tools.bench.flex import flex_contestants
+from cp_dtensor.tools.bench.inputs import ByLayout
+from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
+from cp_dtensor.tools.bench.single_device import backend_of, sdpa, single_devices
+from cp_dtensor.tools.bench.varlen import varlen_contestants
 from cp_dtensor.tools.bench.work import Attention
 
-OURS_PREFIX = "ours-"
 GRAPH_SUFFIX = " graph"
 COMPILED_SUFFIX = " compiled"
 _TORCH_ROTATIONS = ("allgather", "alltoall")
@@ -43,6 +45,8 @@ class Way:
     rotate_method: str = "auto"
     ulysses_degree: int | None = None
     """Ranks of the inner axis; None: there is one axis."""
+    layout: str | None = None
+    """None: that of the case."""
 
 
 _WAYS = {
@@ -56,41 +60,22 @@ _WAYS = {
 }
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """Something that computes attention."""
-
-    name: str
-    attention: Callable[[Case, torch.device], AbstractContextManager[Attention]]
-    """What computes a case, usable while open; forward and backward both happen in there."""
-    refusal: Callable[[Case, int], str | None]
-    """Why a case on so many ranks is not even tried; None: it is."""
-    workspace_bytes: Callable[[torch.device], int]
-    """Memory that it keeps outside of torch's allocator."""
-    alone: bool = False
-    """Rank 0 computes the whole while the others wait."""
-    captured: bool = False
-    """Measured as a CUDA graph."""
-    contiguous: bool = False
-    """Gets inputs in (B, H, S, D) memory."""
-    may_expand_kv: bool = False
-    """Where it fails with shared K/V heads, it is given repeated ones."""
-    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
-    """What the library's cost model says of a case and pass, on the slowest rank."""
-
-
 def contestants_by_name(
     names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False
 ) -> tuple[Contestant, ...]:
-    """The contestants of these names, all if None, in their order of appearance; ours also compiled and as graphs.
+    """The contestants of these names, in their order of appearance; ours also compiled and as graphs.
+
+    None: all who take part without having been asked to.
 
     Raises:
         ValueError: nobody is called so.
     """
     known = {contestant.name: contestant for contestant in _all_contestants()}
     if unknown := [name for name in names or () if name not in known]:
-        raise ValueError(f"unknown contestant {unknown[0]!r}: expected some of {', '.join(known)}")
-    chosen = [contestant for name, contestant in known.items() if names is None or name in names]
+        listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS_PREFIX)]
+        with_layout = f"ours also with a layout, such as '{OURS_PREFIX}auto Balanced'"
+        raise ValueError(f"unknown contestant {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
+    chosen = [each for name, each in known.items() if (each.by_default if names is None else name in names)]
     result = []
     for contestant in chosen:
         result.append(contestant)
@@ -105,46 +90,44 @@ def contestants_by_name(
 
 
 def _all_contestants() -> list[Contestant]:
-    ideal = Contestant(IDEAL, _one_device, _never, _no_workspace, alone=True, may_expand_kv=True)
+    ways = list(_WAYS.items())
+    for layout in LAYOUTS:
+        ways += [(f"{name} {layout}", dataclasses.replace(way, layout=layout)) for name, way in _WAYS.items()]
     ours = [
         Contestant(
             OURS_PREFIX + name, partial(_ours, way), partial(_our_refusal, way), partial(_our_workspace, way),
-            predicted_ms=partial(_predicted_ms, way),
+            shards=ByLayout(way.layout), by_default=way.layout is None, predicted_ms=partial(_predicted_ms, way),
         )
-        for name, way in _WAYS.items()
+        for name, way in ways
     ]  # fmt: skip
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     theirs = [
         Contestant(
-            TORCH_PREFIX + name, partial(_torchs, name), _torch_refusal, _no_workspace,
+            TORCH_PREFIX + name, partial(_torchs, name), _torch_refusal, suits=lambda case: case.is_plain,
             contiguous=True, may_expand_kv=True,
         )
         for name in _TORCH_ROTATIONS
     ]  # fmt: skip
-    return [ideal, *ours, *theirs]
-
-
-@contextmanager
-def _one_device(case: Case, device: torch.device) -> Iterator[Attention]:
-    with _backend(case, device):
-        yield partial(_sdpa, case)
+    alone, gathered = varlen_contestants()
+    return [*single_devices(), alone, *ours, *theirs, *flex_contestants(), gathered]
 
 
 @contextmanager
 def _ours(way: Way, case: Case, device: torch.device) -> Iterator[Attention]:
     mesh = _mesh(way.ulysses_degree, device.type)
+    mask, layout = case.mask_value, case.layout_value(way.layout)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = context_parallel_attention(
-            q, k, v, mesh=mesh, method=way.method, is_causal=case.causal, enable_gqa=case.enable_gqa,
-            layout=LAYOUTS[case.layout], rotate_method=way.rotate_method, seq_len=case.seq_len,
+            q, k, v, mesh=mesh, method=way.method, mask=mask, enable_gqa=case.enable_gqa, layout=layout,
+            rotate_method=way.rotate_method, seq_len=case.seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
 
     # Unless told, the library chooses by itself.
-    with nullcontext() if case.backend == "auto" else _backend(case, device):
+    with nullcontext() if case.backend == "auto" else backend_of(case, device):
         yield attention
 
 
@@ -163,6 +146,10 @@ def _our_refusal(way: Way, case: Case, world_size: int) -> str | None:
     degree = way.ulysses_degree
     if degree is not None and (world_size % degree or degree >= world_size):
         return f"{world_size} ranks are no mesh of several times {degree}"
+    try:
+        case.layout_value(way.layout)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -181,19 +168,19 @@ def _torchs(rotate_method: str, case: Case, device: torch.device) -> Iterator[At
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # It wants a buffer to shard, from whose length it sees whether the load can be balanced.
     buffer = torch.zeros(case.seq_len, device=device)
-    balanced = case.causal and case.layout == "HeadTail"
-    with _backend(case, device), experimental_context_parallel_settings(rotate_method, load_balance=balanced):
+    balanced = case.mask == "causal" and case.layout == "HeadTail"
+    with backend_of(case, device), experimental_context_parallel_settings(rotate_method, load_balance=balanced):
         context = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
         context.__enter__()
         try:
-            yield partial(_sdpa, case)
+            yield partial(sdpa, case)
         finally:
             # Told of an error, the context of some versions leaves SDPA patched.
             context.__exit__(None, None, None)
 
 
 def _torch_refusal(case: Case, world_size: int) -> str | None:
-    if case.causal and case.layout not in ("HeadTail", "Contiguous"):
+    if case.mask == "causal" and case.layout not in ("HeadTail", "Contiguous"):
         return f"torch has no layout like {case.layout}"
     pieces = 2 * world_size if case.layout == "HeadTail" else world_size
     if case.seq_len % pieces:
@@ -201,37 +188,16 @@ def _torch_refusal(case: Case, world_size: int) -> str | None:
     return None
 
 
-def _sdpa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    # Looked up at each call: torch's context parallel replaces the attribute.
-    return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=q.size(1) != k.size(1))
-
-
-def _backend(case: Case, device: torch.device) -> AbstractContextManager[None]:
-    """Allows the case's backend; "auto" is cuDNN where there is one, since that is the fastest."""
-    if case.backend != "auto":
-        return sdpa_kernel(SDPBackend.__members__[case.backend])
-    half = case.dtype in ("bfloat16", "float16")
-    if device.type == "cuda" and half and torch.cuda.get_device_capability(device) >= (8, 0):
-        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-    return nullcontext()
-
-
-def _never(case: Case, world_size: int) -> None:
-    return None
-
-
-def _no_workspace(device: torch.device) -> int:
-    return 0
-
-
 def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     ranks = sequence_ranks(_mesh(way.ulysses_degree, device.type))
     itemsize = getattr(torch, case.dtype).itemsize
-    division = LayoutDivision(LAYOUTS[case.layout], case.seq_len, case.seq_len, case.batch, ranks.size)
-    mask = Causal() if case.causal else Full()
-    shape = CallShape(division, mask, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize)
+    shape = CallShape(
+        LayoutDivision(case.layout_value(way.layout), case.seq_len, case.seq_len, case.batch, ranks.size),
+        case.mask_value, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize,
+        Masking.BY_SHAPE if case.is_plain else Masking.BY_ROW,
+    )  # fmt: skip
     outer, inner = axes_of(ranks, device, itemsize)
     found = estimates(shape, outer, inner, METHODS[way.rotate_method])
     estimate = found[fastest(found) if way.method == "auto" else way.method]

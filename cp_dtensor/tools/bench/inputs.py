@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from cp_dtensor.sharding import take_shard
-from cp_dtensor.tools.bench.cases import LAYOUTS, Case
+from cp_dtensor.tools.bench.cases import Case
 
 Select = Callable[[torch.Tensor], torch.Tensor]
 """From all tokens of a head, (B, S, D), to those that somebody holds."""
@@ -62,11 +63,34 @@ class Source:
         return tensor.transpose(1, 2)
 
 
+class Shards(ABC):
+    """Which tokens a rank holds, and in which order. A value: contestants with equal ones share their inputs."""
+
+    @abstractmethod
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        """A rank's tokens."""
+
+
+@dataclass(frozen=True)
+class Everything(Shards):
+    """All of them."""
+
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        return everything
+
+
+@dataclass(frozen=True)
+class ByLayout(Shards):
+    """Those of a layout."""
+
+    name: str | None = None
+    """None: that of the case."""
+
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        layout = case.layout_value(self.name)
+        return lambda tokens: take_shard(tokens, 1, layout, rank, world_size)
+
+
 def everything(tokens: torch.Tensor) -> torch.Tensor:
     """Selects all tokens."""
     return tokens
-
-
-def shard_of(case: Case, rank: int, world_size: int) -> Select:
-    """Selects a rank's tokens, in the order of the case's layout."""
-    return lambda tokens: take_shard(tokens, 1, LAYOUTS[case.layout], rank, world_size)

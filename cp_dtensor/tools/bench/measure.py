@@ -14,8 +14,7 @@ from cp_dtensor.tools.bench.work import Work
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
-_WARM_MS, _MOST_WARM_CALLS = 400.0, 30
-"""A GPU that has just started to work is faster than one whose clocks have settled; all are measured settled."""
+_MOST_WARM_CALLS = 30
 _LAUNCH_CALLS = 5
 """Few enough for all their launches to fit into the device's queue; a full queue makes the host wait."""
 _FEWEST = 3
@@ -29,6 +28,8 @@ class Effort:
     """Timed calls, if there is time for them."""
     seconds: float
     """Of timed calls; slower rows are repeated less often, but at least three times."""
+    warm_ms: float = 400.0
+    """Before. A GPU that has just begun to work is faster than one whose clocks have settled."""
 
     def repeats_of(self, call_ms: float) -> int:
         """How often a call is timed.
@@ -100,7 +101,7 @@ def measure(
         extra = together(lambda: device.extra_bytes(call))
     first_ms = max(together(timed))
     repeats = effort.repeats_of(first_ms)
-    warm_calls = min(_MOST_WARM_CALLS, int(_WARM_MS / max(first_ms, 1e-3)))
+    warm_calls = min(_MOST_WARM_CALLS, int(effort.warm_ms / max(first_ms, 1e-3)))
     together(lambda: [timed() for _ in range(warm_calls)])
     samples = together(lambda: tuple(timed() for _ in range(repeats)))
     cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))

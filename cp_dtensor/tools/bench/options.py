@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.tools.bench.cases import LAYOUTS, PASSES, Case, Heads, grid
-from cp_dtensor.tools.bench.contestants import Contestant, contestants_by_name
+from cp_dtensor.tools.bench.cases import LAYOUTS, PASSES, Case, Heads, grid, mask_by_name
+from cp_dtensor.tools.bench.contestant import Contestant
+from cp_dtensor.tools.bench.contestants import contestants_by_name
 from cp_dtensor.tools.bench.measure import Effort
 
 _DESCRIPTION = """\
@@ -21,6 +22,8 @@ ideal, on the same inputs in the same run.
     torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --output docs/benchmarks/8xH200
     torchrun --nproc-per-node 2 -m cp_dtensor.tools.bench --quick
     torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --quick --seq-lens 32768 --trace traces
+    torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --mask "documents 2048" "window 4096" \\
+        --contestants ideal-kernels ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
 """
 _BACKENDS = ("auto", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -44,7 +47,7 @@ class Options:
     contestants: tuple[Contestant, ...]
     effort: Effort
     check_up_to: int
-    """Longest sequence whose errors are computed."""
+    """Errors are computed of cases with no more work than a causal sequence of this length."""
     seed: int
     one_thread: bool
     """Whether backward runs on the calling thread (torch.autograd.set_multithreading_enabled(False))."""
@@ -71,8 +74,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
     except ValueError as error:
         parser.error(str(error))
     cases = grid(
-        given.seq_lens, given.heads, given.backend,
-        head_dim=given.head_dim, batch=given.batch, dtype=given.dtype, causal=given.causal, layout=given.layout,
+        given.seq_lens, given.heads, given.mask, given.backend,
+        head_dim=given.head_dim, batch=given.batch, dtype=given.dtype, layout=given.layout,
     )  # fmt: skip
     sharing = [contestant for contestant in contestants if not contestant.alone]
     by_name = {contestant.name: contestant for contestant in sharing}
@@ -84,7 +87,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         cases=cases,
         passes=tuple(name for name in PASSES if name in given.passes),
         contestants=contestants,
-        effort=Effort(given.repeats, given.row_seconds),
+        effort=Effort(given.repeats, given.row_seconds, given.warm_ms),
         check_up_to=given.check_up_to,
         seed=given.seed,
         one_thread=given.one_thread,
@@ -111,10 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--head-dim", type=_positive, default=128)
     what.add_argument("--batch", type=_positive, default=1)
     what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    what.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    masks = "causal, full, 'documents N' (of lognormal lengths, median N), 'window N'; several make several tables"
+    what.add_argument("--mask", type=_mask, nargs="+", default=["causal"], help=masks)
     what.add_argument("--layout", choices=tuple(LAYOUTS), default="HeadTail", help="which rank owns which tokens")
     what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
-    what.add_argument("--contestants", nargs="+", metavar="NAME", help="such as ideal ours-allgather; default: all")
+    contestants = (
+        "such as ideal ours-allgather 'ours-symm_mem Balanced' (ours with a layout of its own) 'torch-flex PTRR'"
+    )
+    what.add_argument("--contestants", nargs="+", metavar="NAME", help=contestants)
     what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
     what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
@@ -123,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--quick", action="store_true", help="a small run; other options still count")
     how.add_argument("--repeats", type=_positive, default=20, help="timed calls of a row")
     how.add_argument("--row-seconds", type=float, default=3.0, help="rows slower than this are repeated less often")
-    how.add_argument("--check-up-to", type=int, default=16384, metavar="N", help="longest sequence to check for errors")
+    how.add_argument("--warm-ms", type=float, default=400, help="work before a row is timed")
+    checked = "errors are computed of cases with no more work than a causal sequence of this length"
+    how.add_argument("--check-up-to", type=int, default=16384, metavar="N", help=checked)
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     how.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="of a collective")
@@ -140,6 +149,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return value
+
+
+def _mask(text: str) -> str:
+    try:
+        mask_by_name(text, seq_len=1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _heads(text: str) -> Heads:

@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cp_dtensor.tools.bench.accuracy import NAMES
-from cp_dtensor.tools.bench.cases import PASS_TITLES, Case
+from cp_dtensor.tools.bench.cases import DOCUMENTS_SIGMA, PASS_TITLES, Case
 from cp_dtensor.tools.bench.rows import MEASURED, Results, Row
 from cp_dtensor.tools.report import markdown_table
 
 _COLUMNS = (
-    "length", "contestant", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x torch", "predicted ms",
+    "length", "contestant", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
     "CPU us", "extra MiB",
 )  # fmt: skip
 _NOTHING = "-"
 _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
-`ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks. Backward
-counts as 2.5 times the operations of forward; masked halves do not count. x torch: how many times faster than the
-faster of torch's two rotations. Predicted: what the cost model of `rotate_method="auto"` expects. CPU us: the host's
-time to launch a call. Extra MiB: peak memory above inputs and grad_out, results included (of a graph, when it is
-captured). torch's context parallel gets inputs that are contiguous as (B, H, S, D), since its backward fails with
-others; the rest get (B, S, H, D) memory, as models have it. Errors are relative (Frobenius, over the whole tensors)
-to float64 on the same inputs; in parentheses, over those of `ideal`."""
+`ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks; of several
+the fastest counts. Backward counts as 2.5 times the operations of forward; what is masked does not count. x others: how
+many times faster than the fastest that is neither ours nor `ideal`. Predicted: what the cost model of
+`rotate_method="auto"` expects. CPU us: the host's time to launch a call. Extra MiB: peak memory above inputs and
+grad_out, results included (of a graph, when it is captured). torch's context parallel gets inputs that are contiguous
+as (B, H, S, D), since its backward fails with others; the rest get (B, S, H, D) memory, as models have it. Errors are
+relative (Frobenius, over the whole tensors) to float64 on the same inputs; in parentheses, over those of `ideal`."""
+_EXPLANATION_OF_MASKS = f"""\
+A name's second word is the layout, where it is not that of the title. `documents N`: of lognormal lengths (median N,
+sigma {DOCUMENTS_SIGMA}, seed 0), causal inside, the last cut off at the end. `window N`: a query sees itself and the
+N - 1 keys before it. `ideal-kernels` are our Triton kernels, `ideal-varlen` FlashAttention-2 as torch has it.
+`torch-flex`: torch's context parallel of FlexAttention, compiled: all K/V are gathered, in the order of the load
+balancer whose name follows. `llama3-varlen`: K/V are gathered in stages of heads, the next under the attention of the
+last, for FlashAttention-2 over the documents of each rank's contiguous part; gradients are reduce-scattered in the
+inputs' dtype."""
 
 
 def markdown(results: Results) -> str:
@@ -33,6 +41,8 @@ def markdown(results: Results) -> str:
         f"`{results.command}`",
         _EXPLANATION,
     ]
+    if any(not row.case.is_plain for row in results.rows):
+        sections.append(_EXPLANATION_OF_MASKS)
     for title, rows in panels(results):
         sections += [f"## {title}", table(results, rows)]
     return "\n\n".join(sections) + "\n"
@@ -51,7 +61,7 @@ def title(case: Case, pass_name: str) -> str:
     """What a table is about, in words."""
     words = [
         f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}",
-        "causal" if case.causal else "full",
+        case.mask,
         PASS_TITLES[pass_name],
     ]
     words += [f"batch {case.batch}"] if case.batch > 1 else []
@@ -68,7 +78,7 @@ def table(results: Results, rows: list[Row]) -> str:
 
 
 def _all_but_length(case: Case) -> tuple[object, ...]:
-    return case.heads, case.head_dim, case.batch, case.dtype, case.causal, case.layout, case.backend
+    return case.heads, case.head_dim, case.batch, case.dtype, case.mask, case.layout, case.backend
 
 
 def _cells(results: Results, row: Row) -> list[str]:
@@ -83,7 +93,7 @@ def _cells(results: Results, row: Row) -> list[str]:
         f"{_significant(low)}-{_significant(high)}",
         f"{row.tflops:.0f}" if row.tflops >= 10 else _significant(row.tflops),
         _formatted(results.percent_of_ideal(row), "{:.1f}"),
-        _formatted(results.times_torch(row), "{:.2f}"),
+        _formatted(results.times_others(row), "{:.2f}"),
         _NOTHING if row.predicted_ms is None else _significant(row.predicted_ms),
         _formatted(row.cpu_us, "{:.0f}"),
         _formatted(None if row.extra_bytes is None else row.extra_bytes / 2**20, "{:.0f}"),

@@ -12,7 +12,8 @@ from typing import Any
 from cp_dtensor.tools.bench.cases import Case, Heads
 
 IDEAL = "ideal"
-TORCH_PREFIX = "torch-"
+"""How the names begin of those who have one GPU for the whole."""
+OURS_PREFIX, TORCH_PREFIX = "ours-", "torch-"
 MEASURED, REFUSED, ERROR = "measured", "refused", "error"
 
 
@@ -45,7 +46,7 @@ class Row:
     @property
     def is_ideal(self) -> bool:
         """Whether this is one GPU's time for the whole, to be divided by the number of ranks."""
-        return self.contestant == IDEAL
+        return self.contestant.startswith(IDEAL)
 
     @property
     def slowest_ms(self) -> tuple[float, ...]:
@@ -81,18 +82,22 @@ class Results:
     rows: tuple[Row, ...]
 
     def ideal_of(self, row: Row) -> Row | None:
-        """The measured `ideal` of a row's case and pass."""
-        return next((other for other in self._beside(row) if other.is_ideal), None)
+        """The fastest `ideal` of a row's case and pass."""
+        ideals = (other for other in self._beside(row) if other.is_ideal)
+        return min(ideals, key=lambda other: other.median_ms, default=None)
 
     def percent_of_ideal(self, row: Row) -> float | None:
         """`ideal`'s time as a percentage of the row's; over 100 is faster."""
         ideal = self.ideal_of(row)
         return None if ideal is None or row.status != MEASURED else 100 * ideal.median_ms / row.median_ms
 
-    def times_torch(self, row: Row) -> float | None:
-        """How many times faster than torch's faster context parallel."""
-        torch_ms = [other.median_ms for other in self._beside(row) if other.contestant.startswith(TORCH_PREFIX)]
-        return min(torch_ms) / row.median_ms if torch_ms and row.status == MEASURED else None
+    def times_others(self, row: Row) -> float | None:
+        """How many times faster than the fastest of those that are neither ours nor `ideal`."""
+        beside = self._beside(row)
+        others = [
+            each.median_ms for each in beside if not each.is_ideal and not each.contestant.startswith(OURS_PREFIX)
+        ]
+        return min(others) / row.median_ms if others and row.status == MEASURED else None
 
     def error_ratios(self, row: Row) -> dict[str, float]:
         """The row's errors over those of `ideal`."""
@@ -126,7 +131,7 @@ class Results:
             "spread_ms": row.spread_ms,
             "tflops": row.tflops,
             "percent_of_ideal": self.percent_of_ideal(row),
-            "times_torch": self.times_torch(row),
+            "times_others": self.times_others(row),
             "error_ratios": self.error_ratios(row),
         }
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cp_dtensor.masks import Causal
 from cp_dtensor.tools.bench.accuracy import Outcome, relative_errors
 from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.contestants import Contestant
+from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.devices import Device
-from cp_dtensor.tools.bench.inputs import Inputs, Select, Source, everything, shard_of
+from cp_dtensor.tools.bench.inputs import Everything, Inputs, Select, Shards, Source, everything
 from cp_dtensor.tools.bench.measure import Effort, Measurement, measure
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
 from cp_dtensor.tools.bench.rows import ERROR, MEASURED, REFUSED, Row
@@ -70,7 +71,7 @@ class Suite:
         device: of this rank.
         effort: for each row.
         source: of inputs.
-        check_up_to: longest sequence whose errors are computed.
+        check_up_to: errors are computed of cases with no more work than a causal sequence of this length.
         report: told of each row as soon as it is measured, before its errors are known.
     """
 
@@ -91,19 +92,30 @@ class Suite:
         self._report = report
 
     def run(self, case: Case, passes: tuple[str, ...], contestants: tuple[Contestant, ...]) -> list[Row]:
-        """The rows of a case.
+        """The rows of a case, of those contestants that it suits.
 
         Raises:
             GroupLost: no further case can be run. The rows so far have been reported.
         """
         rows: list[Row] = []
         outcomes: dict[int, Outcome] = {}  # by index of the row
-        for alone in (True, False):  # the whole sequence leaves rank 0 before the shards come
-            trials = [Trial(case, name, each) for each in contestants if each.alone == alone for name in passes]
+        # The whole sequence leaves rank 0 before the shards come, and shards before others.
+        chosen = sorted((each for each in contestants if each.suits(case)), key=lambda each: not each.alone)
+        for shards in dict.fromkeys(each.shards for each in chosen):
+            trials: list[Trial] = []
+            for contestant in chosen:
+                if contestant.shards != shards:
+                    continue
+                refusal = contestant.refusal(case, self._ranks.world_size)
+                for trial in (Trial(case, name, contestant) for name in passes):
+                    if refusal is None:
+                        trials.append(trial)
+                    else:
+                        self._add(rows, trial.empty_row(REFUSED, refusal))
             if not trials:
                 continue
             try:
-                inputs, select = self._inputs(case, alone)
+                inputs, select = self._inputs(case, shards)
             except Failed as failure:
                 for trial in trials:
                     self._add(rows, trial.failed_row(failure))
@@ -122,7 +134,7 @@ class Suite:
         Raises:
             Failed: on every rank.
         """
-        inputs, _ = self._inputs(case, alone=False)
+        inputs, _ = self._inputs(case, contestant.shards)
         name = f"{contestant.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
         path = folder / f"{name}-rank{self._ranks.rank}.json.gz"
         with ExitStack() as stack:
@@ -141,22 +153,23 @@ class Suite:
         self._report(row)
 
     def _checks(self, case: Case) -> bool:
-        return case.seq_len <= self._check_up_to
+        return case.pairs <= Causal().pairs(self._check_up_to, self._check_up_to)
 
-    def _inputs(self, case: Case, alone: bool) -> tuple[Inputs | None, Select]:
+    def _inputs(self, case: Case, shards: Shards) -> tuple[Inputs | None, Select]:
         """What this rank computes with (None: it does not take part), and which tokens these are."""
         ranks = self._ranks
-        select = everything if alone else shard_of(case, ranks.rank, ranks.world_size)
-        drawn: list[Inputs] = []
-        ranks.together(lambda: drawn.append(self._source.inputs(case, select)), ranks.rank == 0 or not alone)
-        return drawn[0] if drawn else None, select
+        drawn: list[tuple[Inputs, Select]] = []
+
+        def draw() -> None:
+            select = shards.select(case, ranks.rank, ranks.world_size, self._device.torch_device)
+            drawn.append((self._source.inputs(case, select), select))
+
+        ranks.together(draw, ranks.rank == 0 or not isinstance(shards, Everything))
+        return drawn[0] if drawn else (None, everything)
 
     def _row(self, trial: Trial, inputs: Inputs | None) -> tuple[Row, Results | None]:
         """The row, and this rank's results if they will be checked."""
         case, contestant = trial.case, trial.contestant
-        refusal = contestant.refusal(case, self._ranks.world_size)
-        if refusal is not None:
-            return trial.empty_row(REFUSED, refusal), None
         failures: list[Failed] = []
         for expand_kv in (False, True) if case.enable_gqa and contestant.may_expand_kv else (False,):
             try:

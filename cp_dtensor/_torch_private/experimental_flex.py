@@ -1,0 +1,57 @@
+"""torch's context parallel of FlexAttention, as its users must put it together of private parts; for benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._attention import (
+    _HeadTailLoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+)
+from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+__all__ = ["FlexBalancer", "flex_cp_allgather"]
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class FlexBalancer:
+    """How torch rearranges a sequence before it is cut into contiguous shards.
+
+    Args:
+        balancer: one of torch's load balancers.
+    """
+
+    def __init__(self, balancer: Any) -> None:
+        self._balancer = balancer
+
+    @classmethod
+    def head_tail(cls, seq_len: int, world_size: int, device: torch.device) -> FlexBalancer:
+        """Rank r has the chunks r and 2n - 1 - r."""
+        return cls(_HeadTailLoadBalancer(seq_len, world_size, device))
+
+    @classmethod
+    def per_document(cls, lengths: Sequence[int], world_size: int, device: torch.device) -> FlexBalancer:
+        """The same in each document; lengths are multiples of 2 n."""
+        return cls(_PerDocumentHeadTailLoadBalancer([list(lengths)], world_size, device))
+
+    @classmethod
+    def by_processing_time(cls, mask_mod: MaskMod, seq_len: int, world_size: int, device: torch.device) -> FlexBalancer:
+        """Blocks of 128 queries, dealt by the number of key blocks that they see."""
+        compiled = torch.compile(create_block_mask, dynamic=False)
+        blocks = compiled(mask_mod, 1, 1, seq_len, seq_len, device=device.type)
+        return cls(_PTRRLoadBalancer(blocks, world_size))
+
+    def positions(self) -> torch.Tensor:
+        """(S,): the token at each place of the rearranged sequence."""
+        return self._balancer._generate_indices(restore=False)[0]
+
+    def block_mask(self, mask_mod: MaskMod, seq_len: int, mesh: DeviceMesh) -> BlockMask:
+        """This rank's queries against all keys, rearranged."""
+        return _create_cp_block_mask(mask_mod, 1, 1, seq_len, seq_len, mesh, load_balancer=self._balancer)

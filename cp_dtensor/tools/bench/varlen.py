@@ -1,0 +1,165 @@
+"""FlashAttention-2 over packed documents, as torch has it: on one GPU, and on ranks that gather all keys (Llama 3)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention.varlen import varlen_attn
+
+from cp_dtensor.documents import Documents
+from cp_dtensor.layouts import Span
+from cp_dtensor.masks import Causal, SlidingWindow
+from cp_dtensor.tools.bench.cases import Case
+from cp_dtensor.tools.bench.contestant import Contestant
+from cp_dtensor.tools.bench.inputs import ByLayout, Everything
+from cp_dtensor.tools.bench.rows import IDEAL
+from cp_dtensor.tools.bench.work import Attention
+
+_STAGES = 4
+"""Groups of key/value heads that are gathered one after the other, if there are as many heads."""
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def varlen_contestants() -> list[Contestant]:
+    """One GPU, and all."""
+    return [
+        Contestant(
+            f"{IDEAL}-varlen", _whole, shards=Everything(), suits=lambda case: not case.is_plain,
+            refusal=_refusal,
+        ),
+        Contestant(
+            "llama3-varlen", _gathered, shards=ByLayout("Contiguous"), suits=lambda case: case.mask != "full",
+            refusal=_refusal, by_default=False,
+        ),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Documented:
+    """What varlen attention takes for some contiguous queries."""
+
+    keys: Span
+    """Of the whole sequence, that are passed."""
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+
+    @classmethod
+    def of(cls, documents: Sequence[Span], queries: Span) -> Documented:
+        """Each document's queries with its keys up to the last of these: aligned at their ends, as the kernel does it.
+
+        >>> Documented.of([(0, 4), (4, 9)], (2, 6))
+        Documented(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
+        """
+        first, last = queries
+        mine = [span for span in documents if max(span[0], first) < min(span[1], last)]
+        q = [min(stop, last) - max(start, first) for start, stop in mine]
+        k = [min(stop, last) - start for start, stop in mine]
+        return cls((mine[0][0], last), tuple(accumulate(q, initial=0)), tuple(accumulate(k, initial=0)))
+
+
+def _documents(case: Case) -> tuple[list[Span], tuple[int, int]]:
+    """The documents of a mask, and the window inside of each: keys before and after a query, -1 for all."""
+    match case.mask_value:
+        case Documents(cu_seqlens, _, Causal()):
+            return list(pairwise(cu_seqlens)), (-1, 0)
+        case SlidingWindow(left, 0) if left is not None:
+            return [(0, case.seq_len)], (left, 0)
+        case Causal():
+            return [(0, case.seq_len)], (-1, 0)
+    raise NotImplementedError(f"no varlen attention for {case.mask}")
+
+
+def _refusal(case: Case, world_size: int) -> str | None:
+    if case.batch != 1:
+        return "it is for one batch row"
+    return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
+
+
+@contextmanager
+def _whole(case: Case, device: torch.device) -> Iterator[Attention]:
+    documents, window = _documents(case)
+    attend = _Varlen(Documented.of(documents, (0, case.seq_len)), window, device)
+    yield lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
+
+
+@contextmanager
+def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
+    documents, window = _documents(case)
+    group = dist.group.WORLD
+    assert group is not None
+    length = case.seq_len // group.size()
+    documented = Documented.of(documents, (group.rank() * length, (group.rank() + 1) * length))
+    attend = _Varlen(documented, window, device)
+    keys = slice(*documented.keys)
+    stages = min(_STAGES, case.heads.kv)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        by_stage = [torch.tensor_split(_tokens_first(x), stages, 1) for x in (q, k, v)]
+        started = [_start(k, v, group) for k, v in zip(*by_stage[1:], strict=True)]
+        outs = []
+        for q, (k, v, works) in zip(by_stage[0], started, strict=True):
+            for work in works:
+                work.wait()
+            outs.append(attend(q, k[keys], v[keys]))
+        return _tokens_last(torch.cat(outs, 1))
+
+    yield attention
+
+
+class _Varlen:
+    """Attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
+
+    def __init__(self, documented: Documented, window: tuple[int, int], device: torch.device) -> None:
+        edges = documented.cu_seqlens_q, documented.cu_seqlens_k
+        self._cu_seqlens_q, self._cu_seqlens_k = (
+            torch.tensor(each, dtype=torch.int32, device=device) for each in edges
+        )
+        self._longest_q, self._longest_k = (max(stop - start for start, stop in pairwise(each)) for each in edges)
+        self._window = window
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = varlen_attn(
+            q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, self._longest_q, self._longest_k,
+            window_size=self._window, **_GQA,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def _start(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
+    works: list[Any] = []
+    return _Gathered.apply(k, group, works), _Gathered.apply(v, group, works), works
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' (S, heads, D), once the work is done; the gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> torch.Tensor:
+        ctx.group = group
+        whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
+        works.append(dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        mine = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
+        return mine, None, None
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """(1, H, S, D) as (S, H, D)."""
+    return x[0].transpose(0, 1)
+
+
+def _tokens_last(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_tokens_first`."""
+    return x.transpose(0, 1).unsqueeze(0)
