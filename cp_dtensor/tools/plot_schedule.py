@@ -98,11 +98,11 @@ def key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.nd
     return positions
 
 
-def seen_by(tile: Tile) -> np.ndarray:
-    """Which of the (query, key) pairs of a tile its mask lets through."""
+def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
+    """Which of the (query, key) pairs of a tile its mask lets through, in one of its batch rows."""
     rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
     seen = np.zeros((rows, columns), dtype=bool)
-    for row, (first, last) in enumerate(tile.mask.intervals(rows, columns)):
+    for row, (first, last) in enumerate(tile.mask.intervals(rows, columns, batch_row)):
         seen[row, first : max(first, last)] = True
     return seen
 
