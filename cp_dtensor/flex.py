@@ -174,7 +174,7 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
         tables = _tables_of(mask)
         if of_mask is not None:
             tables = local_tables(tables, mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
-        mask = _mask_of_rows(mask, tables, (rows.count, lengths[1]), positions, None)
+        mask = block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions, None)
     keys, values = GatheredKeys.apply(call.k, call.v, WholeKeys(ranks, layout, lengths[1], lengths[1]))
     return call.attend(keys, values, local_score_mod(call.score_mod, positions), mask)
 
@@ -212,7 +212,7 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
                 "in a compiled function, a block mask of one block that is full needs seq_len, since keys behind the "
                 "last cannot be masked: pass seq_len, or a mask that create_block_mask made"
             )
-        mask = _mask_of_rows(mask, tables, (q_local, keys.size(2)), positions, kv_total)
+        mask = block_mask_of_rows(mask, tables, (q_local, keys.size(2)), positions, kv_total)
     return call.attend(keys, values, local_score_mod(call.score_mod, positions, kv_total), mask)
 
 
@@ -233,13 +233,14 @@ def _one_block(q: torch.Tensor) -> BlockMask:
     )
 
 
-def _mask_of_rows(
+def block_mask_of_rows(
     whole: BlockMask,
     tables: Tables,
     lengths: tuple[int, int],
     positions: torch.Tensor,
     kv_total: torch.Tensor | None,
 ) -> BlockMask:
+    """The mask of one rank's queries; `tables` are theirs, `kv_total` is as for `local_mask_mod`."""
     mod = local_mask_mod(whole.mask_mod, positions, tables, whole.BLOCK_SIZE[1], kv_total)
     mask = BlockMask(lengths, *tables[:8], whole.BLOCK_SIZE, mod)  # type: ignore[arg-type]
     return _torch_private.with_write_order_like(mask, whole)

@@ -46,7 +46,9 @@ def _keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, q_len: int, kv_len: int, told: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     known = (q_len, kv_len) if q_len >= 0 else None
-    lengths, _ = shard_recipe(recipe).resolve(q, k, v, Full(), NO_EXTRAS, scale, known if told else None)
+    decider = shard_recipe(recipe)
+    said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
+    lengths, _ = decider.resolve(q, k, v, Full(), NO_EXTRAS, scale, said)
     check_mask_lengths(lengths, known)
     ranks, layout = division_of(recipe)
     rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)

@@ -116,7 +116,7 @@ def local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: L
         rows: the queries, one at least.
         with_q: also those of queries, which backward needs.
     """
-    made = _cache.made_of(mask)
+    made = cache.made_of(mask)
     key = (block_size, kv_len, rows, with_q)
     if key not in made:
         with for_everybody():
@@ -156,6 +156,10 @@ class _TableCache:
         self._lock = threading.Lock()
         self._by_indices = WeakIdKeyDictionary()
 
+    def __len__(self) -> int:
+        """Of how many masks something is remembered."""
+        return len(self._by_indices)
+
     def made_of(self, mask: Tables) -> dict[object, Tables]:
         """What has been made of a mask so far; to be added to."""
         tables = [table for table in mask[:4] if table is not None]
@@ -171,7 +175,7 @@ class _TableCache:
         return made
 
 
-_cache = _TableCache()
+cache = _TableCache()
 
 
 def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,128 @@
+"""What the tests of FlexAttention share: masks and scores, the answer of one device, a FlexAttention with gradients.
+
+torch's has none on CPUs, and uncompiled it does not look at the tables of block masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block_mask
+
+from cp_dtensor import context_parallel
+
+Mod = Callable[..., torch.Tensor]
+SCALE = 0.3
+
+
+def window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """The last seven keys, of fewer heads' sight in later batch rows."""
+    return (q >= kv) & (q - kv < 7 + b)
+
+
+def documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """Both ways within documents of 13 tokens, none of which sees its first token."""
+    return (q // 13 == kv // 13) & (kv % 13 > 0) & (q % 13 > 0)
+
+
+def distance(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """Something of everything."""
+    return score * 0.5 + (q - kv) * 0.02 * (h + 1) + kv * 0.01 * b
+
+
+def region(**kwargs: Any) -> context_parallel:
+    """Over all ranks."""
+    return context_parallel(dist.group.WORLD, **kwargs)
+
+
+def block_mask(mod: Mod, length: int, block: int | tuple[int, int] = 8, batch: int | None = None) -> BlockMask:
+    """Of the whole sequence."""
+    return create_block_mask(mod, batch, None, length, length, device="cpu", BLOCK_SIZE=block)
+
+
+def draw(length: int, batch: int = 2, heads: int = 4, kv_heads: int = 2, width: int = 8) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out, float64, the same on every rank."""
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(batch, h, length, width) for h in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def grid(batch: int, heads: int, q_len: int, kv_len: int) -> list[torch.Tensor]:
+    """b, h, q and kv of every pair."""
+    shapes = [(batch, 1, 1, 1), (1, heads, 1, 1), (1, 1, q_len, 1), (1, 1, 1, kv_len)]
+    return [torch.arange(max(shape)).view(shape) for shape in shapes]
+
+
+def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """(B, H, q, kv): what a mask shows, by its tables and its function, as compiled kernels read them."""
+    b, h, q, kv = grid(batch, heads, q_len, kv_len)
+    blocks = [-(-length // block) for length, block in zip((q_len, kv_len), mask.BLOCK_SIZE, strict=True)]
+    listed = []
+    for counts, indices in (
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
+        table = torch.zeros(batch, heads, *blocks, dtype=torch.bool)
+        if counts is not None:
+            for place in torch.cartesian_prod(*(torch.arange(size) for size in (batch, heads, blocks[0]))).tolist():
+                b_, h_, row = place[0] % counts.size(0), place[1] % counts.size(1), place[2]
+                table[tuple(place)][indices[b_, h_, row, : counts[b_, h_, row]].long()] = True
+        listed.append(table[b, h, q // mask.BLOCK_SIZE[0], kv // mask.BLOCK_SIZE[1]])
+    partial, full = listed
+    return full | (partial & mask.mask_mod(b, h, q, kv))
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Mod | None, seen: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` by the formula; rows that see nothing are 0 and -inf."""
+    group = q.size(1) // k.size(1)
+    logits = q @ k.repeat_interleave(group, 1).mT * scale
+    if score_mod is not None:
+        logits = score_mod(logits, *grid(*logits.shape))
+    if seen is not None:
+        logits = logits.masked_fill(~seen, float("-inf"))
+    nothing = (logits == float("-inf")).all(-1, keepdim=True)
+    weights = logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return weights @ v.repeat_interleave(group, 1), logits.logsumexp(-1)
+
+
+def dense_flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Any = None, *, return_aux: Any = None,
+) -> Any:  # fmt: skip
+    """`flex_attention`, differentiable on CPUs."""
+    assert enable_gqa or query.size(1) == key.size(1)
+    assert kernel_options in (None, {})
+    seen = None
+    if block_mask is not None:
+        assert tuple(block_mask.shape[-2:]) == (query.size(2), key.size(2))
+        seen = visible(block_mask, *query.shape[:2], query.size(2), key.size(2))
+    out, lse = dense_attention(query, key, value, score_mod, seen, query.size(3) ** -0.5 if scale is None else scale)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse)
+    return (out, lse) if return_lse else out
+
+
+def one_device(
+    whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float = SCALE
+) -> list[torch.Tensor]:
+    """out, dq, dk, dv and lse of the whole sequence, whatever the mode."""
+    with torch.enable_grad():
+        return _one_device(whole, mask_mod, score_mod, scale)
+
+
+def _one_device(
+    whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float
+) -> list[torch.Tensor]:
+    q, k, v = (tensor.detach().clone().requires_grad_() for tensor in whole[:3])
+    seen = None
+    if mask_mod is not None:
+        shape = (*q.shape[:2], q.size(2), k.size(2))
+        seen = mask_mod(*grid(*shape)).expand(shape)
+    out, lse = dense_attention(q, k, v, score_mod, seen, scale)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3]), lse.detach()]

@@ -1,0 +1,288 @@
+"""FlexAttention of shards in compiled code, on two processes: called in contexts, whole models, and as a function.
+
+FlexAttention has no gradients on CPUs; for those its place is taken by a function that torch.compile differentiates.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from compile_checks import compiled, equal, fresh, no_compilation
+from flex_checks import SCALE, block_mask, dense_attention, distance, documents, draw, grid, one_device, region, window
+from problems import shard
+from processes import Processes
+from ranks import RanksFailed
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from cp_dtensor import (
+    ContextParallel,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+    _torch_private,
+    context_parallel_flex_attention,
+)
+from cp_dtensor.integrations.unified import RingAttnMode
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    two = Processes(2, timeout=250)
+    yield two
+    two.stop()
+
+
+def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
+    """With something before and behind it."""
+    return flex_attention(q * 2.0, k, v, block_mask=mask, score_mod=score, scale=SCALE, enable_gqa=True) * 3.0
+
+
+def function(layout: Layout, seq_len: int | None) -> Callable[..., torch.Tensor]:
+    """The same by the function that says over whom."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
+        out = context_parallel_flex_attention(
+            q * 2.0, k, v, mesh=dist.group.WORLD, block_mask=mask, score_mod=score, scale=SCALE, enable_gqa=True,
+            layout=layout, seq_len=seq_len,
+        )  # fmt: skip
+        return out * 3.0  # type: ignore[operator]
+
+    return call
+
+
+def on_one_device(whole: list[torch.Tensor], mask: Any, score: Any) -> list[torch.Tensor]:
+    out, dq, dk, dv, _ = one_device([whole[0] * 2.0, *whole[1:3], whole[3] * 3.0], mask, score)
+    return [out * 3.0, dq * 2.0, dk, dv]
+
+
+CASES = ((documents, distance), (window, None), (None, distance), (None, None))
+
+
+def forward(rank: int, layout: Layout, length: int, options: dict[str, Any], number: int) -> None:
+    fresh()
+    in_context = compiled(model, **options)
+    alone = compiled(flex_attention, **options)
+    as_function = compiled(function(layout, None), **options)
+    whole = draw(length)
+    local = [shard(tensor, layout, rank, 2) for tensor in whole[:3]]
+    for mask_mod, score in CASES[:number]:
+        mask = None if mask_mod is None else block_mask(mask_mod, length)
+        expected = shard(on_one_device(whole, mask_mod, score)[0], layout, rank, 2)
+        for again in range(2):
+            with torch.no_grad(), no_compilation() if again else warnings.catch_warnings():
+                with region(layout=layout):
+                    equal(in_context(*local, mask, score), expected, "model")
+                    if number > 1:
+                        out = alone(local[0] * 2.0, *local[1:], score, mask, SCALE, True)
+                        equal(out * 3.0, expected, "flex_attention")
+                if number > 1:
+                    equal(as_function(*local, mask, score), expected, "function")
+
+
+@pytest.mark.parametrize(
+    ("layout", "length", "options", "number"),
+    [
+        (HeadTail(), 64, {}, 4),
+        (HeadTail(), 61, {"dynamic": True, "backend": "eager"}, 2),
+        (Striped(1), 45, {"backend": "eager"}, 1),
+        (MirroredBatch(), 45, {}, 1),
+        (HeadTail(), 1, {}, 1),
+    ],
+    ids=str,
+)
+def test_whole_models_and_the_function_itself(
+    processes: Processes, layout: Layout, length: int, options: dict[str, Any], number: int
+) -> None:
+    """Compiled once, whatever the context; `fullgraph=True` all the way. One token: a rank has none."""
+    processes.run(forward, layout, length, options, number)
+
+
+def outside_and_inside(rank: int) -> None:
+    fresh()
+    whole, mask = draw(40), block_mask(window, 40)
+    local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+    expected = on_one_device(whole, window, None)[0]
+    code = compiled(model)
+    with torch.no_grad():
+        for again in range(3):
+            with no_compilation() if again else warnings.catch_warnings():
+                equal(code(*whole[:3], mask, None), expected, "outside")
+                with region():
+                    equal(code(*local, mask, None), shard(expected, HeadTail(), rank, 2), "inside")
+
+
+def test_a_function_is_compiled_for_outside_and_for_inside(processes: Processes) -> None:
+    processes.run(outside_and_inside)
+
+
+def masks_of_many_steps(rank: int) -> None:
+    fresh()
+    whole = draw(40)
+    local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+
+    def reaching(limit: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda b, h, q, kv: (q >= kv) & (q - kv < limit)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        return model(q, k, v, block_mask(reaching(limit), 40), None)
+
+    making, given = compiled(step), compiled(model)
+    with torch.no_grad(), region():
+        for again, limit in enumerate(map(torch.tensor, (3, 9, 20))):
+            expected = shard(on_one_device(whole, reaching(limit), None)[0], HeadTail(), rank, 2)
+            mask = block_mask(reaching(limit), 40)
+            with no_compilation() if again else warnings.catch_warnings():
+                equal(making(*local, limit), expected, "made inside")
+                equal(given(*local, mask, None), expected, "made outside")
+
+
+def test_masks_that_change_from_step_to_step(processes: Processes) -> None:
+    """Made in the compiled function, or given to it; their shapes stay."""
+    processes.run(masks_of_many_steps)
+
+
+def lengths_that_look_alike(rank: int) -> None:
+    """Rank 1 has 30 tokens of 60 and of 61; code that was compiled for one must not take it for the other."""
+    fresh()
+    code = compiled(model, backend="eager")
+
+    def looked_up(table: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda score, b, h, q, kv: score + table[kv] * table[q]
+
+    for length in (60, 61, 60):
+        score = looked_up(torch.linspace(0, 1, length, dtype=torch.float64))
+        whole = draw(length)
+        local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+        expected = on_one_device(whole, None, score)[0]
+        with torch.no_grad(), region():
+            equal(code(*local, None, score), shard(expected, HeadTail(), rank, 2), length)
+
+
+def test_without_a_mask_the_length_is_found_when_the_code_runs(processes: Processes) -> None:
+    processes.run(lengths_that_look_alike)
+
+
+def traceable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: BlockMask | None,
+    scale: float, enable_gqa: bool, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`flex_attention` that Dynamo follows, with gradients."""
+    seen = None
+    if block_mask is not None:
+        seen = block_mask.mask_mod(*grid(*query.shape[:3], key.size(2)))
+    return dense_attention(query, key, value, score_mod, seen, scale)[0]
+
+
+def gradients(rank: int, layout: Layout, length: int) -> None:
+    fresh()
+    whole = draw(length)
+    *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
+    with mock.patch.object(_torch_private, "original_flex_attention", traceable):
+        codes = [compiled(model), compiled(function(layout, length))]
+        for mask_mod, score in (CASES[0], CASES[-1]):
+            mask = None if mask_mod is None else block_mask(mask_mod, length)
+            expected = on_one_device(whole, mask_mod, score)
+            for code in codes:
+                inputs = [tensor.clone().requires_grad_() for tensor in local]
+                with region(layout=layout):
+                    out = code(*inputs, mask, score)
+                results = (out, *torch.autograd.grad(out, inputs, grad))  # after the context
+                for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
+                    equal(got, shard(wanted, layout, rank, 2), name)
+
+
+@pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 61), (MirroredBatch(), 45)], ids=str)
+def test_gradients_of_gathered_keys(processes: Processes, layout: Layout, length: int) -> None:
+    processes.run(gradients, layout, length)
+
+
+def uncompiled(rank: int) -> None:
+    """As torch runs it then: it compiles itself, for a backend that does nothing."""
+    fresh()
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    whole = draw(61)
+    q, k, v = (shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3])
+    q = q * 2.0
+    with torch.no_grad():
+        for mask_mod, score in ((window, None), (documents, distance), (None, None)):
+            mask = None if mask_mod is None else block_mask(mask_mod, 61)
+            expected = shard(on_one_device(whole, mask_mod, score)[0], HeadTail(), rank, 2)
+            for again in range(3):
+                with no_compilation() if again else warnings.catch_warnings(), region():
+                    out, aux = flex_attention(q, k, v, score, mask, SCALE, True, return_aux=AuxRequest(lse=True))
+                    assert aux.lse.shape == out.shape[:3]
+                    equal(out * 3.0, expected, "uncompiled")
+
+
+def test_uncompiled_calls_do_not_compile_again(processes: Processes) -> None:
+    processes.run(uncompiled)
+
+
+class Attention(nn.Module):
+    """Of one head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, x, x)
+
+
+def refusals(rank: int) -> None:
+    fresh()
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    masked = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
+
+    def fails(match: str, call: Callable[[], object]) -> None:
+        with torch.no_grad(), pytest.raises(Exception, match=match):
+            call()
+
+    with region():
+        fails(r"of 16 queries and 16 keys, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
+        fails(r"of 16 queries and 16 keys, got one of \(17, 17\)", lambda: masked(q, block_mask(window, 17)))
+        one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        full = BlockMask.from_kv_blocks(one - 1, zero, one, zero, BLOCK_SIZE=_torch_private.WHOLE_BLOCK)
+        fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
+    module = parallelize_module(Attention(), dist.group.WORLD, ContextParallel())  # type: ignore[arg-type]
+    for backend in ("eager", "aot_eager"):
+        code = compiled(module, backend=backend)
+        fails("not supported in compiled modules with ContextParallel", functools.partial(code, q))
+
+
+def test_refusals(processes: Processes) -> None:
+    processes.run(refusals)
+
+
+def each_rank_alone(rank: int) -> None:
+    fresh()
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    code = compiled(lambda q: flex_attention(q, q, q), backend="eager")
+    with torch.no_grad(), RingAttnMode(dist.group.WORLD):
+        code(q)
+        with RingAttnMode.disable(), pytest.raises(Exception, match="left to each rank alone"):
+            code(q)
+
+
+def test_code_of_a_context_is_not_taken_where_each_rank_attends_alone(processes: Processes) -> None:
+    processes.run(each_rank_alone)
+
+
+def one_rank_differs(rank: int) -> None:
+    fresh()
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    code = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
+    with torch.no_grad(), region(debug=True):
+        code(q, block_mask(window, 16 + rank))
+
+
+def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(processes: Processes) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        processes.run(one_rank_differs)
+    assert all("disagree about declared_q" in str(error) for error in failed.value.errors)
