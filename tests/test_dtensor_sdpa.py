@@ -232,8 +232,12 @@ def _refused(rank: int, kind: str) -> None:
     q, k, v = distributed(CAUSAL.draw(seed=0)[:3], mesh, ((CP,),) * 3)
     if kind == "mask":
         F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(4, 16, dtype=torch.bool))
+    elif kind == "mask on other mesh":
+        mask = torch.ones(16, 16, dtype=torch.bool)
+        of_two_dims = distribute_tensor(mask, init_device_mesh("cpu", (2, 2)), (R, R), src_data_rank=None)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=of_two_dims)
     elif kind == "dropout":
-        F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
     elif kind == "plain tensor":
         F.scaled_dot_product_attention(q, k.to_local(), v)
     elif kind == "other mesh":
@@ -249,8 +253,9 @@ def _refused(rank: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        ("mask", NotImplementedError, r"attn_mask is not supported .* got a mask of shape \(4, 16\)"),
-        ("dropout", NotImplementedError, r"dropout is not supported .* got dropout_p=0.1"),
+        ("mask", ValueError, "expected attn_mask to be a DTensor on the mesh of q.*got Tensor; distribute_tensor"),
+        ("mask on other mesh", ValueError, r"attn_mask to be a DTensor on the mesh of q.*got a DTensor on .*\(2, 2\)"),
+        ("dropout", ValueError, "expected dropout_p between 0 and 1, got 1.5"),
         ("plain tensor", ValueError, "all to be DTensors.* k torch.Tensor"),
         ("other mesh", ValueError, "on one mesh"),
         ("group query heads", ValueError, "enable_gqa=True"),
