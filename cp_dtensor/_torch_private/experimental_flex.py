@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental._attention import (
 )
 from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
 from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["FlexBalancer", "flex_cp_allgather"]
 
@@ -42,10 +42,8 @@ class FlexBalancer:
         return cls(_PerDocumentHeadTailLoadBalancer([list(lengths)], world_size, device))
 
     @classmethod
-    def by_processing_time(cls, mask_mod: MaskMod, seq_len: int, world_size: int, device: torch.device) -> FlexBalancer:
-        """Blocks of 128 queries, dealt by the number of key blocks that they see."""
-        compiled = torch.compile(create_block_mask, dynamic=False)
-        blocks = compiled(mask_mod, 1, 1, seq_len, seq_len, device=device.type)
+    def by_processing_time(cls, blocks: BlockMask, world_size: int) -> FlexBalancer:
+        """Blocks of queries, dealt by the number of key blocks that they see."""
         return cls(_PTRRLoadBalancer(blocks, world_size))
 
     def positions(self) -> torch.Tensor:

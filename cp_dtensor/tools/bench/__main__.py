@@ -68,14 +68,14 @@ def _measure(options: Options, ranks: Ranks, device: Device) -> tuple[Sequence[R
     def report(row: Row) -> None:
         current.append(row)
         progress.row(row)
+        if ranks.rank == 0:  # whatever happens next, what has been measured is kept
+            _write(_results([*finished, *current], ranks), options, final=False)
 
     suite = Suite(ranks, device, options.effort, Source(options.seed, device.torch_device), options.check_up_to, report)
     try:
         for case in options.cases:
             finished += suite.run(case, options.passes, options.contestants)
             current.clear()
-            if ranks.rank == 0:  # whatever happens next, what has been measured is kept
-                _write(_results(finished, ranks), options, final=False)
         if options.trace is not None:
             suite.trace(options.trace_case, options.trace_contestant, options.trace)
     except GroupLost as lost:

@@ -110,7 +110,7 @@ def _all_contestants() -> list[Contestant]:
         for name in _TORCH_ROTATIONS
     ]  # fmt: skip
     alone, gathered = varlen_contestants()
-    return [*single_devices(), alone, *ours, *theirs, *flex_contestants(), gathered]
+    return [*single_devices(), alone, *ours, *theirs, gathered, *flex_contestants()]
 
 
 @contextmanager

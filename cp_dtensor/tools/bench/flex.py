@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cp_dtensor.documents import Documents
 from cp_dtensor.masks import Causal, SlidingWindow
@@ -64,7 +64,20 @@ def _balancer(name: str, case: Case, world_size: int, device: torch.device) -> F
         return FlexBalancer.head_tail(case.seq_len, world_size, device)
     if name == "PerDocument":
         return FlexBalancer.per_document(_lengths(case), world_size, device)
-    return FlexBalancer.by_processing_time(_mask_mod(case, device), case.seq_len, world_size, device)
+    return FlexBalancer.by_processing_time(_blocks(case, device), world_size)
+
+
+def _blocks(case: Case, device: torch.device) -> BlockMask:
+    """The whole mask in blocks: torch's own function for it would have to be compiled."""
+    mask_mod, position = _mask_mod(case, device), torch.arange(case.seq_len, device=device)
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    shown = [
+        mask_mod(none, none, rows[:, None], position).unflatten(1, (-1, _BLOCK)).any((0, 2))
+        for rows in position.split(_BLOCK)
+    ]
+    of_rows = torch.stack(shown)[None, None].to(torch.int32)
+    by_column = of_rows.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return BlockMask.from_kv_blocks(of_rows.sum(-1, dtype=torch.int32), by_column, BLOCK_SIZE=_BLOCK)
 
 
 def _refusal(name: str, case: Case, world_size: int) -> str | None:
