@@ -6,9 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MASKS = ROOT / "docs" / "masks.md"
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -22,6 +24,13 @@ def test_python_blocks_compile(path: Path) -> None:
     for number, block in enumerate(blocks(path, "python", "py"), start=1):
         if ">>>" not in block:
             compile(block, f"{path.name}, Python block {number}", "exec")
+
+
+@pytest.mark.parametrize("number", range(len(blocks(MASKS, "python"))))
+def test_programs_about_masks_run_on_four_ranks(number: int) -> None:
+    """They compare with one device themselves."""
+    program = compile(blocks(MASKS, "python")[number], MASKS.name, "exec")
+    run_ranks(4, lambda _rank: exec(program, {}))
 
 
 @each_document
