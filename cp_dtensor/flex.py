@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,13 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len
+from cp_dtensor.captured_values import made_of, parts_of
 from cp_dtensor.compiled_op import token_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
 from cp_dtensor.flex_mods import ScoreMod, local_mask_mod, local_score_mod
 from cp_dtensor.flex_ops import check_mask_lengths, division_of, traced_tables
 from cp_dtensor.flex_tables import LocalRows, Tables, local_tables, mask_lengths
-from cp_dtensor.functional import _made, _parts
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Full
@@ -94,7 +95,7 @@ def context_parallel_flex_attention(
         {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None},
     )  # fmt: skip
     if traced:
-        result = traced_flex(call, _token(mesh, _parts(layout), debug), lengths)
+        result = traced_flex(call, _token(mesh, parts_of(layout), debug), lengths)
     else:
         result = flex_of_shards(call, AttentionSettings.of(mesh, "auto", layout, None, debug=debug), lengths)
     return (result[0], result[1].lse) if return_lse else result
@@ -192,10 +193,10 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
         check_mask_lengths(lengths, of_mask)
     if _world_size(token) == 1:
         return call.attend(call.k, call.v, call.score_mod, mask)
-    told, known_now = lengths is not None, _torch_private.known_now
+    told = lengths is not None
     lengths = lengths or of_mask or (-1, -1)
-    lengths = known_now(lengths[0]), known_now(lengths[1])
-    batch_size, q_local, _ = known_now(call.q.size(0)), known_now(call.q.size(2)), known_now(call.k.size(2))
+    lengths = index(lengths[0]), index(lengths[1])
+    batch_size, q_local, _ = index(call.q.size(0)), index(call.q.size(2)), index(call.k.size(2))
     keys, values, positions, total, _ = torch.ops.cp_dtensor.flex_keys(
         call.q, call.k, call.v, token, *lengths, told, softmax_scale(call.q, call.scale)
     )
@@ -205,7 +206,7 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
     if mask is not None and q_local:
         tables = _tables_of(mask)
         if of_mask is not None:
-            block_size = known_now(mask.BLOCK_SIZE[0]), known_now(mask.BLOCK_SIZE[1])
+            block_size = index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1])
             tables = traced_tables(tables, token, lengths, batch_size, block_size, mask.q_indices is not None)
         elif kv_total is not None and mask.full_kv_num_blocks is not None:
             raise NotImplementedError(
@@ -254,7 +255,7 @@ def _compiled() -> Callable[..., Any]:
 @_torch_private.constant_in_trace
 def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
     """Of the recipe, for compiled code."""
-    return token_of(ShardRecipe.of(AttentionSettings.of(mesh, "auto", _made(layout), None, debug=debug)))
+    return token_of(ShardRecipe.of(AttentionSettings.of(mesh, "auto", made_of(layout), None, debug=debug)))
 
 
 @_torch_private.constant_in_trace

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from operator import index
-from typing import Any
-
 import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len
+from cp_dtensor.captured_values import Parts, made_of, parts_of
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention_by_tokens
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
@@ -93,7 +90,7 @@ def context_parallel_attention(
     if torch.compiler.is_dynamo_compiling():
         rotate_method = rotation_by_name(rotate_method).name  # the default is read here, and guarded
         token, backends, shown = _constants(
-            mesh, method, _parts(layout), rotate_method, debug, _parts(mask), bool(is_causal)
+            mesh, method, parts_of(layout), rotate_method, debug, parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         extras = extras_of(q, attn_mask, dropout_p)
@@ -172,41 +169,14 @@ def ulysses_attention(
     )  # fmt: skip
 
 
-Parts = tuple[type, tuple[object, ...]]
-"""A value as class and fields, which Dynamo follows (and guards) where it may not know the object itself."""
-
-
 @_torch_private.constant_in_trace
 def _constants(
     mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, mask: Parts | None, is_causal: bool
 ) -> tuple[str, str, str]:
     """The tokens of recipe, backends and mask, for compiled code."""
-    settings = AttentionSettings.of(mesh, method, _made(layout), rotate_method, debug=debug)
-    shown = checked_mask(_made(mask), is_causal)
+    settings = AttentionSettings.of(mesh, method, made_of(layout), rotate_method, debug=debug)
+    shown = checked_mask(made_of(mask), is_causal)
     return token_of(ShardRecipe.of(settings)), backends_token(), masks.token_of(shown)
-
-
-def _parts(value: Any) -> Any:
-    """The parts of a layout or mask, and of those that it consists of; other values as they are."""
-    if isinstance(value, (Layout, Mask)):
-        return type(value), tuple([_parts(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
-    if isinstance(value, tuple):
-        return tuple([_parts(each) for each in value])
-    if isinstance(value, int) and not isinstance(value, bool):
-        return index(value)  # where it has changed from call to call, Dynamo makes a symbol of it; this, a number
-    return value
-
-
-def _made(parts: Any) -> Any:
-    """The inverse of `_parts`."""
-    if not isinstance(parts, tuple) or not parts:
-        return parts
-    if not isinstance(parts[0], type):
-        return tuple(map(_made, parts))
-    value: Any = object.__new__(parts[0])
-    for field, part in zip(fields(parts[0]), parts[1], strict=True):
-        object.__setattr__(value, field.name, _made(part))
-    return value
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,7 @@ LAYERS = {
     "arguments": 3,
     "functional": 3,
     "varlen": 3,
+    "captured_values": 3,
     "flex": 3,
     "flex_keys": 3,
     "flex_mods": 3,

@@ -160,13 +160,6 @@ def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-def known_now(size: int) -> int:
-    """A size as a number, for which code is compiled then, where it would be a symbol."""
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # whose import takes long
-
-    return int(guard_scalar(size))
-
-
 def traced_inside(
     wrapper: Callable[[Callable[..., T]], Callable[..., T]], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
