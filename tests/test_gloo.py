@@ -213,7 +213,7 @@ def test_tensor_parallel_attention_under_context_parallel(
 
 def _disagreement(rank: int, what: str) -> str:
     length, scale, layout = 4, 0.5, HeadTail()
-    is_causal = rank == 2 and what == "is_causal"
+    is_causal, dropout_p = rank == 2 and what == "mask", 0.1 if rank == 2 and what == "dropout_p" else 0.0
     if rank == 2 and what == "scale":
         scale = 0.25
     if rank == 2 and what == "layout":
@@ -224,11 +224,11 @@ def _disagreement(rank: int, what: str) -> str:
         pytest.raises(ValueError, match="disagree") as caught,
         context_parallel(dist.group.WORLD, layout=layout, debug=True),
     ):
-        F.scaled_dot_product_attention(q, q, q, is_causal=is_causal, scale=scale)
+        F.scaled_dot_product_attention(q, q, q, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["is_causal", "scale", "layout", "dtype"])
+@pytest.mark.parametrize("what", ["mask", "dropout_p", "scale", "layout", "dtype"])
 def test_debug_names_the_rank_that_disagrees_on_every_rank(processes: Processes, what: str) -> None:
     for message in processes.run(_disagreement, what):
         assert f"disagree about {what}: rank 2 says" in message

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from attention_modes import WORLD, Mode, assert_close, each_mode, named, rank_in_sequence
+from masked_problems import MaskedProblem
 from problems import Problem, reference, shard
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout
+from cp_dtensor import Contiguous, Full, HeadTail, Layout
 from cp_dtensor.integrations.unified import (
     RingAttnMode,
     UlyssesAttnMode,
@@ -120,20 +122,41 @@ def test_functions(function: Callable[..., torch.Tensor], is_causal: bool) -> No
     run_ranks(WORLD, body)
 
 
+@each_mode
+@pytest.mark.parametrize("bias", ["boolean s", "additive hs"])
+def test_masks_of_this_ranks_rows_and_all_keys(mode: Callable[..., Mode], bias: str) -> None:
+    problem = MaskedProblem(16, 16, Full(), q_heads=4, kv_heads=4, bias=bias, is_causal=True)
+    whole = problem.draw(0)
+    expected = problem.reference(*whole)
+
+    def body(rank: int) -> None:
+        place = rank_in_sequence(mode, rank)
+        q, k, v, grad_out, mask = problem.shard(whole, Contiguous(), place, WORLD)
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        with mode():
+            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=True)
+        out.backward(grad_out)
+        results = (out, *(leaf.grad for leaf in leaves))
+        for name, got, wanted in zip(("out", "dq", "dk", "dv"), results, expected, strict=False):
+            assert_close(got, shard(wanted, Contiguous(), place, WORLD), f"{name} of rank {rank}")
+
+    run_ranks(WORLD, body)
+
+
 def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
     q = torch.randn(1, 2, 4, 8)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"attn_mask": torch.zeros(4, 4)}, r"attn_mask.*\(4, 4\)"),
-        ({"dropout_p": 0.1}, r"dropout_p=0\.1"),
+        ({"attn_mask": torch.zeros(4, 4)}, r"the 8 keys of the whole sequence.*got \(1, 1, 4, 4\)"),
+        ({"attn_mask": torch.zeros(8, 8)}, r"this rank's queries.*\(8, 8\)"),
+        ({"dropout_p": 1.1}, "expected dropout_p between 0 and 1, got 1.1"),
     ]
 
     def body(rank: int) -> None:
-        if rank:  # which would have to join a collective
-            return
         for mode in (UnifiedAttnMode, UlyssesAttnMode, RingAttnMode):
             for options, message in refused:
-                with mode(), pytest.raises(NotImplementedError, match=message):
+                with mode(), pytest.raises(ValueError, match=message):
                     F.scaled_dot_product_attention(q, q, q, **options)
+                dist.barrier()
             with mode(), mode.replicated_keys(), pytest.raises(NotImplementedError, match="is_causal=True, expected"):
                 F.scaled_dot_product_attention(q, q, q, is_causal=True)
 

@@ -109,7 +109,7 @@ class UnifiedAttnMode(_AttnMode):
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective.
         RuntimeError: entered while it is entered already; left out of order.
 
-    Inside, `attn_mask` and dropout are refused, but for `replicated_keys()` and `disable()`.
+    Inside, an `attn_mask` has this rank's query rows and the keys of the whole sequence, as in `context_parallel`.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from cp_dtensor._torch_private.experimental_modules import aten_name
 from cp_dtensor.arguments import check_qkv
 from cp_dtensor.attention_call import Attention
 from cp_dtensor.division import LayoutDivision
+from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.integrations.torch_experimental.merger import without_padding
 from cp_dtensor.layouts import Contiguous, Layout
 from cp_dtensor.local_attention.policy import backend_by_name
@@ -62,7 +63,7 @@ class AtenOp:
             NotImplementedError: masks, dropout, and what the backend refuses.
         """
         query, call = self._call(group, layout, query, key, value, kwargs)
-        out, lse = Attention.apply(query, key, value, call, True)
+        out, lse = Attention.apply(query, key, value, None, NO_EXTRAS, call, True)
         if self.name == "_scaled_dot_product_flash_attention_for_cpu":
             return out, lse
         state = query.new_empty(0, dtype=torch.int64)
