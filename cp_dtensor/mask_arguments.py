@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Causal, Full, Mask
 
 
@@ -78,11 +79,22 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def check_bias(q: torch.Tensor, bias: torch.Tensor | None, kv_len: int) -> None:
-    """Refuses an attn_mask that does not have the keys of the whole sequence."""
-    if bias is not None and bias.size(3) not in (1, kv_len):
+def check_bias(q: torch.Tensor, bias: torch.Tensor | None, kv_len: int, layout: Layout | None = None) -> None:
+    """Refuses an attn_mask that does not have the keys of the whole sequence, or whose rows are not those of q.
+
+    `layout` is the one that divided the rows, if it is not known to be alike in every batch row.
+    """
+    if bias is None:
+        return
+    if bias.size(3) not in (1, kv_len):
         raise ValueError(
             f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
             f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. "
             "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
+        )
+    rows_differ = layout is not None and len(layout.batch_groups(q.size(0))) > 1
+    if rows_differ and bias.size(2) > 1 and bias.size(0) == 1:
+        raise ValueError(
+            f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
+            f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
         )

@@ -44,7 +44,7 @@ def attend(
         return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
     mask = with_mask_of(settings, mask)
     lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)
-    check_bias(q, extras.bias, lengths[1])
+    check_bias(q, extras.bias, lengths[1], settings.layout)
     call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
     return Attention.apply(q, k, v, extras.bias, extras, call, needs_lse)
 

@@ -99,7 +99,7 @@ class ShardRecipe(Recipe):
         else:
             settings = self.settings()
         lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
-        check_bias(q, extras.bias, lengths[1])
+        check_bias(q, extras.bias, lengths[1], layout or settings.layout)
         return lengths, Found(mask, layout)
 
     def decide(

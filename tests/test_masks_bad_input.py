@@ -25,6 +25,7 @@ from cp_dtensor import (
     Full,
     HeadTail,
     Mask,
+    MirroredBatch,
     PrefixLM,
     SlidingWindow,
     context_parallel,
@@ -200,6 +201,18 @@ def test_what_depends_on_the_whole_length_is_refused_when_that_is_known(
 ) -> None:
     # Lengths that nobody has said are found together; of those of a context and a module, CPUs tell each other always.
     assert check_refused(entry, arguments, ValueError, message) == (0 if entry is in_call else 1)
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+def test_layouts_that_differ_between_batch_rows_need_a_mask_for_each(rows: int) -> None:
+    arguments = {"attn_mask": torch.zeros(4, rows, LENGTH), "layout": MirroredBatch()}
+    message = r"MirroredBatch\(\) gives .* so an attn_mask with query rows needs all 2 batch rows; got \(1, 4, 8, 24\)"
+    if rows == 1:  # the same for all queries, so for those of all batch rows
+        run_ranks(RANKS, lambda rank: in_call(arguments))
+        return
+    assert check_refused(in_call, arguments, ValueError, message) == 0
+    assert check_refused(in_call_without_lengths, arguments, ValueError, message) == 1
+    run_ranks(RANKS, lambda rank: in_call({**arguments, "attn_mask": torch.zeros(2, 1, rows, LENGTH)}))
 
 
 LONG = list(range(0, 24, 2))
