@@ -199,29 +199,6 @@ def test_tensors_and_lists_of_positions_are_alike() -> None:
         assert all(map(torch.equal, got, wanted))
 
 
-def test_compiled_for_each_division_into_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
-    *qkv, grad_out = PROBLEM.draw(0)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: Any, window: Any) -> torch.Tensor:
-        return varlen_attention(q, k, v, mesh=dist.group.WORLD, cu_seqlens=edges, is_causal=True, window=window)
-
-    def body(rank: int) -> None:
-        local = [shard_packed(tensor, HeadTail(), rank, 2) for tensor in qkv]
-        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        for edges, left in (((0, 5, 12), None), ((0, 4, 12), 3), ((0, 2, 11), 2), ((0, 3, 5), 1)):
-            results = []
-            for function in (attend, compiled):
-                leaves = [tensor.clone().requires_grad_() for tensor in local]
-                out = function(*leaves, edges, (left, None))
-                out.backward(shard_packed(grad_out, HeadTail(), rank, 2))
-                results.append([out, *(leaf.grad for leaf in leaves)])
-            for got, wanted in zip(*results, strict=True):
-                assert_close(got, wanted, str(edges))
-
-    run_ranks(2, body)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, sequence_ranks
+from cp_dtensor.arguments import Mesh
+from cp_dtensor.masks import Mask, is_integer
+from cp_dtensor.varlen import Window, bottom_right_mask
 
 AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 """out, or (out, lse, None) where `return_attn_probs` was given."""
@@ -19,7 +21,6 @@ AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 class FlashAttnOptions:
     """Options of flash-attn's functions that have a value here which must not be ignored."""
 
-    dropout_p: float
     window_size: Sequence[int]
     softcap: float
     alibi_slopes: torch.Tensor | None
@@ -31,15 +32,6 @@ class FlashAttnOptions:
         Raises:
             NotImplementedError: what was received, and what is expected.
         """
-        if self.dropout_p:
-            raise NotImplementedError(
-                f"dropout is not supported on sequence shards yet: got dropout_p={self.dropout_p}, expected 0.0"
-            )
-        if tuple(self.window_size) != (-1, -1):
-            raise NotImplementedError(
-                f"sliding windows are not supported on sequence shards yet: got window_size={self.window_size}, "
-                "expected (-1, -1)"
-            )
         if self.softcap:
             raise NotImplementedError(
                 f"capped logits are not supported on sequence shards yet: got softcap={self.softcap}, expected 0.0"
@@ -54,6 +46,26 @@ class FlashAttnOptions:
                 f"deterministic gradients are not promised on {device.type} yet: got deterministic=True, expected "
                 "False (on CPUs they always are)"
             )
+
+    @property
+    def window(self) -> Window:
+        """`window_size`, with None for -1.
+
+        Raises:
+            ValueError: no pair of numbers of keys.
+        """
+        ends = tuple(self.window_size) if isinstance(self.window_size, (tuple, list)) else ()
+        if len(ends) != 2 or not all(is_integer(end) and end >= -1 for end in ends):
+            raise ValueError(
+                "expected window_size to be a pair (left, right) of numbers of keys, -1 for no limit; got "
+                f"{self.window_size!r}"
+            )
+        left, right = (None if end == -1 else end for end in ends)
+        return left, right
+
+    def mask(self, causal: bool) -> Mask:
+        """What flash-attn lets queries see: where lengths differ, the last query stands at the last key."""
+        return bottom_right_mask(causal, self.window)
 
 
 def heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,8 +94,8 @@ def heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def unpacked(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """The `count` tensors (B, S, H, D) of a packed (B, S, count, H, D), as views.
+def unpacked(name: str, packed: torch.Tensor, count: int, leading: str = "batch, sequence") -> tuple[torch.Tensor, ...]:
+    """The `count` tensors (B, S, H, D) of a packed (B, S, count, H, D), as views; with other dims if others lead.
 
     Raises:
         TypeError: not a tensor.
@@ -91,54 +103,23 @@ def unpacked(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor,
     """
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"expected {name} to be a torch.Tensor, got {type(packed).__name__}")
-    if packed.dim() != 5 or packed.size(2) != count:
-        raise ValueError(
-            f"expected {name} of shape (batch, sequence, {count}, heads, head_dim), got {tuple(packed.shape)}"
-        )
-    return packed.unbind(2)
+    dim = len(leading.split(","))
+    if packed.dim() != dim + 3 or packed.size(dim) != count:
+        raise ValueError(f"expected {name} of shape ({leading}, {count}, heads, head_dim), got {tuple(packed.shape)}")
+    return packed.unbind(dim)
 
 
-def check_causal_lengths(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, seq_len: int | tuple[int, int] | None, mesh: Mesh
-) -> None:
-    """Refuses causal attention between different lengths, where flash-attn lines up the last query with the last key.
-
-    Global lengths may differ where this rank's do not: of 9 queries and 10 keys, the first of 2 ranks has 5 and 5. So
-    without `seq_len` the ranks tell each other their local lengths, in one small collective. In compiled code there is
-    none, and a rank compares its own.
-
-    Args:
-        q: (B, S, H, D), local queries.
-        k: (B, T, Hkv, D), local keys.
-        causal: nothing is refused without.
-        seq_len: the global length, which says that there is one, or those of queries and keys.
-        mesh: the ranks that share the sequence.
+def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> None:
+    """Refuses a `max_seqlen` that is less than the longest document, which flash-attn would cut off.
 
     Raises:
-        NotImplementedError: the lengths differ; on every rank alike, if `seq_len` is right or None.
-        TypeError, ValueError: no such mesh.
+        TypeError: no number.
+        ValueError: too small a number.
     """
-    if not causal:
-        return
-    q_length, k_length = q.size(1), k.size(1)
-    if isinstance(seq_len, (tuple, list)) and len(set(seq_len)) > 1:
-        raise _lengths_differ(f"{q_length} local queries and {k_length} local keys of {tuple(seq_len)}")
-    if seq_len is None and not (torch.compiler.is_compiling() or _torch_private.is_traced(q)):
-        ranks = sequence_ranks(mesh)
-        mine = torch.tensor([q_length, k_length], device="cpu" if ranks.have_cpu_backend else q.device)
-        q_lengths, k_lengths = ranks.gather(mine).t().tolist()
-        if q_lengths != k_lengths:
-            raise _lengths_differ(f"{q_lengths} local queries and {k_lengths} local keys, by rank")
-    elif q_length != k_length:
-        raise _lengths_differ(f"{q_length} local queries and {k_length} local keys")
-
-
-def _lengths_differ(received: str) -> NotImplementedError:
-    return NotImplementedError(
-        "causal attention between queries and keys of different lengths is aligned to the last tokens in flash-attn, "
-        f"which is not supported on sequence shards yet; got {received}, expected equal lengths "
-        "(cp_dtensor.ring_attention aligns the first tokens)"
-    )
+    if not hasattr(max_seqlen, "__index__"):
+        raise TypeError(f"{function} expects {name} to be an integer, got {type(max_seqlen).__name__}")
+    if index(max_seqlen) < longest:
+        raise ValueError(f"{function} expects {name} to be at least {longest}, the longest document; got {max_seqlen}")
 
 
 def group_or_default(group: Mesh | None) -> Mesh:

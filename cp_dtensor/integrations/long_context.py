@@ -28,12 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor.functional import context_parallel_attention
-from cp_dtensor.integrations.flash_attn_arguments import (
-    FlashAttnOptions,
-    check_causal_lengths,
-    heads_first,
-    unpacked,
-)
+from cp_dtensor.integrations.flash_attn_arguments import FlashAttnOptions, heads_first, unpacked
 from cp_dtensor.integrations.long_context_sharding import (
     EXTRACT_FUNC_DICT,
     UlyssesCut,
@@ -144,10 +139,11 @@ class LongContextAttention(nn.Module):
             key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA), and neither need be a
                 multiple of the Ulysses degree.
             value: (B, T, Hkv, Dv), this rank's values.
-            dropout_p: 0.0; other values are refused.
+            dropout_p: probability that a weight of the softmax is dropped, as for `context_parallel_attention`.
             softmax_scale: factor of the logits, 1 / sqrt(D) if None.
-            causal: query i sees keys j <= i, by global position.
-            window_size: (-1, -1), which is no window; others are refused.
+            causal: the last query sees all keys, the one before all but the last, and so on, by global position.
+            window_size: (left, right), how many keys to the left and to the right of its own place a query sees, -1 for
+                all of them; the last query stands at the last key. With `causal`, right is 0.
             softcap: 0.0; other values are refused.
             alibi_slopes: None; others are refused.
             deterministic: True is refused on GPUs, where gradients may be summed in any order.
@@ -160,16 +156,14 @@ class LongContextAttention(nn.Module):
 
         Raises:
             TypeError, ValueError: arguments that do not fit.
-            NotImplementedError: what is refused above, before any collective; causal attention between queries and keys
-                of different lengths, on every rank alike.
+            NotImplementedError: what is refused above, before any collective.
         """
-        options = FlashAttnOptions(dropout_p, window_size, softcap, alibi_slopes, deterministic)
+        options = FlashAttnOptions(window_size, softcap, alibi_slopes, deterministic)
         q, k, v = heads_first(query, key, value)
         options.check(query.device)
-        check_causal_lengths(query, key, causal, seq_len, self.mesh)
         out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, method="hybrid", is_causal=causal, scale=softmax_scale, enable_gqa=True,
-            layout=self.layout, seq_len=seq_len,
+            q, k, v, mesh=self.mesh, method="hybrid", mask=options.mask(causal), dropout_p=dropout_p,
+            scale=softmax_scale, enable_gqa=True, layout=self.layout, seq_len=seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The functions of zhuzilin's ring-flash-attention, by `ring_attention`: change the import and keep the calls.
+"""The functions of zhuzilin's ring-flash-attention: change the import and keep the calls.
 
 They take this rank's shards as (batch, sequence, heads, head dim). Kinds differ in which tokens a rank has, and in how
 keys and values travel:
@@ -13,9 +13,12 @@ keys and values travel:
 | `zigzag_llama3` | `HeadTail()` | gathered from all ranks |
 
 Each kind has `{kind}_flash_attn_func`, `{kind}_flash_attn_kvpacked_func` and `{kind}_flash_attn_qkvpacked_func`. They
-also do what that package does not: attention that is not causal in every kind, any length on any number of ranks, CPUs,
-float32 and float64. That package has no `step`, and `llama3` for packed documents only. `shard` and `unshard` divide
-whole tensors as a kind expects, like the `extract_local` functions of its tests.
+also do what that package does not: attention that is not causal in every kind, windows, dropout, any length on any
+number of ranks, CPUs, float32 and float64. That package has no `step`, and `llama3` for packed documents only. `shard`
+and `unshard` divide whole tensors as a kind expects, like the `extract_local` functions of its tests.
+
+For packed documents, `ring`, `zigzag_ring` and `llama3` have `{kind}_flash_attn_varlen_func` with its packed forms
+(`ring_flash_attn_varlen`, `llama3_flash_attn_varlen`), and `shard_varlen` and `unshard_varlen`.
 """
 
 from __future__ import annotations
@@ -31,11 +34,25 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
     FlashAttnOptions,
     Mesh,
-    check_causal_lengths,
     flash_attn_result,
     group_or_default,
     heads_first,
     unpacked,
+)
+from cp_dtensor.integrations.llama3_flash_attn_varlen import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+    llama3_flash_attn_varlen_kvpacked_func,
+    llama3_flash_attn_varlen_qkvpacked_func,
+)
+from cp_dtensor.integrations.ring_flash_attn_sharding import shard_varlen, unshard_varlen
+from cp_dtensor.integrations.ring_flash_attn_varlen import (
+    ring_flash_attn_varlen_func,
+    ring_flash_attn_varlen_kvpacked_func,
+    ring_flash_attn_varlen_qkvpacked_func,
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard
@@ -43,11 +60,19 @@ from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard
 __all__ = [
     "llama3_flash_attn_func",
     "llama3_flash_attn_kvpacked_func",
+    "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_qkvpacked_func",
+    "llama3_flash_attn_varlen_func",
+    "llama3_flash_attn_varlen_kvpacked_func",
+    "llama3_flash_attn_varlen_qkvpacked_func",
     "ring_flash_attn_func",
     "ring_flash_attn_kvpacked_func",
     "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
     "shard",
+    "shard_varlen",
     "step_flash_attn_func",
     "step_flash_attn_kvpacked_func",
     "step_flash_attn_qkvpacked_func",
@@ -55,12 +80,16 @@ __all__ = [
     "stripe_flash_attn_kvpacked_func",
     "stripe_flash_attn_qkvpacked_func",
     "unshard",
+    "unshard_varlen",
     "zigzag_llama3_flash_attn_func",
     "zigzag_llama3_flash_attn_kvpacked_func",
     "zigzag_llama3_flash_attn_qkvpacked_func",
     "zigzag_ring_flash_attn_func",
     "zigzag_ring_flash_attn_kvpacked_func",
     "zigzag_ring_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
 
@@ -94,10 +123,11 @@ class AttentionKind:
             q: (B, S, H, D), this rank's queries, in the order of the kind's layout (the table above).
             k: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA).
             v: (B, T, Hkv, Dv), this rank's values.
-            dropout_p: 0.0; other values are refused.
+            dropout_p: probability that a weight of the softmax is dropped, as for `context_parallel_attention`.
             softmax_scale: factor of the logits, 1 / sqrt(D) if None.
-            causal: query i sees keys j <= i, by global position.
-            window_size: (-1, -1), which is no window; others are refused.
+            causal: the last query sees all keys, the one before all but the last, and so on, by global position.
+            window_size: (left, right), how many keys to the left and to the right of its own place a query sees, -1 for
+                all of them; the last query stands at the last key. With `causal`, right is 0.
             alibi_slopes: None; others are refused.
             deterministic: True is refused on GPUs, where gradients may be summed in any order.
             return_attn_probs: also return the log-sum-exp.
@@ -105,8 +135,7 @@ class AttentionKind:
                 the default group if None.
             softcap: 0.0; other values are refused.
             seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
-                their local lengths in one small collective, or two if `causal` (on the host where the group has a CPU
-                backend).
+                their local lengths in one small collective (on the host where the group has a CPU backend).
 
         Returns:
             out: (B, S, H, Dv), contiguous. With `return_attn_probs`, (out, lse, None), where lse: (B, H, S) is the
@@ -115,25 +144,16 @@ class AttentionKind:
         Raises:
             TypeError, ValueError: arguments that do not fit, before keys and values travel; lengths that are no
                 division of any global length in the layout, on every rank alike.
-            NotImplementedError: what is refused above, before any collective; causal attention between queries and
-                keys of different lengths, on every rank alike.
+            NotImplementedError: what is refused above, before any collective.
         """
-        options = FlashAttnOptions(dropout_p, window_size, softcap, alibi_slopes, deterministic)
+        options = FlashAttnOptions(window_size, softcap, alibi_slopes, deterministic)
         heads_first_qkv = heads_first(q, k, v)
         options.check(q.device)
-        mesh = group_or_default(group)
-        check_causal_lengths(q, k, causal, seq_len, mesh)
         out, lse = ring_attention(
-            *heads_first_qkv,
-            mesh=mesh,
-            is_causal=causal,
-            scale=softmax_scale,
-            enable_gqa=True,
-            layout=self.layout,
-            rotate_method=self.rotate_method,
-            return_lse=True,
-            seq_len=seq_len,
-        )
+            *heads_first_qkv, mesh=group_or_default(group), mask=options.mask(causal), dropout_p=dropout_p,
+            scale=softmax_scale, enable_gqa=True, layout=self.layout, rotate_method=self.rotate_method,
+            return_lse=True, seq_len=seq_len,
+        )  # fmt: skip
         return flash_attn_result(out, lse, return_attn_probs)
 
     def kvpacked_func(
