@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from attention_modes import WORLD, Mode, assert_close, each_mode, named, rank_in_sequence
 from masked_problems import MaskedProblem
+from packed_documents import equal_generators
 from problems import Problem, reference, shard
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,50 +113,102 @@ def test_functions(function: Callable[..., torch.Tensor], is_causal: bool) -> No
             out.backward(grad_out)
             for got, wanted in zip((out, q.grad, k.grad, v.grad), reference(problem, *whole), strict=True):
                 assert_close(got, shard(wanted, layout or Contiguous(), rank, WORLD))
-        if rank == 0:  # the others would have to join a collective
-            with pytest.raises(NotImplementedError, match="attn_mask"):
-                function(q, k, v, torch.zeros(5, 5))
-            with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
-                function(q, k, v, dropout_p=0.5)
 
     run_ranks(WORLD, body)
+
+
+BIASES = ("boolean bhs", "boolean s", "boolean b", "additive bhs", "additive", "additive hs")
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@each_mode
+def test_masks_of_local_queries_and_all_keys(mode: Callable[..., Mode], bias: str) -> None:
+    """Also causal, in other layouts, and between sequences of different lengths."""
+    problems = (
+        (MaskedProblem(13, 13, Full(), batch=2, q_heads=4, bias=bias, is_causal=True), HeadTail()),
+        (MaskedProblem(7, 18, Full(), batch=2, q_heads=4, bias=bias), Contiguous()),
+    )
+    drawn = [(problem, layout, problem.draw(0)) for problem, layout in problems]
+    expected = [problem.reference(*whole) for problem, _, whole in drawn]
+
+    def body(rank: int) -> list[torch.Tensor]:
+        place, of_bias = rank_in_sequence(mode, rank), []
+        for (problem, layout, whole), (out, *grads) in zip(drawn, expected, strict=True):
+            q, k, v, grad_out, local_bias = problem.shard(whole, layout, place, WORLD)
+            leaves = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in (q, k, v, local_bias)]
+            with mode(layout=layout):
+                got = F.scaled_dot_product_attention(*leaves, is_causal=problem.is_causal, enable_gqa=True)
+            got.backward(grad_out)
+            for leaf, wanted, name in zip((got, *leaves), (out, *grads[:3]), ("out", "dq", "dk", "dv"), strict=False):
+                assert_close(leaf if name == "out" else leaf.grad, shard(wanted, layout, place, WORLD), name)
+            if len(grads) > 4 and "s" in bias.split()[-1]:
+                assert_close(leaves[3].grad, problem.shard_bias(grads[4], layout, place, WORLD), "dbias")
+            elif len(grads) > 4:
+                assert leaves[3].grad is not None
+                of_bias.append(leaves[3].grad)
+        return of_bias
+
+    shares = zip(*run_ranks(WORLD, body), strict=True)
+    for parts, (*_, wanted) in zip(shares, expected, strict=False):
+        assert_close(torch.stack(parts).sum(0), wanted, "dbias, of rows that all ranks share")
+
+
+@pytest.mark.parametrize("function", [ulysses_attn_func, ring_attn_func])
+def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -> None:
+    problem = MaskedProblem(11, 11, Full(), q_heads=4, bias="boolean hs")
+    whole = problem.draw(0)
+    expected = problem.reference(*whole)[0]
+
+    def dropped(rank: int, ranks: int) -> torch.Tensor:
+        q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, ranks)
+        return function(q, k, v, mask, 0.5, enable_gqa=True)
+
+    def body(rank: int) -> None:
+        q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, WORLD)
+        assert_close(function(q, k, v, mask, enable_gqa=True), shard(expected, Contiguous(), rank, WORLD))
+        assert_close(dropped(rank, WORLD), shard(alone, Contiguous(), rank, WORLD))
+
+    with equal_generators():
+        (alone,) = run_ranks(1, dropped, 1)
+        assert not torch.allclose(alone, expected)
+        run_ranks(WORLD, body)
 
 
 @each_mode
-@pytest.mark.parametrize("bias", ["boolean s", "additive hs"])
-def test_masks_of_this_ranks_rows_and_all_keys(mode: Callable[..., Mode], bias: str) -> None:
-    problem = MaskedProblem(16, 16, Full(), q_heads=4, kv_heads=4, bias=bias, is_causal=True)
-    whole = problem.draw(0)
-    expected = problem.reference(*whole)
+def test_dropout_is_that_of_one_device(mode: Callable[..., Mode]) -> None:
+    q, k, v, _ = Problem(13, 13, q_heads=4, kv_heads=4).draw(0)
 
-    def body(rank: int) -> None:
+    def alone(rank: int) -> torch.Tensor:
+        with RingAttnMode():
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+
+    def body(rank: int, expected: torch.Tensor) -> None:
         place = rank_in_sequence(mode, rank)
-        q, k, v, grad_out, mask = problem.shard(whole, Contiguous(), place, WORLD)
-        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
         with mode():
-            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=True)
-        out.backward(grad_out)
-        results = (out, *(leaf.grad for leaf in leaves))
-        for name, got, wanted in zip(("out", "dq", "dk", "dv"), results, expected, strict=False):
-            assert_close(got, shard(wanted, Contiguous(), place, WORLD), f"{name} of rank {rank}")
+            local = (shard(tensor, Contiguous(), place, WORLD) for tensor in (q, k, v))
+            out = F.scaled_dot_product_attention(*local, dropout_p=0.3, is_causal=True)
+        assert_close(out, shard(expected, Contiguous(), place, WORLD))
 
-    run_ranks(WORLD, body)
+    with equal_generators():
+        (expected,) = run_ranks(1, alone)
+        assert not torch.allclose(expected, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        run_ranks(WORLD, body, expected)
 
 
-def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
+def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
     q = torch.randn(1, 2, 4, 8)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"attn_mask": torch.zeros(4, 4)}, r"the 8 keys of the whole sequence.*got \(1, 1, 4, 4\)"),
-        ({"attn_mask": torch.zeros(8, 8)}, r"this rank's queries.*\(8, 8\)"),
-        ({"dropout_p": 1.1}, "expected dropout_p between 0 and 1, got 1.1"),
+    keys_of_this_rank = "the 8 keys of the whole sequence, in the order of their positions"
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"attn_mask": torch.zeros(4, 4)}, ValueError, keys_of_this_rank),
+        ({"attn_mask": torch.zeros(8, 8)}, ValueError, r"this rank's queries.*\(8, 8\)"),
+        ({"dropout_p": 1.1}, ValueError, "dropout"),
     ]
 
     def body(rank: int) -> None:
         for mode in (UnifiedAttnMode, UlyssesAttnMode, RingAttnMode):
-            for options, message in refused:
-                with mode(), pytest.raises(ValueError, match=message):
+            for options, error, message in refused:
+                with mode(), pytest.raises(error, match=message):
                     F.scaled_dot_product_attention(q, q, q, **options)
-                dist.barrier()
             with mode(), mode.replicated_keys(), pytest.raises(NotImplementedError, match="is_causal=True, expected"):
                 F.scaled_dot_product_attention(q, q, q, is_causal=True)
 

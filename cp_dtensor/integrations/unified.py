@@ -37,7 +37,6 @@ from cp_dtensor.functional import context_parallel_attention
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 from cp_dtensor.integrations.local_sdpa import local_sdpa
 from cp_dtensor.layouts import Contiguous, Layout
-from cp_dtensor.mask_arguments import refuse_unsupported_sdpa
 
 __all__ = [
     "RingAttnMode",
@@ -197,8 +196,8 @@ def ulysses_attn_func(
 
     Args:
         query, key, value: (B, H, S, D), this rank's shards.
-        attn_mask, dropout_p: None and 0.0; other values are refused.
-        is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
+        attn_mask: of this rank's queries, in `layout` order, and all keys, in the order of their positions.
+        dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
         mesh: the context-parallel axis, the default group if None.
         layout: which rank owns which tokens, `Contiguous()` if None.
 
@@ -206,7 +205,7 @@ def ulysses_attn_func(
         (B, H, S, Dv).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `context_parallel_attention`, and what is refused above.
+        TypeError, ValueError, NotImplementedError: as `context_parallel_attention`.
     """
     return _attn_func("ulysses", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mesh, layout)
 
@@ -241,10 +240,9 @@ def _attn_func(
     mesh: Mesh | None,
     layout: Layout | None,
 ) -> torch.Tensor:
-    refuse_unsupported_sdpa(attn_mask, dropout_p)
     out = context_parallel_attention(
-        query, key, value, mesh=group_or_default(mesh), method=method, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa, layout=Contiguous() if layout is None else layout,
+        query, key, value, mesh=group_or_default(mesh), method=method, is_causal=is_causal, attn_mask=attn_mask,
+        dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=Contiguous() if layout is None else layout,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out
