@@ -11,11 +11,11 @@ from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
-from cp_dtensor.masks import Causal, Full, Mask, is_plain, layers_of
+from cp_dtensor.masks import Causal, Full, Mask, layers_of
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.splitting import axes_of
+from cp_dtensor.splitting import axes_of, has_shapes
 from cp_dtensor.tiling import Masking
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
@@ -131,7 +131,7 @@ def explain(
     lengths = checked_seq_len(seq_len)
     division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    by_shape = is_plain(shown, *lengths)
+    by_shape = has_shapes(layout, shown, lengths, ranks.size)
     shape = CallShape(
         division,
         Causal() if by_shape and shown != Full() else shown,

@@ -83,7 +83,7 @@ def decide_call(
     """
     allowed = allowed or allowed_backends()
     masking = masking_of(q, mask, extras, lengths)
-    if masking is Masking.BY_SHAPE and _segments(splitting.layout, lengths[1], ranks.size) > _MOST_SHAPED_SEGMENTS:
+    if masking is Masking.BY_SHAPE and not has_shapes(splitting.layout, mask, lengths, ranks.size):
         masking = Masking.BY_ROW
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
     place = (ranks.rank, ranks.size, inner)
@@ -112,6 +112,11 @@ def decide_call(
 @lru_cache(maxsize=1024)
 def _segments(layout: Layout, seq_len: int, world_size: int) -> int:
     return len(layout.segments(seq_len, 0, world_size))
+
+
+def has_shapes(layout: Layout, mask: Mask, lengths: tuple[int, int], world_size: int) -> bool:
+    """Whether tiles may be rectangles and triangles: for plain masks, and if they are not too many."""
+    return is_plain(mask, *lengths) and _segments(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
 
 
 def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int]) -> Masking:

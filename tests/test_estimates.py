@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Balanced, Batched, Documents, Full, explain
+from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
 from cp_dtensor.explain import H200, Explanation
@@ -134,10 +134,13 @@ def test_explain_of_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
             "documents": of(mask=documents),
             "causal documents": of(mask=documents, is_causal=True),
             "made for them": of(mask=documents, layout=Balanced(documents, 65536)),
+            "many pieces": of(layout=PerDocument(documents.cu_seqlens)),
         }
 
     found = run_ranks(2, body)[0]
     assert found["causal"].methods == found["causal mask"].methods
+    # By row, so few launches: of shapes there would be thousands.
+    assert found["many pieces"].methods["ring"].forward < 2 * found["causal"].methods["ring"].forward
     seconds = {name: each.methods["ring"].forward for name, each in found.items()}
     assert seconds["causal documents"] < seconds["documents"] < seconds["causal"] / 10 < seconds["full"] / 15
     received = {name: each.methods["ring"].outer_bytes for name, each in found.items()}
