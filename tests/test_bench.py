@@ -16,6 +16,7 @@ from cp_dtensor.tools.bench.cases import Case, Heads, grid
 from cp_dtensor.tools.bench.contestants import contestants_by_name
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.options import parse_options
+from cp_dtensor.tools.bench.plot import draw
 from cp_dtensor.tools.bench.report import markdown
 from cp_dtensor.tools.bench.rows import Results, Row, quantile
 
@@ -173,6 +174,14 @@ def test_the_report_shows_every_row() -> None:
     assert r"| 32 | torch-allgather | error: a\|b c | - | - | - | - | - | - | - | - |" in lines
     widths = {line.replace(r"\|", "").count("|") for line in lines if line.startswith("|")}
     assert widths == {11, 12}  # the second table has no errors
+
+
+@pytest.mark.parametrize("lengths", [(64, 128), (64, 1024, 2048)], ids=["bars", "lines"])
+def test_pictures(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    cases = [dataclasses.replace(CASE, seq_len=length) for length in lengths]
+    rows = [dataclasses.replace(row(name, (4.0,)), case=case) for case in cases for name in ("ideal", "ours-auto")]
+    draw(results(*rows), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_slow_calls_are_repeated_less_often() -> None:

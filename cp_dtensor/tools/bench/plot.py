@@ -1,4 +1,4 @@
-"""Results as a picture: percent of ideal against length."""
+"""Results as a picture: percent of ideal against length, or as bars where there are too few lengths for lines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cp_dtensor.tools.bench.rows import MEASURED, Results, Row
 
 _COLUMNS = 2
 _MARKERS = "osv^DPX<>*"
+_FEWEST_FOR_LINES = 3
 
 
 def draw(results: Results, path: Path) -> None:
@@ -27,21 +28,26 @@ def draw(results: Results, path: Path) -> None:
     lines = -(-len(shown) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(8 * columns, 5 * lines + 1), squeeze=False)
     for axis, (title, rows) in zip(axes.flat, shown, strict=False):
-        _panel(axis, results, title, rows, contestants)
+        if len({row.case.seq_len for row in rows}) < _FEWEST_FOR_LINES:
+            _bars(axis, results, title, rows)
+        else:
+            _lines(axis, results, title, rows, contestants)
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     handles = {
         label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles, loc="lower center", ncol=5, frameon=False)
+    if handles:
+        figure.legend(handles.values(), handles, loc="lower center", ncol=5, frameon=False)
     place = results.environment.splitlines()[-1].removesuffix(" visible")
     figure.suptitle(f"Context-parallel attention on {results.world_size} ranks ({place})")
-    figure.tight_layout(rect=(0, 0.5 / (5 * lines + 1), 1, 1))
+    inch = 1 / (5 * lines + 1)
+    figure.tight_layout(rect=(0, 0.5 * inch if handles else 0, 1, 1 - 0.2 * inch))
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _panel(axis: Axes, results: Results, title: str, rows: list[Row], contestants: list[str]) -> None:
+def _lines(axis: Axes, results: Results, title: str, rows: list[Row], contestants: list[str]) -> None:
     for number, contestant in enumerate(contestants):
         points = [
             (row.case.seq_len, percent)
@@ -55,12 +61,35 @@ def _panel(axis: Axes, results: Results, title: str, rows: list[Row], contestant
     axis.axhline(100, color="black", linestyle="--", linewidth=1, label="ideal")
     axis.set_xscale("log", base=2)
     ticks = sorted({row.case.seq_len for row in rows})
-    axis.set_xticks(ticks, [f"{tick // 1024}k" if tick % 1024 == 0 else str(tick) for tick in ticks])
+    axis.set_xticks(ticks, list(map(_thousands, ticks)))
     axis.set_ylim(bottom=0)
     axis.set_xlabel("global length (tokens)")
     axis.set_ylabel("% of ideal (one GPU's time / ranks)")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
+
+
+def _bars(axis: Axes, results: Results, title: str, rows: list[Row]) -> None:
+    """A group of bars for each contestant, the first at the top; a bar for each length."""
+    percents = {(row.contestant, row.case.seq_len): _percent(results, row) for row in rows}
+    names = list(dict.fromkeys(name for (name, _), percent in percents.items() if percent))
+    lengths = sorted({length for _, length in percents})
+    height = 0.8 / len(lengths)
+    for index, length in enumerate(lengths):
+        places = [place + (index - (len(lengths) - 1) / 2) * height for place in range(len(names))]
+        widths = [percents.get((name, length)) or 0.0 for name in names]
+        bars = axis.barh(places, widths, height, color=f"C{index}")
+        labels = [f"{_thousands(length)}: {width:.0f}%" if width else "" for width in widths]
+        axis.bar_label(bars, labels, label_type="center", color="white", fontsize=7)
+    axis.axvline(100, color="black", linestyle="--", linewidth=1)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("% of ideal (one GPU's time / ranks)")
+    axis.set_title(title, fontsize=10)
+
+
+def _thousands(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _percent(results: Results, row: Row) -> float | None:
