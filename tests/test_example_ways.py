@@ -18,7 +18,7 @@ from processes import Processes
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = ROOT / "examples" / "ways"
-NAMES = ["ring", "ulysses", "hybrid", "ring_of_rings", "dtensor", "module", "explain", "dropins", "flex"]
+NAMES = ["ring", "ulysses", "hybrid", "ring_of_rings", "dtensor", "module", "explain", "dropins", "flex", "varlen"]
 
 
 @pytest.fixture(scope="module")
