@@ -21,6 +21,10 @@ LONGEST_TRIANGLE = 1 << 16
 """Rows of a causal tile in forward: beyond, cuDNN is 7% slower on an H200 than on its parts (docs/log.md)."""
 
 
+_MOST_SPANS = 4
+"""Each is packed by launches of its own."""
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Keys and values of some heads on their way to this rank, and their gradients on the way back.
@@ -95,6 +99,18 @@ class Plan:
         if transfer.hop is None:
             return self.rows.total
         return sum(sum(self.rows.lengths[source]) for source in transfer.sources(self.rank, self.world_size))
+
+    @cached_property
+    def given_spans(self) -> tuple[Span, ...]:
+        """The rows of this rank's shard that any other rank wants, as few ranges that have all of them."""
+        parts = sorted({part for given in self.given for part in given})
+        spans: list[Span] = []
+        for start, stop in (self.rows.local_span(self.rank, part) for part in parts):
+            if start < stop and spans and spans[-1][1] == start:
+                spans[-1] = spans[-1][0], stop
+            elif start < stop:
+                spans.append((start, stop))
+        return tuple(spans) if len(spans) <= _MOST_SPANS else ((spans[0][0], spans[-1][1]),)
 
     @cached_property
     def pulls(self) -> tuple[Pull, ...]:

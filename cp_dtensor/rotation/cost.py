@@ -21,8 +21,10 @@ TRANSFER_TAX = 0.15
 """Attention runs so much slower while transfers take multiprocessors from it."""
 # Of backward over forward: it has five matrix products where forward has two, and its kernels are slower.
 _BACKWARD_TIME = 2.8
-# Of the kernels that mask by row, over those that mask by shape.
-_BY_ROW_TIME = 1.2
+# Of the kernels that mask by row over those that mask by shape: their time, and the host's to launch them (measured on
+# H200s, docs/benchmarks/2xH200-masks).
+_BY_ROW_TIME = 1.3
+_BY_ROW_LAUNCH = 3.3
 # Beginning and end of a kernel.
 _KERNEL = 10e-6
 # Host time of a launch of backward over one of forward (from the benchmark tables).
@@ -63,7 +65,8 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
     sending = 0.0
     for step in steps:
         launch = hardware.launch * (_BACKWARD_LAUNCH if backward else 1.0)
-        host += launch * (1 + len(step.tiles) + (slows_compute and step.transfer is not None))
+        tiles = sum(_BY_ROW_LAUNCH if isinstance(tile.mask, IntervalMask) else 1.0 for tile in step.tiles)
+        host += launch * (1 + tiles + (slows_compute and step.transfer is not None))
         start = max(host, gpu)
         busy_until = link
         if step.transfer is not None:

@@ -24,16 +24,18 @@ def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span, rows: torch.Tensor 
     return rows
 
 
-def pack_stages(k: torch.Tensor, v: torch.Tensor, stages: Sequence[Span], rows: torch.Tensor, pitch: int) -> None:
+def pack_stages(
+    k: torch.Tensor, v: torch.Tensor, stages: Sequence[Span], rows: torch.Tensor, pitch: int, first_row: int = 0
+) -> None:
     """Groups of heads as `pack_rows` has them, one after the other in `rows` (flat), `pitch` rows from one to the next.
 
-    Groups of equal size are packed at once. The last dim of k and v is contiguous.
+    Groups of equal size are packed at once. The last dim of k and v is contiguous. Each group begins at `first_row`.
     """
     sizes = {stop - start for start, stop in stages}
     if len(sizes) == 1:
         (count,) = sizes
         width = row_width(k, v, stages[0])
-        start = rows.storage_offset()
+        start = rows.storage_offset() + first_row * width
         for tensor in (k, v):
             batch, _, length, dim = tensor.shape
             by_stage = (batch, len(stages), count, length, dim)
@@ -47,7 +49,8 @@ def pack_stages(k: torch.Tensor, v: torch.Tensor, stages: Sequence[Span], rows: 
     start = 0
     for heads in stages:
         width = row_width(k, v, heads)
-        pack_rows(k, v, heads, rows[start : start + k.size(2) * width].view(-1, width))
+        first = start + first_row * width
+        pack_rows(k, v, heads, rows[first : first + k.size(2) * width].view(-1, width))
         start += pitch * width
 
 

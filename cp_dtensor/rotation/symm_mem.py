@@ -34,6 +34,7 @@ from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers, R
 from cp_dtensor.rotation.device_streams import copy_bytes
 from cp_dtensor.rotation.rows import pack_stages, row_width
 from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.tensors import cut
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class _PulledKv(KvTransfers):
         workspace = self._workspace
         workspace.follow(self._stream)
         workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
-        if any(self._plan.given):
-            pack_stages(k, v, stages, workspace.kv().view(k.dtype), self._pitch)
+        rows = workspace.kv().view(k.dtype)
+        for span in self._plan.given_spans:
+            pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
         workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)
 
     def _room_for_next(self) -> torch.Tensor | None:
