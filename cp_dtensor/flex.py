@@ -82,8 +82,10 @@ def context_parallel_flex_attention(
             rank alike. (A `seq_len` that is wrong on some ranks only is found there only.)
         NotImplementedError: what `flex_attention` does not support, such as gradients on CPUs.
 
-    >>> mask = create_block_mask(lambda b, h, q, kv: q - kv < 4096, None, None, 65536, 65536)  # doctest: +SKIP
-    >>> out = context_parallel_flex_attention(q, k, v, mesh=mesh, block_mask=mask, seq_len=65536)  # doctest: +SKIP
+    Each token sees itself and 4095 before it, of 65536 on all ranks together:
+
+        mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 65536, 65536)
+        out = context_parallel_flex_attention(q, k, v, mesh=mesh, block_mask=mask, seq_len=65536)
 
     Source: FlexAttention (arXiv 2412.05496); gathered keys as in the Llama 3 report (arXiv 2407.21783), section 3.3.2.
     """

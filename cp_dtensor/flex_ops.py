@@ -136,7 +136,11 @@ def _fake_tables(
     rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
     mask_shape = tuple(int(size) for size in kv_indices.shape)
     shapes = table_shapes(mask_shape, full_kv_indices is not None, (q_block, kv_block), kv_len, rows, with_q)
-    return [kv_indices.new_empty(shape, dtype=torch.int32) for shape in shapes if shape is not None]
+    return [
+        kv_indices.new_empty(shape, dtype=torch.int8 if name == "kinds" else torch.int32)
+        for name, shape in zip(Tables._fields, shapes, strict=True)
+        if shape is not None
+    ]
 
 
 def _defined() -> torch.library.Library:

@@ -78,7 +78,7 @@ class Tables(NamedTuple):
     full_q_num_blocks: torch.Tensor | None = None
     full_q_indices: torch.Tensor | None = None
     kinds: torch.Tensor | None = None
-    """(B, H, global blocks of queries, blocks of keys): `PARTIAL`, `FULL` or 0; of those that hold local rows."""
+    """(B, H, global blocks of queries, blocks of keys) int8: `PARTIAL`, `FULL` or 0; of those that hold local rows."""
     kinds_row: torch.Tensor | None = None
     """(rows,) or (batch, rows): in which of those blocks a query lies."""
 
@@ -107,7 +107,7 @@ def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
 
 
 def local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
-    """The tables of one rank's mask, int32; remembered as long as the whole mask's tables exist.
+    """The tables of one rank's mask, int32 but for `kinds`; remembered as long as the whole mask's tables exist.
 
     Args:
         mask: those of keys, of the whole sequence.
@@ -261,7 +261,8 @@ def _united(whole: Tables, blocks: torch.Tensor, unique: torch.Tensor, columns: 
         any_seen |= seen.index_select(2, others)
         if full is not None and all_full is not None:
             all_full &= full.index_select(2, others)
-    kinds = seen.int() if full is None else seen.int() + full.int()
+    # Bytes, of which kernels do not keep several stages in shared memory, as they do of wider numbers.
+    kinds = seen.to(torch.int8) if full is None else seen.to(torch.int8) + full.to(torch.int8)
     kinds = kinds.index_select(2, unique)
     if all_full is None:
         return Tables(*_ordered(any_seen), kinds=kinds)
@@ -290,4 +291,5 @@ def _dense(counts: torch.Tensor | None, indices: torch.Tensor | None, columns: i
 def _ordered(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `_dense`."""
     order = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
-    return dense.sum(-1, dtype=torch.int32), order.int()
+    # Row after row, whatever the order of `dense`: kernels take it for granted.
+    return dense.sum(-1, dtype=torch.int32).contiguous(), order.int().contiguous()

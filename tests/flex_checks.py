@@ -38,22 +38,26 @@ def region(**kwargs: Any) -> context_parallel:
     return context_parallel(dist.group.WORLD, **kwargs)
 
 
-def block_mask(mod: Mod, length: int, block: int | tuple[int, int] = 8, batch: int | None = None) -> BlockMask:
+def block_mask(
+    mod: Mod, length: int, block: int | tuple[int, int] = 8, batch: int | None = None, device: str = "cpu"
+) -> BlockMask:
     """Of the whole sequence."""
-    return create_block_mask(mod, batch, None, length, length, device="cpu", BLOCK_SIZE=block)
+    return create_block_mask(mod, batch, None, length, length, device=device, BLOCK_SIZE=block)
 
 
-def draw(length: int, batch: int = 2, heads: int = 4, kv_heads: int = 2, width: int = 8) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out, float64, the same on every rank."""
+def draw(length: int, width: int = 8, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[torch.Tensor]:
+    """q, k, v and the gradient of out, the same on every rank; 4 heads that share 2 key heads."""
     generator = torch.Generator().manual_seed(length)
-    shapes = [(batch, h, length, width) for h in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    shapes = [(2, heads, length, width) for heads in (4, 2, 2, 4)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
-def grid(batch: int, heads: int, q_len: int, kv_len: int) -> list[torch.Tensor]:
+def grid(
+    batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | None = None
+) -> list[torch.Tensor]:  # fmt: skip
     """b, h, q and kv of every pair."""
     shapes = [(batch, 1, 1, 1), (1, heads, 1, 1), (1, 1, q_len, 1), (1, 1, 1, kv_len)]
-    return [torch.arange(max(shape)).view(shape) for shape in shapes]
+    return [torch.arange(max(shape), device=device).view(shape) for shape in shapes]
 
 
 def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
@@ -82,7 +86,7 @@ def dense_attention(
     group = q.size(1) // k.size(1)
     logits = q @ k.repeat_interleave(group, 1).mT * scale
     if score_mod is not None:
-        logits = score_mod(logits, *grid(*logits.shape))
+        logits = score_mod(logits, *grid(*logits.shape, logits.device))
     if seen is not None:
         logits = logits.masked_fill(~seen, float("-inf"))
     nothing = (logits == float("-inf")).all(-1, keepdim=True)
@@ -123,6 +127,6 @@ def _one_device(
     seen = None
     if mask_mod is not None:
         shape = (*q.shape[:2], q.size(2), k.size(2))
-        seen = mask_mod(*grid(*shape)).expand(shape)
+        seen = mask_mod(*grid(*shape, q.device)).expand(shape)
     out, lse = dense_attention(q, k, v, score_mod, seen, scale)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3]), lse.detach()]

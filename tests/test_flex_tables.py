@@ -66,7 +66,10 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
             tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE, lengths[1], rows, True
         )
         assert [None if table is None else tuple(table.shape) for table in tables] == list(shapes)
-        assert all(table is None or table.dtype == torch.int32 for table in tables)
+        for name, table in zip(Tables._fields, tables, strict=True):
+            if table is not None:
+                assert table.dtype == (torch.int8 if name == "kinds" else torch.int32)
+                assert table.is_contiguous(), f"kernels take {name} for contiguous"
 
 
 @settings(max_examples=50, deadline=None)

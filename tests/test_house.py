@@ -12,82 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from layers import LAYERS, LOWEST_LAYER
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cp_dtensor"
 
-# A module or package -> its layer. Imports point downward or stay in their layer. The longest name that fits counts.
-LAYERS = {
-    "layouts": 0,
-    "bands": 0,
-    "masks": 0,
-    "areas": 0,
-    "necklace": 0,
-    "mask_layouts": 0,
-    "documents": 0,
-    "tile_masks": 0,
-    "schedule": 0,
-    "tiles": 0,
-    "tiling": 0,
-    "tiling_by_row": 0,
-    "key_runs": 0,
-    "plan": 0,
-    "division": 0,
-    "head_division": 0,
-    "two_axes": 0,
-    "local_attention": 1,
-    "masked_attention": 1,
-    "extras": 1,
-    "merge": 1,
-    "sums": 1,
-    "accumulate": 1,
-    "tensors": 1,
-    "kernels": 1,
-    "rotation": 2,
-    "arguments": 3,
-    "functional": 3,
-    "varlen": 3,
-    "captured_values": 3,
-    "flex": 3,
-    "flex_keys": 3,
-    "flex_mods": 3,
-    "flex_ops": 3,
-    "flex_tables": 3,
-    "mask_arguments": 3,
-    "traced_masks": 3,
-    "ulysses_bias": 3,
-    "attention_call": 3,
-    "compiled_op": 3,
-    "ring": 3,
-    "ulysses": 3,
-    "two_level": 3,
-    "decisions": 3,
-    "estimates": 3,
-    "explain": 3,
-    "planning": 3,
-    "splitting": 3,
-    "settings": 3,
-    "global_lengths": 3,
-    "shard_recipe": 3,
-    "shard_attention": 3,
-    "agreement": 3,
-    "installation": 4,
-    "interception": 4,
-    "dtensor": 4,
-    "region": 5,
-    "region_flex": 5,
-    "buffers": 5,
-    "context": 5,
-    "sharding": 5,
-    "parallel_style": 5,
-    "integrations": 6,
-    "tools": 6,
-}
 DOOR = "_torch_private"  # importable from everywhere, imports nothing of ours, alone may touch torch's private names
 TOP = 7  # the package itself, which only collects the public names
 
-# The lowest layer that may use a part of torch. The longest name that fits counts.
-LOWEST_LAYER = {"torch": 1, "torch.distributed": 2, "torch.distributed.tensor": 4}
 ATTENTION_OP = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+(\.\w+)?")
 NAMEDTUPLE_API = {"_asdict", "_fields", "_make", "_replace"}
 MAX_LINES = 300
@@ -118,7 +50,7 @@ def in_door(module: str) -> bool:
 
 def layer(module: str) -> int:
     found = TOP if not module else fitting(module, LAYERS)
-    assert found is not None, f"cp_dtensor.{module} has no layer: add it to LAYERS in {Path(__file__).name}"
+    assert found is not None, f"cp_dtensor.{module} has no layer: add it to LAYERS in layers.py"
     return found
 
 
@@ -229,7 +161,7 @@ def test_torch_is_used_from_its_layer_up(module: str) -> None:
         return
     found = [(line, name) for line, name in torch_names(module, parse(module)) if name.split(".")[0] == "torch"]
     violations = [(line, name) for line, name in found if (fitting(name, LOWEST_LAYER) or 0) > layer(module)]
-    report(module, violations, f"too low for layer {layer(module)}, see LOWEST_LAYER:")
+    report(module, violations, f"too low for layer {layer(module)}, see LOWEST_LAYER in layers.py:")
 
 
 @each_module

@@ -87,7 +87,7 @@ class _AttnMode:
         """A context in which queries, keys and values are whole: SDPA is torch's own.
 
         It holds for the mode around it; outside of any it changes nothing, and a mode that is entered inside is in
-        force. Other things that modes refuse, such as FlexAttention, are refused in it too.
+        force. FlexAttention, and what modes refuse, is refused in it.
         """
         return local_sdpa(queries_are_shards=False)
 
