@@ -58,3 +58,20 @@ def test_both_commands_start_from_a_clean_clone() -> None:
 def test_ci_runs_the_second_command() -> None:
     printed = subprocess.run([ROOT / ".ci" / "run", "--print"], capture_output=True, text=True, check=True).stdout
     assert printed == blocks(ROOT / "README.md", "sh", "bash")[1]
+
+
+def test_the_file_tree_has_every_file() -> None:
+    """Of the package; folders of one line are there as folders."""
+    readme = (ROOT / "README.md").read_text()
+    (tree,) = re.findall(r"^## Files\n+```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"\S+", tree))
+    folders = ("kernels", "tools", "_torch_private", "integrations/torch_experimental")
+    files = [path.relative_to(ROOT / "cp_dtensor") for path in (ROOT / "cp_dtensor").rglob("*.py")]
+    listed = [path for path in files if not path.as_posix().startswith(folders)]
+    assert sorted(path.name for path in listed if path.name not in named) == []
+    assert sorted({word for word in named if word.endswith(".py")} - every_name()) == []
+    assert {f"{folder.split('/')[-1]}/" for folder in folders} <= named
+
+
+def every_name() -> set[str]:
+    return {path.name for folder in ("cp_dtensor", "examples") for path in (ROOT / folder).rglob("*.py")}
