@@ -1,6 +1,6 @@
 """Samples of several documents each, packed without padding.
 
-Attention and positions are those of each document alone, and its first token is foreseen from nothing: so a document
+Attention and positions are those of each document alone, and no token has to foresee the first one of the next: so a document
 is trained on as if it were a sample of its own, whatever it is packed with.
 """
 
