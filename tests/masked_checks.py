@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from masked_problems import MaskedProblem, Tensors, any_mask
+from masked_problems import MaskedProblem, Tensors, any_mask, fits
 from method_checks import place
 from problems import shard
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
-from cp_dtensor.masks import layers_of
 
 NAMES = ("out", "dq", "dk", "dv", "lse", "dbias")
 BIASES = (
@@ -61,7 +60,7 @@ class MaskedCase:
 def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -> MaskedCase:
     q_len, batch = draw(st.integers(1, 26)), draw(st.integers(1, 2))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(1, 26)))
-    mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: _fits(mask, q_len, kv_len, batch)))
+    mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: fits(mask, q_len, kv_len, batch)))
     q_heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (4, 1), (6, 2)]))
     bias = draw(st.sampled_from(biases))
     problem = MaskedProblem(
@@ -70,14 +69,6 @@ def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -
     )  # fmt: skip
     options = draw(st.sampled_from(WAYS[axes]))
     return MaskedCase(problem, draw(st.sampled_from(LAYOUTS)), tuple(options.items()), draw(st.integers(0, 1000)))
-
-
-def _fits(mask: Any, q_len: int, kv_len: int, batch: int) -> bool:
-    try:
-        layers_of(mask, q_len, kv_len, batch)
-    except ValueError:  # documents within documents that are too short for them
-        return False
-    return True
 
 
 def _attend_all(

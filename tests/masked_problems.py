@@ -12,7 +12,7 @@ from problems import shard
 
 from cp_dtensor.documents import Documents
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Batched, Causal, Full, Intersection, Mask, PrefixLM, SlidingWindow, Union
+from cp_dtensor.masks import Batched, Causal, Full, Intersection, Mask, PrefixLM, SlidingWindow, Union, layers_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -93,6 +93,15 @@ def any_mask(draw: st.DrawFn, q_len: int, kv_len: int, batch: int) -> Mask:
     if batch > 1 and draw(st.booleans()):
         return Batched(draw(st.lists(of_one, min_size=batch, max_size=batch)))
     return draw(of_one)
+
+
+def fits(mask: Mask, q_len: int, kv_len: int, batch: int) -> bool:
+    """Whether a mask is one of so many queries, keys and batch rows."""
+    try:
+        layers_of(mask, q_len, kv_len, batch)
+    except ValueError:  # documents within documents that are too short for them
+        return False
+    return True
 
 
 @dataclass(frozen=True)

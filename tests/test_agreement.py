@@ -57,15 +57,47 @@ def test_lengths_that_look_alike_on_some_ranks_are_always_exchanged() -> None:
 
 def test_facts_survive_their_encoding() -> None:
     facts = CallFacts(
-        5, 7, 2, 8, 4, 64, 32, "torch.bfloat16", "Causal()", True, 0.5, 0.125, "Striped(block=64)", "ring", "alltoall",
-        False, 5, -1,
+        5,
+        7,
+        2,
+        8,
+        4,
+        64,
+        32,
+        "torch.bfloat16",
+        "Causal()",
+        True,
+        0.5,
+        0.125,
+        "Striped(block=64)",
+        "ring",
+        "alltoall",
+        False,
+        5,
+        -1,
     )
     assert CallFacts.decoded(facts.encoded()) == facts
 
 
 def test_long_texts_that_begin_alike_stay_apart() -> None:
     facts = CallFacts(
-        5, 7, 2, 8, 4, 64, 32, "torch.bfloat16", "Full()", False, 0.0, 0.125, "A" * 60 + "1", "ring", "alltoall",
-        False, -1, 12,
+        5,
+        7,
+        2,
+        8,
+        4,
+        64,
+        32,
+        "torch.bfloat16",
+        "Full()",
+        False,
+        0.0,
+        0.125,
+        "A" * 60 + "1",
+        "ring",
+        "alltoall",
+        False,
+        -1,
+        12,
     )
     assert facts.encoded() != replace(facts, layout="A" * 60 + "2").encoded()

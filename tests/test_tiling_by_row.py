@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from masked_problems import any_mask, shown
+from masked_problems import any_mask, fits, shown
 from schedules import any_layout, positions, seen_by
 
 from cp_dtensor.documents import Documents
@@ -50,7 +50,8 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     q_len, batch = draw(st.integers(0, 24)), draw(st.integers(1, 3))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(0, 24)))
-    mask, masking = draw(any_mask(q_len, kv_len, batch)), draw(st.sampled_from(list(Masking)[1:]))
+    mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: fits(mask, q_len, kv_len, batch)))
+    masking = draw(st.sampled_from(list(Masking)[1:]))
     return Case(draw(any_layout), mask, q_len, kv_len, batch, draw(st.integers(1, 6)), masking)
 
 
@@ -72,11 +73,7 @@ def keys_of(tile: Tile, group: GroupSegments, plan: Plan) -> np.ndarray:
 @settings(max_examples=300, deadline=None)
 @given(cases(), st.booleans())
 def test_tiles_cover_every_allowed_pair_once(case: Case, gathered: bool) -> None:
-    try:
-        plans = case.plans(gathered)
-    except ValueError as error:  # documents within documents that are too short for them
-        assert "the documents of a mask end at" in str(error)
-        return
+    plans = case.plans(gathered)
     count = np.zeros((case.batch, case.q_len, case.kv_len), dtype=np.int64)
     for plan in plans:
         for tile in (tile for step in plan.forward for tile in step.tiles):
@@ -97,10 +94,7 @@ def test_tiles_cover_every_allowed_pair_once(case: Case, gathered: bool) -> None
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_what_one_wants_the_other_gives(case: Case) -> None:
-    try:
-        plans = case.plans(True)
-    except ValueError:
-        return
+    plans = case.plans(True)
     for reader in plans:
         assert reader.most_rows == max(plan.rows.total for plan in plans)
         for owner in plans:
