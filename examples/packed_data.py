@@ -1,7 +1,7 @@
 """Samples of several documents each, packed without padding.
 
-Attention and positions are those of each document alone, and no token has to foresee the first one of the next: so a document
-is trained on as if it were a sample of its own, whatever it is packed with.
+Attention and positions are those of each document alone, and no token has to foresee the first one of the next. So a
+document is trained on as if it were a sample of its own, whatever it is packed with.
 """
 
 from __future__ import annotations
