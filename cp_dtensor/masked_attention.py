@@ -25,7 +25,8 @@ if TRITON_AVAILABLE:
     from cp_dtensor.kernels.attention_backward import launch_attention_backward, launch_attention_delta
     from cp_dtensor.kernels.attention_forward import launch_attention_forward
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+"""Of the kernels, for each dtype that they take."""
 Partial = tuple[torch.Tensor, torch.Tensor]
 """`(out, lse)`, see `merge`."""
 
@@ -272,8 +273,7 @@ def uses_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
     return (
         TRITON_AVAILABLE
         and q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and max(q.size(3), v.size(3)) <= _MAX_HEAD_DIM
+        and max(q.size(3), v.size(3)) <= _MAX_HEAD_DIM.get(q.dtype, 0)
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
     )
 

@@ -46,7 +46,15 @@ def compiled(name: str, mask: int, dropout: bool, head_dim: int = 128) -> dict[s
     }[name]
     constants = {"HEAD_DIM": head_dim, "V_DIM": head_dim, "BLOCK_DIM": head_dim, "BLOCK_V": head_dim}
     constants |= {"BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns}
-    constants |= {"MASK": mask, "BIAS": 0, "DROPOUT": dropout, "TMA": True, "HAS_STATE": False, "HAS_SINKS": False}
+    constants |= {
+        "PRECISION": config.precision,
+        "MASK": mask,
+        "BIAS": 0,
+        "DROPOUT": dropout,
+        "TMA": True,
+        "HAS_STATE": False,
+        "HAS_SINKS": False,
+    }
     read = config.block_rows if name == "dkv" else config.block_columns
     line = f"tensordesc<{{}}[1,{config.block_rows}]>"
     types = {"lo_ptr": "*i32", "hi_ptr": "*i32", "ranges_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"}

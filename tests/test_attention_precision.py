@@ -1,10 +1,10 @@
-"""The compiled attention kernels are as precise as torch's own: errors against float64, in bfloat16."""
+"""The compiled attention kernels are as precise as torch's own: errors against float64, with the default blocks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention_kernels import RowMask, documents, prefix, window
+from attention_kernels import RowMask, documents, prefix, to, window
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,6 +20,13 @@ MASKS = {
     "documents": documents(POSITION, torch.tensor([0, 30, 500, 501, ROWS])) & window(POSITION, None, 0),
     "prefix": prefix(POSITION, 300),
 }
+# Kernels are compiled for each kind of mask, head dim and dtype, which takes seconds: not all combinations.
+CASES = [(name, 128, torch.bfloat16) for name in MASKS]
+CASES += [("causal", 64, torch.float16), ("window", 96, torch.bfloat16), ("documents", 256, torch.bfloat16)]
+CASES += [("causal", 64, torch.float32), ("documents", 128, torch.float32)]
+FACTOR = {torch.float32: 3.0}
+"""Of torch's error, at most; else 1.5. Three products of TF32 measure up to 1.7 times that of products of float32."""
+BACKENDS = {torch.float32: [SDPBackend.MATH]}
 
 
 def errors(results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> list[float]:
@@ -29,14 +36,11 @@ def errors(results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", MASKS)
-def test_errors_are_those_of_torch(name: str, dim: int) -> None:
-    mask = MASKS[name]
-    if mask.lo is not None and mask.hi is not None:
-        mask = RowMask(lo=mask.lo.cuda(), hi=mask.hi.cuda())
+@pytest.mark.parametrize(("name", "dim", "dtype"), CASES, ids=str)
+def test_errors_are_those_of_torch(name: str, dim: int, dtype: torch.dtype) -> None:
+    mask = to(MASKS[name], "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
-    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    options = {"generator": generator, "device": "cuda", "dtype": dtype}
     q, grad_out = (torch.randn(1, HEADS, ROWS, dim, **options) for _ in range(2))
     k, v = (torch.randn(1, KV_HEADS, ROWS, dim, **options) for _ in range(2))
     scale = dim**-0.5
@@ -57,11 +61,11 @@ def test_errors_are_those_of_torch(name: str, dim: int) -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     seen = seen_twin(range(ROWS), range(ROWS), q.device, **arguments)
     repeated = [x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:]]
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+    with sdpa_kernel(BACKENDS.get(dtype, [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])):
         torchs = scaled_dot_product_attention(leaves[0], *repeated, attn_mask=seen, scale=scale)
     torchs.backward(grad_out)
     assert all(leaf.grad is not None for leaf in leaves)
     of_torch = errors((torchs, *(leaf.grad for leaf in leaves)), expected)
     for got, limit in zip(errors(results, expected), of_torch, strict=True):
-        assert got <= 1.5 * limit, (got, limit)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=2e-3)
+        assert got <= FACTOR.get(dtype, 1.5) * limit, (got, limit)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=2e-3 if dtype != torch.float32 else 1e-5)

@@ -124,6 +124,7 @@ def launch_attention_backward(
         seed, q_position, kv_position,
         *numbers, *dk.stride()[:3], *dv.stride()[:3], *strides, *ranges_strides, *bias_strides, *drop,
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
+        PRECISION=cut.precision,
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
     cut = config.dq
@@ -133,6 +134,7 @@ def launch_attention_backward(
         shift, padded_delta, lo, hi, bias, seed, q_position, kv_position,
         *numbers, *dq.stride()[:3], *strides, *bias_strides, *drop,
         **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
+        PRECISION=cut.precision,
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ def _add_rows(
     q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums and what `count` blocks of rows of each of the group's query heads add to them.
 
@@ -57,7 +57,7 @@ def _add_rows(
             head_delta = delta + line.to(tl.int64) * padded_rows
         q_block = load_rows(head_q, batch, head, start, rows, q_stride_s, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA)
         row_shift = load_row_values(head_shift, line, start, BLOCK_ROWS, TMA)
-        logits = tl.dot(k_block, tl.trans(q_block), input_precision="ieee") * scale_log2
+        logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * scale_log2
         if BIAS != NO_BIAS:
             logits += load_bias(
                 bias + head.to(tl.int64) * bias_stride_h, row[None, :], column[:, None], rows, columns,
@@ -75,7 +75,7 @@ def _add_rows(
             head_grad, batch, head, start, rows, grad_stride_s, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA
         )
         row_delta = load_row_values(head_delta, line, start, BLOCK_ROWS, TMA)
-        grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision="ieee")
+        grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
         if DROPOUT:
             seed, counted_batch, first_head, threshold, dropout_scale = dropout
             factors = dropout_factors(
@@ -86,9 +86,9 @@ def _add_rows(
             grad_weights = grad_weights * factors
         else:
             dropped = weights
-        grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision="ieee")
+        grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
         grad_logits = weights * (grad_weights - row_delta[None, :])
-        grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision="ieee")
+        grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
         index += 1
         head = tl.where(index == count, head + 1, head)
         index = tl.where(index == count, 0, index)
@@ -114,6 +114,7 @@ def attention_dkv_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads."""
     kv_head = tl.program_id(0)
@@ -160,7 +161,7 @@ def attention_dkv_kernel(
             first, blocks - whole, before, whole, rows, columns, offset, padded_rows,
             q_position_ptr, kv_position, dropout,
             q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA,
+            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA, PRECISION,
         )  # fmt: skip
     grad_k, grad_v = _add_rows(
         grad_k, grad_v, k_block, v_block, column, scale_log2,
@@ -168,7 +169,7 @@ def attention_dkv_kernel(
         first + before * BLOCK_ROWS, whole, 0, 0, rows, columns, offset, padded_rows,
         q_position_ptr, kv_position, dropout,
         q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA,
+        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA, PRECISION,
     )  # fmt: skip
     tl.store(
         dk_ptr + batch_64 * dk_stride_b + kv_head_64 * dk_stride_h + column_64 * dk_stride_s + dim,

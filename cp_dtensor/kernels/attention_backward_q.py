@@ -64,7 +64,7 @@ def _add_columns(
     k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`acc` and what `count` blocks of columns add to it; which ones they are, forward's `_attend` says."""
     for index in tl.range(0, count):
@@ -78,7 +78,7 @@ def _add_columns(
             k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
         )
         v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
-        logits = tl.dot(q, tl.trans(k_block), input_precision="ieee") * scale_log2
+        logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2
         column = start + tl.arange(0, BLOCK_COLUMNS)
         if BIAS != NO_BIAS:
             logits += load_bias(
@@ -90,12 +90,12 @@ def _add_columns(
             if MASK == INTERVALS:
                 seen = seen & (column[None, :] >= lo[:, None])
             weights = tl.where(seen, weights, 0.0)
-        grad_weights = tl.dot(grad, tl.trans(v_block), input_precision="ieee")
+        grad_weights = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
         if DROPOUT:
             kv_position = load_positions(kv_positions, column, columns)
             grad_weights = grad_weights * dropout_factors(q_position[:, None], kv_position[None, :], dropout)
         grad_logits = weights * (grad_weights - delta[:, None])
-        acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision="ieee")
+        acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
     return acc
 
 
@@ -116,6 +116,7 @@ def attention_dq_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they see."""
     head = tl.program_id(0)
@@ -163,14 +164,14 @@ def attention_dq_kernel(
         k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
         q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA, PRECISION,
     )  # fmt: skip
     acc = _add_columns(
         acc, q, grad, shift, delta, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
         q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + batch_64 * dq_stride_b + head_64 * dq_stride_h + row_64[:, None] * dq_stride_s + dim[None, :]
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=in_q)

@@ -46,7 +46,7 @@ def _attend(
     k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Goes on with `count` blocks of columns. `acc` and `total` are relative to exp2(`largest`).
 
@@ -63,7 +63,7 @@ def _attend(
         k_block = load_rows(
             k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
         )
-        logits = tl.dot(q, tl.trans(k_block), input_precision="ieee")
+        logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
         column = start + tl.arange(0, BLOCK_COLUMNS)
         if BIAS != NO_BIAS:
             logits = logits * scale_log2 + load_bias(
@@ -93,7 +93,7 @@ def _attend(
             kv_position = load_positions(kv_positions, column, columns)
             weights = weights * dropout_factors(q_position[:, None], kv_position[None, :], dropout)
         v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
-        acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision="ieee")
+        acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
         largest = new_largest
     return acc, total, largest
 
@@ -118,7 +118,7 @@ def attention_forward_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STATE: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they see.
 
@@ -189,14 +189,14 @@ def attention_forward_kernel(
         k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
         q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA, PRECISION,
     )  # fmt: skip
     acc, total, largest = _attend(
         acc, total, largest, q, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
         q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA, PRECISION,
     )  # fmt: skip
 
     safe_total = tl.where(total > 0.0, total, 1.0)  # of a row that has seen nothing, acc is 0 and largest -inf
@@ -236,7 +236,8 @@ def launch_attention_forward(
         out: (B, H, S, Dv), float32 to hand on to a next tile, or the dtype of the result: rounded once. The last dim
             contiguous, as in all of these but the bias.
         lse: (B, H, S), float32: natural log of the softmax denominator of the scaled logits.
-        q: (B, H, S, D), bfloat16 or float16 (in the interpreter: float16 or float32). D at most 256, as Dv.
+        q: (B, H, S, D), bfloat16, float16 or float32 (in the interpreter: the last two). D at most 256, as Dv; 128 for
+            float32.
         k: (B, Hkv, T, D); query head h reads key head h // (H / Hkv).
         v: (B, Hkv, T, Dv).
         scale: > 0, since masks are applied before it.
@@ -278,6 +279,6 @@ def launch_attention_forward(
         HEAD_DIM=head_dim, V_DIM=v_dim, BLOCK_DIM=block_dim, BLOCK_V=block_v,
         BLOCK_ROWS=config.block_rows, BLOCK_COLUMNS=config.block_columns,
         MASK=mask, BIAS=bias_kind, DROPOUT=dropout is not None, HAS_SINKS=sinks is not None,
-        HAS_STATE=state is not None, TMA=config.tma,
+        HAS_STATE=state is not None, TMA=config.tma, PRECISION=config.precision,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
