@@ -27,11 +27,13 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# The kernel runs in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16.
+# The kernels run in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16. Compiling
+# takes a second for each kernel and kind of arguments: `test_attention_gpu` has those cases that are run compiled.
 no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+_INTERPRETER = pytest.param("cpu", marks=no_gpu, id="interpreter")
+interpreted = pytest.mark.parametrize("device", [_INTERPRETER])
 each_device = pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
+    "device", [_INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu, id="triton")]
 )
 each_way_to_load = pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 each_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
@@ -267,3 +269,28 @@ def check(
             relative = error / wanted[~unseen].abs().max().clamp(min=1) if not unseen.all() else error
             assert relative <= 2 * TOLERANCE[q.dtype], f"{name}: error {relative:.2e}"
     assert (results[2].cpu()[expected[1] == -float("inf")] == 0).all()
+
+
+def patterns(dropout: Dropout, rows: int, columns: int, config: ForwardConfig | None, device: str) -> Tensors:
+    """What the three kernels keep, boolean, (2, 2, rows, columns), read off their results.
+
+    out = P v is the pattern for v = 1 (the matrix), dV = P^T dO its transpose for dO = 1. If dO V^T is the same
+    everywhere, delta is less than it times 1 / (1 - p), and dS is positive where it is kept: dQ = dS K is that for
+    K = 1, and dK = dS^T Q for Q = 1.
+    """
+    dim = max(rows, columns)
+    options = {"device": device, "dtype": NARROW[device]}
+    one, ones = (x.expand(2, 2, dim, dim) for x in (torch.eye(dim, **options), torch.ones(dim, dim, **options)))
+    device_dropout = moved(dropout, device)
+
+    def run(v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
+        q, k, v, grad_out = (
+            x[:, :, :length].contiguous() for x, length in ((one, rows), (one, columns), (v, columns), (grad_out, rows))
+        )
+        return through_kernels((q, k, v), grad_out, RowMask(), None, None, config, dropout=device_dropout)
+
+    out, _, _, _, dv = run(one, one)
+    _, _, dq, dk, _ = run(ones, ones)
+    return tuple(
+        x.cpu() > 0 for x in (out[..., :columns], dv.mT[..., :rows, :], dq[..., :columns], dk.mT[..., :rows, :])
+    )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from attention_kernels import SCALE, Tensors, biases_of, dropout_of, masks_of
-from conftest import GPUS
 
 from cp_dtensor.kernels import attention_twin
 from cp_dtensor.kernels.attention_dropout import Dropout, kept_twin
@@ -138,17 +137,3 @@ def test_a_boolean_bias_has_none() -> None:
     lse = grad_out.sum(-1)
     with pytest.raises(ValueError, match="no gradient"):
         attention_bias_gradient(grad_out, *tensors, lse, RowMask(), SCALE, bias=bias, delta=lse)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_after_its_kernels() -> None:
-    assert GPUS
-    tensors, grad_out, bias = draw()
-    q, k, v, grad = (x.to("cuda", torch.bfloat16) for x in (*tensors, grad_out))
-    mask, bias = RowMask(causal_offset=COLUMNS - ROWS), bias.cuda().nan_to_num(neginf=-1.0).float()
-    out, lse = attention_forward(q, k, v, mask, SCALE, bias=bias, out_dtype=torch.float32)
-    got = attention_bias_gradient(grad, q, k, v, lse, mask, SCALE, bias=bias, delta=attention_delta(grad, out))
-    exact = tuple(x.cpu().double() for x in (q, k, v))
-    expected = expected_gradient(exact, grad.cpu().double(), bias.cpu().double(), mask, None)
-    error = (got.cpu().double() - expected).norm() / expected.norm()
-    assert error <= 1e-2

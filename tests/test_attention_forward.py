@@ -14,8 +14,8 @@ from attention_kernels import (
     attended,
     computed,
     draw,
-    each_device,
     each_way_to_load,
+    interpreted,
     kernel,
     launch,
 )
@@ -43,7 +43,7 @@ MASKS = {
 each_mask = pytest.mark.parametrize(("rows", "columns", "offset"), MASKS.values(), ids=MASKS)
 
 
-@each_device
+@interpreted
 @each_way_to_load
 @each_mask
 def test_masks_and_lengths(device: str, rows: int, columns: int, offset: int | None, tma: bool) -> None:
@@ -53,7 +53,7 @@ def test_masks_and_lengths(device: str, rows: int, columns: int, offset: int | N
     assert_close(result, attended(q, k, v, offset), q.dtype)
 
 
-@each_device
+@interpreted
 @each_way_to_load
 @pytest.mark.parametrize("dims", [(16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (256, 256), (64, 40)], ids=str)
 def test_head_dims(device: str, dims: tuple[int, int], tma: bool) -> None:
@@ -63,7 +63,7 @@ def test_head_dims(device: str, dims: tuple[int, int], tma: bool) -> None:
     assert_close(computed(q, k, v, 5, config=replace(kernel.default_config(k, v), tma=tma)), expected, q.dtype)
 
 
-@each_device
+@interpreted
 @each_way_to_load
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2), (3, 1)], ids=str)
 def test_query_heads_share_key_heads(device: str, heads: tuple[int, int], tma: bool) -> None:
@@ -71,7 +71,7 @@ def test_query_heads_share_key_heads(device: str, heads: tuple[int, int], tma: b
     assert_close(computed(q, k, v, 3, config=replace(SMALL, tma=tma)), attended(q, k, v, 3), q.dtype)
 
 
-@each_device
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
     if device == "cpu" and dtype == torch.bfloat16:
@@ -83,7 +83,7 @@ def test_dtypes(device: str, dtype: torch.dtype) -> None:
     assert_close(computed(q, k, v, 3), attended(q, k, v, 3), dtype)
 
 
-@each_device
+@interpreted
 @each_way_to_load
 @pytest.mark.parametrize("has_state", [False, True])
 def test_strides_are_free_but_for_the_last_dim(device: str, has_state: bool, tma: bool) -> None:
@@ -119,7 +119,7 @@ def test_descriptors_want_aligned_rows_and_some_keys() -> None:
     assert kernel.default_config(aligned, aligned).tma
 
 
-@each_device
+@interpreted
 @each_way_to_load
 def test_blocks_that_no_row_sees_are_not_read(device: str, tma: bool) -> None:
     q, k, v = draw(device, 33, 80)
@@ -130,7 +130,7 @@ def test_blocks_that_no_row_sees_are_not_read(device: str, tma: bool) -> None:
     assert all(map(torch.equal, computed(q, k, v, -1, config=config), expected))
 
 
-@each_device
+@interpreted
 def test_no_rows_are_no_work(device: str) -> None:
     q, k, v = draw(device, 0, 5)
     assert computed(q, k, v, None)[0].shape == (1, 2, 0, 32)

@@ -19,10 +19,10 @@ from attention_kernels import (
     carried,
     computed,
     draw,
-    each_device,
     each_place,
     each_way_to_load,
     empty_result,
+    interpreted,
     launch,
     seen_by,
 )
@@ -31,7 +31,7 @@ from hypothesis import given, settings
 CUTS = {"two": [20, 17], "three": [7, 1, 29], "four": [3, 16, 2, 16], "an empty one": [20, 0, 17]}
 
 
-@each_device
+@interpreted
 @pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
 @each_place
 @pytest.mark.parametrize("offset", [None, 7, -3])
@@ -43,7 +43,7 @@ def test_carrying_the_state_is_attention_over_all_keys(
     assert_close(carried(q, k, v, lengths, offset, in_place=in_place), expected, q.dtype)
 
 
-@each_device
+@interpreted
 @each_way_to_load
 def test_the_last_tile_rounds_once(device: str, tma: bool) -> None:
     dtype = NARROW[device]
@@ -57,7 +57,7 @@ def test_the_last_tile_rounds_once(device: str, tma: bool) -> None:
     torch.testing.assert_close(narrow.double(), wide.double(), rtol=half_a_unit * 1.001, atol=1e-7)
 
 
-@each_device
+@interpreted
 def test_tiles_of_different_masks_in_one_state(device: str) -> None:
     """As head-tail has them: the triangle of the own rows, then rectangles, the last one of the second half only."""
     q, k, v = draw(device, 24, 40)
@@ -76,7 +76,7 @@ def test_tiles_of_different_masks_in_one_state(device: str) -> None:
     assert torch.equal(lse[:, :, :12], before[1])
 
 
-@each_device
+@interpreted
 def test_a_state_may_be_another_kernels_result(device: str) -> None:
     """In a narrow dtype, and then the result is as good as that."""
     q, k, v = draw(device, 20, 37, dtype=NARROW[device])
@@ -87,7 +87,7 @@ def test_a_state_may_be_another_kernels_result(device: str) -> None:
     assert_close(got, expected, q.dtype)
 
 
-@each_device
+@interpreted
 @each_place
 def test_rows_that_see_nothing_keep_their_state(device: str, in_place: bool) -> None:
     q, k, v = draw(device, 37, 20)
@@ -99,7 +99,7 @@ def test_rows_that_see_nothing_keep_their_state(device: str, in_place: bool) -> 
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
-@each_device
+@interpreted
 def test_the_state_of_rows_that_have_seen_nothing_is_not_looked_at(device: str) -> None:
     q, k, v = draw(device, 37, 20)
     nothing = empty_result(q, v)
@@ -108,7 +108,7 @@ def test_the_state_of_rows_that_have_seen_nothing_is_not_looked_at(device: str) 
     assert_close(computed(q, k, v, -7, nothing), attended(q, k, v, -7), q.dtype)
 
 
-@each_device
+@interpreted
 def test_extreme_logits_do_not_overflow(device: str) -> None:
     """A row whose logits are 30000 times those of the others decides alone, in the tile and against the state."""
     q, k, v = draw(device, 20, 37, dtype=torch.float16)
@@ -124,7 +124,7 @@ def test_extreme_logits_do_not_overflow(device: str) -> None:
         torch.testing.assert_close(got[0].cpu().double(), expected[0], rtol=0, atol=2e-2)
 
 
-@each_device
+@interpreted
 def test_the_numbers_of_the_docstring(device: str) -> None:
     """q 0 sees the values 1 and 3: out 2, lse log 2; after the state (5, log 2), out 3.5, lse log 4."""
     dtype = NARROW[device]
@@ -137,7 +137,7 @@ def test_the_numbers_of_the_docstring(device: str) -> None:
     torch.testing.assert_close((out.item(), lse.exp().item()), (3.5, 4.0), rtol=1e-5, atol=0)
 
 
-@each_device
+@interpreted
 @given(data=st.data())
 @settings(max_examples=30)
 def test_any_tiles(device: str, data: st.DataObject) -> None:
