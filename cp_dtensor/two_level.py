@@ -90,7 +90,7 @@ class TwoLevelCall(AttentionCall):
     def _keys_and_values(
         self, step: Step, transfers: KvTransfers, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K/V of a step. Zeros where nobody of the inner axis looks: tiles that mask by row may multiply by zero."""
+        """The K/V of a step. Zeros where nobody of the inner axis looks: tiles by row may multiply it by zero."""
         step_k, step_v = keys_and_values(step, transfers, k, v)
         plan = self.outer.plan
         if step.transfer is not None and isinstance(self.outer.backend, ByRowAttention):
