@@ -1,9 +1,10 @@
-"""Attention of one tile under any mask that is an interval for each row, with gradients, bias and sinks.
+"""Attention of one tile under any mask that is an interval for each row, with gradients, bias, sinks, dropout.
 
     forward:  out = softmax(scale q k^T + bias) v over the columns that a row sees,  lse = log of the denominator
     backward: dq, dk and dv from the out and lse of all tiles of these rows
 
-Triton kernels on GPUs, plain torch operations elsewhere. Nothing here is differentiable by autograd.
+Triton kernels on GPUs, plain torch operations in blocks of rows elsewhere (`uses_triton`). Nothing here is
+differentiable by autograd.
 """
 
 from __future__ import annotations
