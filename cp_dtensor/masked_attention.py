@@ -173,7 +173,7 @@ def attention_forward(
             raise ValueError("in place means: in the state's tensors, in their dtype")
         out, lse = state
     else:
-        out = q.new_empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype)
+        out = _empty_in_order_of(q, v.size(3), out_dtype)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_twin
     forward(
@@ -217,7 +217,7 @@ def attention_backward(
     check_attention(q, k, v, scale, mask.intervals, bias, sinks, dropout)
     grad_out, q, k, v = _last_dim_contiguous(grad_out, q, k, v)
     delta = attention_delta(grad_out, out) if delta is None else delta
-    dq, dk, dv = (torch.empty_like(x, dtype=grad_dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (_empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
     backward = launch_attention_backward if uses_triton(q, v) else attention_backward_twin
     backward(
         dq, dk, dv, grad_out, q, k, v, lse, delta, scale, **mask.arguments(), bias=bias, dropout=_effective(dropout)
@@ -277,6 +277,14 @@ def uses_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
         and max(q.size(3), v.size(3)) <= _MAX_HEAD_DIM.get(q.dtype, 0)
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
     )
+
+
+def _empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """(B, H, S, dim) in the memory order of x: what takes it with x (a merge, a gradient of a leaf) copies nothing."""
+    batch, heads, rows = x.shape[:3]
+    if x.stride(1) < x.stride(2):  # row after row, as models have it
+        return x.new_empty(batch, rows, heads, dim, dtype=dtype).transpose(1, 2)
+    return x.new_empty(batch, heads, rows, dim, dtype=dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

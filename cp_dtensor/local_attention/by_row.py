@@ -21,7 +21,7 @@ from cp_dtensor.tile_masks import IntervalMask, TileMask
 
 @dataclass(frozen=True)
 class ByRowAttention(LocalAttention):
-    """Any dtype and head dim; Triton on GPUs for bfloat16 and float16 up to head dim 256, torch operations elsewhere.
+    """Any dtype and head dim. Triton on GPUs up to head dim 256 (float32: 128), torch operations elsewhere.
 
     Deterministic, forward and backward.
     """
