@@ -19,6 +19,12 @@ _PATIENCE_SECONDS = 3  # how long the others may take to end by themselves after
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks for it on destruction
     threaded.ThreadLocalWorld.comms = []
 
+if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+    # Entering a fake mode, as DTensor does, replaces the guard of devices that are not there, and other threads crash
+    # in the old one. Once is enough.
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+
 
 class RanksFailed(Exception):
     """Some ranks raised; `errors` has the exception of each rank, None where it returned."""
