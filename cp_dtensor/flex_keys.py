@@ -121,9 +121,12 @@ def most_tokens(layout: Layout, local: int, rank: int, world_size: int) -> int:
 
 def kept(make: Callable[..., T], *key: Any) -> T:
     """`make(*key)`, a few small tensors, remembered; but not what a CUDA graph computes only when it is replayed."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return make(*key)
-    return _kept(make, *key)  # type: ignore[return-value]
+    return make(*key) if capturing() else _kept(make, *key)  # type: ignore[return-value]
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -133,7 +136,7 @@ def for_everybody() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)  # of a million tokens each has megabytes
 def _kept(make: Callable[..., object], *key: Any) -> object:
     with for_everybody():
         return make(*key)
@@ -144,10 +147,11 @@ def _sources(
 ) -> torch.Tensor:
     """(rows,): where each position lies in the shards of all ranks, padded to one length."""
     padded = max(shard_lengths(layout, seq_len, world_size))
-    index = torch.zeros(rows, dtype=torch.int64, device=device)
+    index = torch.zeros(rows, dtype=torch.int32, device=device)
     for rank in range(world_size):
         positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
-        index[positions] = torch.arange(rank * padded, rank * padded + positions.numel(), device=device)
+        first = rank * padded
+        index[positions] = torch.arange(first, first + positions.numel(), dtype=torch.int32, device=device)
     return index
 
 
@@ -156,7 +160,7 @@ def _targets(
 ) -> torch.Tensor:
     """(ranks * padded,): the position of each row of these shards; 0 for padding."""
     del rows
-    index = torch.zeros(world_size, max(shard_lengths(layout, seq_len, world_size)), dtype=torch.int64, device=device)
+    index = torch.zeros(world_size, max(shard_lengths(layout, seq_len, world_size)), dtype=torch.int32, device=device)
     for rank in range(world_size):
         positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
         index[rank, : positions.numel()] = positions

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_dtensor import _torch_private
-from cp_dtensor.flex_keys import for_everybody, kept, shard_lengths
+from cp_dtensor.flex_keys import capturing, for_everybody, kept, shard_lengths
 from cp_dtensor.layouts import Layout
 from cp_dtensor.tensors import positions_of
 
@@ -118,10 +118,13 @@ def local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: L
     """
     made = cache.made_of(mask)
     key = (block_size, kv_len, rows, with_q)
-    if key not in made:
+    tables = made.get(key)
+    if tables is None:
         with for_everybody():
-            made[key] = _local_tables(mask, block_size, kv_len, rows, with_q)
-    return made[key]
+            tables = _local_tables(mask, block_size, kv_len, rows, with_q)
+        if not capturing():
+            made[key] = tables
+    return tables
 
 
 def table_shapes(

@@ -60,22 +60,26 @@ def grid(
     return [torch.arange(max(shape), device=device).view(shape) for shape in shapes]
 
 
-def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """(B, H, q, kv): what a mask shows, by its tables and its function, as compiled kernels read them."""
-    b, h, q, kv = grid(batch, heads, q_len, kv_len)
-    blocks = [-(-length // block) for length, block in zip((q_len, kv_len), mask.BLOCK_SIZE, strict=True)]
+def listed_blocks(mask: BlockMask, batch: int, heads: int) -> list[torch.Tensor]:
+    """(B, H, blocks of queries, blocks of keys): the partial ones and the full ones."""
+    blocks = [-(-length // block) for length, block in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)]
     listed = []
-    for counts, indices in (
-        (mask.kv_num_blocks, mask.kv_indices),
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-    ):
+    for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
         table = torch.zeros(batch, heads, *blocks, dtype=torch.bool)
         if counts is not None:
             for place in torch.cartesian_prod(*(torch.arange(size) for size in (batch, heads, blocks[0]))).tolist():
-                b_, h_, row = place[0] % counts.size(0), place[1] % counts.size(1), place[2]
-                table[tuple(place)][indices[b_, h_, row, : counts[b_, h_, row]].long()] = True
-        listed.append(table[b, h, q // mask.BLOCK_SIZE[0], kv // mask.BLOCK_SIZE[1]])
-    partial, full = listed
+                b, h, row = place[0] % counts.size(0), place[1] % counts.size(1), place[2]
+                table[tuple(place)][indices[b, h, row, : counts[b, h, row]].long()] = True
+        listed.append(table)
+    return listed
+
+
+def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """(B, H, q, kv): what a mask shows, by its tables and its function, as compiled kernels read them."""
+    assert mask.seq_lengths == (q_len, kv_len)
+    b, h, q, kv = grid(batch, heads, q_len, kv_len)
+    place = b, h, q // mask.BLOCK_SIZE[0], kv // mask.BLOCK_SIZE[1]
+    partial, full = (table[place] for table in listed_blocks(mask, batch, heads))
     return full | (partial & mask.mask_mod(b, h, q, kv))
 
 

@@ -5,7 +5,6 @@ FlexAttention has no gradients on CPUs; for those its place is taken by a functi
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +17,9 @@ from compile_checks import compiled, equal, fresh, no_compilation
 from flex_checks import SCALE, block_mask, dense_attention, distance, documents, draw, grid, one_device, region, window
 from problems import shard
 from processes import Processes
-from ranks import RanksFailed
-from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cp_dtensor import (
-    ContextParallel,
     HeadTail,
     Layout,
     MirroredBatch,
@@ -32,7 +27,6 @@ from cp_dtensor import (
     _torch_private,
     context_parallel_flex_attention,
 )
-from cp_dtensor.integrations.unified import RingAttnMode
 
 
 @pytest.fixture(scope="module")
@@ -226,63 +220,3 @@ def uncompiled(rank: int) -> None:
 
 def test_uncompiled_calls_do_not_compile_again(processes: Processes) -> None:
     processes.run(uncompiled)
-
-
-class Attention(nn.Module):
-    """Of one head."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return flex_attention(x, x, x)
-
-
-def refusals(rank: int) -> None:
-    fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
-    masked = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
-
-    def fails(match: str, call: Callable[[], object]) -> None:
-        with torch.no_grad(), pytest.raises(Exception, match=match):
-            call()
-
-    with region():
-        fails(r"of 16 queries and 16 keys, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
-        fails(r"of 16 queries and 16 keys, got one of \(17, 17\)", lambda: masked(q, block_mask(window, 17)))
-        one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-        full = BlockMask.from_kv_blocks(one - 1, zero, one, zero, BLOCK_SIZE=_torch_private.WHOLE_BLOCK)
-        fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
-    module = parallelize_module(Attention(), dist.group.WORLD, ContextParallel())  # type: ignore[arg-type]
-    for backend in ("eager", "aot_eager"):
-        code = compiled(module, backend=backend)
-        fails("not supported in compiled modules with ContextParallel", functools.partial(code, q))
-
-
-def test_refusals(processes: Processes) -> None:
-    processes.run(refusals)
-
-
-def each_rank_alone(rank: int) -> None:
-    fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
-    code = compiled(lambda q: flex_attention(q, q, q), backend="eager")
-    with torch.no_grad(), RingAttnMode(dist.group.WORLD):
-        code(q)
-        with RingAttnMode.disable(), pytest.raises(Exception, match="left to each rank alone"):
-            code(q)
-
-
-def test_code_of_a_context_is_not_taken_where_each_rank_attends_alone(processes: Processes) -> None:
-    processes.run(each_rank_alone)
-
-
-def one_rank_differs(rank: int) -> None:
-    fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
-    code = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
-    with torch.no_grad(), region(debug=True):
-        code(q, block_mask(window, 16 + rank))
-
-
-def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(processes: Processes) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        processes.run(one_rank_differs)
-    assert all("disagree about declared_q" in str(error) for error in failed.value.errors)

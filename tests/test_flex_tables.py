@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flex_checks import block_mask, documents, visible, window
+from flex_checks import block_mask, documents, listed_blocks, visible, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import shard
@@ -61,6 +61,8 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
         local = of_rows(mask, lengths, rows)
         assert torch.equal(visible(local, batch, 2, rows.count, lengths[1]), shard(whole, layout, rank, world_size))
         assert local.seq_lengths == (rows.count, lengths[1])
+        partial, full = listed_blocks(local, batch, 2)
+        assert not (partial & full).any(), "kernels would add what is listed twice"
         tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, True)
         shapes = table_shapes(
             tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE, lengths[1], rows, True

@@ -40,13 +40,13 @@ def main() -> tuple[float, str]:
     q, k, v, grad_out = problem(device)
     leaves = [tensor.requires_grad_(device == "cuda") for tensor in (q, k, v)]
 
-    expected = [flex_attention(*leaves, by_distance, mask, enable_gqa=True)]
+    expected = [flex_attention(q, k, v, by_distance, mask, enable_gqa=True)]
     if device == "cuda":
         expected += torch.autograd.grad(expected[0], leaves, grad_out)
     expected = context_parallel_shard(mesh, [tensor.detach() for tensor in expected], [2] * len(expected))
 
     with context_parallel(mesh, buffers=[*leaves, grad_out], buffer_seq_dims=[2] * 4):  # now they are shards
-        got = [flex_attention(*leaves, by_distance, mask, enable_gqa=True)]
+        got = [flex_attention(q, k, v, by_distance, mask, enable_gqa=True)]
         if device == "cuda":
             got += torch.autograd.grad(got[0], leaves, grad_out)
     return error([tensor.detach() for tensor in got], expected), device
