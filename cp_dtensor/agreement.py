@@ -33,7 +33,7 @@ class CallFacts:
     v_head_dim: int
     dtype: str
     mask: str
-    has_bias: bool
+    attn_mask: str
     dropout_p: float
     scale: float
     layout: str

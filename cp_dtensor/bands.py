@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 Span = tuple[int, int]
 
-FAR = 1 << 30
+FAR = 1 << 60
 """Beyond every position: an end that does not move with the query has this distance."""
 
 

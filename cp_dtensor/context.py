@@ -44,7 +44,7 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
             are freed on entry.
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query may see which key, by global position, in all attention inside, as a value such as
+        mask: which query may see which key, by global position, in all SDPA inside, as a value such as
             `Documents(cu_seqlens)`; together with a call's `is_causal` and `attn_mask`, what all of them show. (The
             `attn_mask` of a call has this rank's query rows, in `layout` order, and the keys of the whole sequence, in
             the order of their positions; it may be one of `buffers`.)

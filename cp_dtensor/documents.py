@@ -38,6 +38,8 @@ class Documents(Mask):
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
         queries = ascending(cu_seqlens, "Documents", "cu_seqlens")
         keys = queries if cu_seqlens_k is None else ascending(cu_seqlens_k, "Documents", "cu_seqlens_k")
+        if within is not None and (not isinstance(within, Mask) or within.batch_size is not None):
+            raise ValueError(f"Documents expects within to be one mask such as Causal(), got {within!r}")
         if len(queries) != len(keys):
             raise ValueError(
                 f"Documents expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
@@ -80,8 +82,9 @@ class Documents(Mask):
         by_layer: list[list[Band]] = []
         for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
             for index, layer in enumerate(clipped_layers(self.within, last - first, hi - lo)):
-                by_layer += [[]] * (index == len(by_layer))
-                by_layer[index] = by_layer[index] + [_moved(band, first, lo) for band in layer]
+                if index == len(by_layer):
+                    by_layer.append([])
+                by_layer[index] += [_moved(band, first, lo) for band in layer]
         return tuple(map(tuple, by_layer))
 
     @cached_property
@@ -90,6 +93,9 @@ class Documents(Mask):
 
     def __hash__(self) -> int:
         return self._hash  # looked up at every call of attention
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
 
 def _moved(band: Band, first: int, lo: int) -> Band:

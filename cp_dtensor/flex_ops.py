@@ -28,8 +28,18 @@ def shard_recipe(token: str) -> ShardRecipe:
 
 
 def division_of(token: str) -> tuple[SequenceRanks, Layout]:
-    """Over whom, and how."""
-    settings = shard_recipe(token).settings()
+    """Over whom, and how.
+
+    Raises:
+        NotImplementedError: a layout that is only found where compiled code runs.
+    """
+    recipe = shard_recipe(token)
+    if recipe.finds_mask:
+        raise NotImplementedError(
+            "compiled FlexAttention does not take layouts that are made for one length, such as PerDocument and "
+            "Balanced: use another layout, or do not compile it"
+        )
+    settings = recipe.settings()
     return settings.ranks, settings.layout
 
 

@@ -93,7 +93,7 @@ def context_parallel_attention(
             mesh, method, parts_of(layout), rotate_method, debug, parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        extras = extras_of(q, attn_mask, dropout_p)
+        extras = extras_of(q, attn_mask, dropout_p).drawn(q.device)
         out, lse = traced_attention_by_tokens(
             q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, shown, scale, lengths, return_lse
         )

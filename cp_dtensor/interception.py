@@ -29,6 +29,8 @@ class SdpaArguments:
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+    first: tuple[int, int] = (0, 0)
+    """Where the batch rows and query heads stand, if these are local tensors of DTensors."""
 
 
 Interceptor = Callable[[SdpaArguments], torch.Tensor | None]

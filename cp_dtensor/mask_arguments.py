@@ -11,16 +11,16 @@ from cp_dtensor.masks import Causal, Full, Mask
 
 
 def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-    """Refuses the SDPA arguments that sharded sequences do not have yet, rather than ignoring them."""
+    """Refuses what fused operators cannot have on sequence shards, where SDPA itself can, rather than ignoring it."""
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask is not supported on sequence-sharded inputs yet: got a mask of shape {tuple(attn_mask.shape)}, "
-            "expected None (use is_causal=True for a causal mask)"
+            f"attn_mask is not supported by this operator on sequence shards: got a mask of shape "
+            f"{tuple(attn_mask.shape)}, expected None; F.scaled_dot_product_attention takes it"
         )
     if dropout_p:
         raise NotImplementedError(
-            f"dropout is not supported on sequence-sharded inputs yet: got dropout_p={dropout_p}, expected 0.0 "
-            "(put modules into eval mode or build them with dropout=0.0)"
+            f"dropout is not supported by this operator on sequence shards: got dropout_p={dropout_p}, expected 0.0; "
+            "F.scaled_dot_product_attention takes it"
         )
 
 
@@ -31,8 +31,9 @@ def checked_mask(mask: object, is_causal: bool) -> Mask:
         TypeError: not a mask value (a tensor goes to attn_mask).
     """
     if mask is not None and not isinstance(mask, Mask):
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
-        raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {type(mask).__name__}{hint}")
+        raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
     return _shown_by(mask, bool(is_causal))
 
 
@@ -47,8 +48,11 @@ def checked_dropout_p(dropout_p: float) -> float:
     """A probability.
 
     Raises:
+        TypeError: no number.
         ValueError: a number that is none.
     """
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
     return float(dropout_p)
@@ -79,21 +83,31 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def check_bias(q: torch.Tensor, bias: torch.Tensor | None, kv_len: int, layout: Layout | None = None) -> None:
+def check_bias(
+    q: torch.Tensor,
+    bias: torch.Tensor | None,
+    lengths: tuple[int, int],
+    layout: Layout | None = None,
+    world_size: int = 1,
+) -> None:
     """Refuses an attn_mask that does not have the keys of the whole sequence, or whose rows are not those of q.
 
-    `layout` is the one that divided the rows, if it is not known to be alike in every batch row.
+    `lengths` are those of all queries and keys; `layout` is the one that divided the rows over `world_size` ranks, if
+    it is not known to be alike in every batch row.
     """
     if bias is None:
         return
+    q_len, kv_len = lengths
     if bias.size(3) not in (1, kv_len):
         raise ValueError(
             f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
             f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. "
             "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
         )
-    rows_differ = layout is not None and len(layout.batch_groups(q.size(0))) > 1
-    if rows_differ and bias.size(2) > 1 and bias.size(0) == 1:
+    if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
+        return
+    # Of a single local query it cannot be seen whether the mask has rows; so where a rank has one, all refuse.
+    if bias.size(2) > 1 or min(layout.local_length(q_len, rank, world_size) for rank in range(world_size)) <= 1:
         raise ValueError(
             f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
             f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"

@@ -122,6 +122,9 @@ class PerDocument(_OneLength):
     def __hash__(self) -> int:
         return self._hash  # looked up at every call of attention
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
+
 
 def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, int]]:
     """(rank, length) of a document's chunks in order; `more` tokens beyond two of `shortest` for each rank.
@@ -218,3 +221,6 @@ class Balanced(_OneLength):
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process

@@ -14,6 +14,7 @@ from typing import Literal
 
 from cp_dtensor.bands import FAR, Band, Layers, intersected, pairs_of, united
 
+_TOO_LONG = 1 << 31
 Alignment = Literal["top_left", "bottom_right"]
 
 
@@ -93,8 +94,8 @@ class SlidingWindow(Mask):
 
     def layers(self, q_len: int, kv_len: int) -> Layers:
         offset = _offset(self.alignment, q_len, kv_len)
-        left = FAR if self.left is None else self.left - offset
-        right = FAR if self.right is None else self.right + offset
+        left = FAR if self.left is None or self.left >= FAR else self.left - offset
+        right = FAR if self.right is None or self.right >= FAR else self.right + offset
         return _one_layer(Band(0, q_len, 0, kv_len, left, right))
 
 
@@ -167,6 +168,10 @@ def layers_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[Lay
     Raises:
         ValueError: a mask that does not fit lengths or batch.
     """
+    if max(q_len, kv_len) >= _TOO_LONG:
+        raise ValueError(
+            f"masks count positions with 32 bits: expected fewer than 2^31 tokens, got {q_len} and {kv_len}"
+        )
     if mask.batch_size is None:
         return (clipped_layers(mask, q_len, kv_len),)
     if mask.batch_size != batch_size:

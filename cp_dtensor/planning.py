@@ -160,7 +160,7 @@ def _has_tiles(shape: CallShape) -> bool:
     return any(tiling.tiles_against(rank, source) for rank in ranks for source in ranks)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _plan(rotation: Rotation, shape: CallShape, rank: int) -> Plan:
     return rotation.plan(shape, rank)
 

@@ -67,7 +67,7 @@ class Region:
                 stack.enter_context(buffer.standing_in())
             entered_in = _torch_private.current_backward()
             stack.enter_context(_torch_private.thread_state(_KEY, (self, entered_in)))
-            stack.enter_context(_torch_private.thread_state(AMBIENT_SETTINGS, self.ambient))
+            stack.enter_context(_torch_private.thread_state(AMBIENT_SETTINGS, (self.ambient, entered_in)))
             for buffer in self.buffers:
                 buffer.release_whole()  # last, since it cannot be undone
             yield
@@ -138,7 +138,7 @@ def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
         q, k, v, region.settings, mask=checked_mask(None, call.is_causal), scale=call.scale,
-        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p,
+        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, first=call.first,
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 
@@ -155,6 +155,10 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
     if call.attn_mask is None or call.q.dim() <= 4:
         return call.attn_mask
     lead = call.q.shape[:-3]
+    if call.attn_mask.dim() > call.q.dim():
+        raise ValueError(
+            f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
+        )
     mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
 

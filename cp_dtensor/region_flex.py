@@ -59,7 +59,7 @@ def _region_token() -> str:
     region = current_region()
     if region is None:
         return ""
-    if getattr(region.settings, "mask", None) is not None:
+    if region.settings.mask is not None:
         raise NotImplementedError(
             f"FlexAttention does not take the mask of its context, got {region.settings.mask!r}: give flex_attention a "
             "block_mask, in a context without a mask"

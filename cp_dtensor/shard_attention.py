@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -30,33 +31,35 @@ def attend(
     dropout_p: float = 0.0,
     lengths: tuple[int, int] | None = None,
     needs_lse: bool = False,
+    first: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of checked local shards; `lengths` are the global (q, kv) lengths if the caller knows them.
 
-    Without `needs_lse`, lse may be empty.
+    Without `needs_lse`, lse may be empty. `first` is where this rank's batch rows and query heads stand in the whole.
     """
     ranks = settings.ranks
     q, scale = positive_scale(q, softmax_scale(q, scale))
-    extras = extras_of(q, attn_mask, dropout_p)
+    extras = replace(extras_of(q, attn_mask, dropout_p), first_batch=first[0], first_head=first[1])
     if _torch_private.is_traced(q):
         recipe = ShardRecipe.of(settings)
         mask = mask if recipe.finds_mask else with_mask_of(settings, mask)
+        if extras.dropout_p and any(first):
+            raise NotImplementedError("dropout of DTensors inside of a context cannot be compiled: use plain tensors")
+        extras = extras.drawn(q.device)
         return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
     mask = with_mask_of(settings, mask)
     lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)
-    check_bias(q, extras.bias, lengths[1], settings.layout)
+    check_bias(q, extras.bias, lengths, settings.layout, ranks.size)
     call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
-    return Attention.apply(q, k, v, extras.bias, extras, call, needs_lse)
+    return Attention.apply(q, k, v, extras.bias, extras.drawn(q.device), call, needs_lse)  # nothing can be refused now
 
 
 def extras_of(q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float) -> Extras:
-    """What a call has besides q, k, v and a mask by positions, checked as far as this rank can."""
+    """What a call has besides q, k, v and a mask by positions, as far as a rank can check it; no seed is drawn."""
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p:
         return NO_EXTRAS
-    # Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another one each time.
-    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device) if dropout_p else None
-    return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), dropout_p, seed)
+    return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), dropout_p)
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:

@@ -83,23 +83,30 @@ class ShardRecipe(Recipe):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        ambient = _torch_private.get_thread_state(AMBIENT_SETTINGS)
-        is_open = ambient is not None and ambient.token == token_of(self)
+        state = _torch_private.get_thread_state(AMBIENT_SETTINGS)
+        ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
         layout = None
         if self.finds_mask:
-            if not is_open:
+            if ambient is None:
                 raise RuntimeError(
                     "this code was compiled in a context_parallel region with a mask or a layout of its own, and runs "
                     "outside of any such"
                 )
+            if entered_in != _torch_private.current_backward():
+                raise RuntimeError(
+                    "attention is computed again in a backward, by code that was compiled in a context_parallel "
+                    "region with a mask or a layout of its own, and it cannot be told whether that was the region "
+                    "which is open now: keep attention (selective checkpointing with a policy that saves "
+                    "cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
+                )
             mask, layout = with_mask_of(ambient.settings, mask), ambient.settings.layout
-        if is_open and (known is None or self.finds_mask):
+        if ambient is not None and (known is None or self.finds_mask):
             settings = ambient.settings
             check_batch_size(q, settings)
         else:
             settings = self.settings()
         lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
-        check_bias(q, extras.bias, lengths[1], layout or settings.layout)
+        check_bias(q, extras.bias, lengths, layout or settings.layout, settings.ranks.size)
         return lengths, Found(mask, layout)
 
     def decide(

@@ -59,7 +59,7 @@ class _Decisions:
         return decisions
 
 
-_MOST_DECISIONS = 4096
+_MOST_DECISIONS = 1024
 _MOST_SHAPED_SEGMENTS = 16
 """Of a shard: every pair of segments is a tile by shape, and a call by row has few tiles whatever they are."""
 _decisions = _Decisions()
@@ -123,7 +123,7 @@ def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, 
     """How tiles are masked: by shape, which is fastest, where nothing forbids it."""
     if extras.bias is not None:
         return Masking.BY_ROW_UNBROKEN
-    if extras.seed is not None or not is_plain(mask, *lengths):
+    if extras.dropout_p or not is_plain(mask, *lengths):
         return Masking.BY_ROW
     # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
     deterministic = q.is_cuda and torch.are_deterministic_algorithms_enabled()

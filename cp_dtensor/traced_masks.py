@@ -32,9 +32,12 @@ class TracedMasks:
 
     def token_of(self, mask: Mask) -> str:
         """The text of a mask that code is traced with."""
-        token = repr(mask)
+        token = name = repr(mask)
         with self._lock:
-            self._by_token.setdefault(token, mask)
+            others = 1
+            while self._by_token.setdefault(token, mask) != mask:  # values of somebody's own that look alike
+                others += 1
+                token = f"{name} #{others}"
         return token
 
     def of(self, token: str) -> Mask:

@@ -167,8 +167,8 @@ class MaskedProblem:
 
     def shard_bias(self, bias: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
         """A rank's query rows of a bias; its batch rows too where the layout divides them differently."""
-        if bias.size(2) == 1 and self.q_len != 1:
-            return bias
         if len(layout.batch_groups(self.batch)) > 1:
             bias = bias.expand(self.batch, -1, -1, -1)
+        if bias.size(2) == 1 and self.q_len != 1:
+            return bias
         return shard(bias, layout, rank, size)

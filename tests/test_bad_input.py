@@ -179,7 +179,10 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "is_causal": ({"is_causal": True}, "mask: rank 1 says \"Causal(alignment='top_left')\", the others 'Full()'"),
     "mask": ({"mask": PrefixLM(4)}, "mask: rank 1 says 'PrefixLM(length=4)', the others 'Full()'"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
-    "attn_mask": ({"attn_mask": torch.zeros(8, 24)}, "has_bias: rank 1 says True, the others False"),
+    "attn_mask": (
+        {"attn_mask": torch.zeros(8, 24)},
+        "attn_mask: rank 1 says 'float32 (1, 1, :, 24)', the others 'none'",
+    ),
     "scale": ({"scale": 0.5}, "scale: rank 1 says 0.5, the others 0.25"),
     "layout": ({"layout": Striped(2)}, "layout: rank 1 says 'Striped(block=2)', the others 'HeadTail()'"),
     "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'auto'"),

@@ -16,7 +16,8 @@ from masked_problems import MaskedProblem, Tensors
 from problems import shard
 from ranks import run_ranks
 
-from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Striped, context_parallel, shard_attention
+from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Striped, context_parallel
+from cp_dtensor.extras import Extras
 
 WORLD = 4
 NAMES = ("out", "dq", "dk", "dv")
@@ -94,14 +95,14 @@ def test_packed_documents(layout: Any) -> None:
 @contextmanager
 def generators_seeded(seed: int) -> Iterator[None]:
     """Every rank draws as if its generator had just got this seed. (Ranks that are threads share one.)"""
-    original, lock = shard_attention.extras_of, threading.Lock()
+    original, lock = Extras.drawn, threading.Lock()
 
     def drawn_alone(*arguments: Any) -> Any:
         with lock, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return original(*arguments)
 
-    with mock.patch.object(shard_attention, "extras_of", drawn_alone):
+    with mock.patch.object(Extras, "drawn", drawn_alone):
         yield
 
 

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from dtensor_checks import check_refused
 from masked_problems import MaskedProblem, Tensors
+from problems import shard
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from cp_dtensor import enable_context_parallel_dispatcher
+from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispatcher
 from cp_dtensor.masks import Full
 
 R, DP, TP, CP = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -103,10 +104,34 @@ def _refused(rank: int, kind: str) -> None:
     ("kind", "message"),
     [
         ("plain", "expected attn_mask to be a DTensor on the mesh of q.*got Tensor"),
-        ("keys", r"the 16 keys of the whole sequence.*got \(1, 1, 16, 4\)"),
+        ("keys", r"the 16 keys of the whole sequence.*got \(1, 1, 4, 4\)"),
         ("integers", "a boolean or floating attn_mask; got torch.int64"),
         ("dropout", "dropout_p between 0 and 1, got 1.5"),
     ],
 )
 def test_refusals(kind: str, message: str) -> None:
     run_ranks(4, check_refused, ValueError, message, _refused, kind)
+
+
+def _over_heads_in_a_context(rank: int, on_mask: Placement, bias: str) -> None:
+    """Tensor parallel inside of a context: a DTensor's local heads are shards of the context."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    case = MaskedProblem(16, 16, Full(), 2, 4, 2, bias=bias)
+    whole = case.draw(0)
+    here = mesh.get_local_rank("cp")
+    q, k, v, _, mask = case.shard(whole, HeadTail(), here, 2)
+    placed = [distributed(tensor, mesh["tp"], (TP,)) for tensor in (q, k, v)]
+    on_tp = distributed(mask, mesh["tp"], (on_mask,))
+    with context_parallel(mesh["cp"]):
+        out = F.scaled_dot_product_attention(*placed, attn_mask=on_tp, enable_gqa=True)
+        same_heads = [distributed(t[:, :1].expand(-1, 4, -1, -1), mesh["tp"], (TP,)) for t in (q, k, v)]
+        dropped = F.scaled_dot_product_attention(*same_heads, dropout_p=0.5).full_tensor()
+    expected = shard(case.reference(*whole)[0], HeadTail(), here, 2)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    assert all(not torch.equal(dropped[:, one], dropped[:, other]) for one in range(4) for other in range(one))
+
+
+@pytest.mark.parametrize(("on_mask", "bias"), [(R, "boolean s"), (R, "additive bhs"), (TP, "boolean bhs")])
+def test_tensor_parallel_inside_of_a_context(on_mask: Placement, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randint", lambda *_args, **_options: torch.tensor(77))
+    run_ranks(4, _over_heads_in_a_context, on_mask, bias)

@@ -17,7 +17,7 @@ from cp_dtensor.attention_call import Attention, AttentionCall
 from cp_dtensor.compiled_op import Recipe, backends_token, token_of, traced_attention
 from cp_dtensor.decisions import Decision
 from cp_dtensor.division import Division
-from cp_dtensor.dtensor.extras import local_extras
+from cp_dtensor.dtensor.extras import first_of, local_bias, local_extras
 from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.interception import SdpaArguments
@@ -259,5 +259,6 @@ def local_only_sdpa(
             f"over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
             f"q {q.placements}, k {k.placements}, v {v.placements}"
         )
-    local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local())
+    mask = local_bias(q, call.attn_mask, plan) if isinstance(call.attn_mask, DTensor) else call.attn_mask
+    local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local(), attn_mask=mask, first=first_of(q, plan))
     return from_local(plain_sdpa(local), q.device_mesh, plan.q, (*q.shape[:3], v.size(3)))

@@ -31,7 +31,8 @@ def local_extras(
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p:
         return NO_EXTRAS
-    bias = None if attn_mask is None else _local_bias(q, kv_len, attn_mask, plan)
+    bias = None if attn_mask is None else local_bias(q, attn_mask, plan)
+    check_bias(q, bias, (q.size(2), kv_len))
     if not dropout_p:
         return Extras(bias)
     if _torch_private.is_traced(q.to_local()):
@@ -43,15 +44,26 @@ def local_extras(
     mesh = q.device_mesh
     for axis in range(mesh.ndim):  # ranks that hold the same must drop the same
         dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
-    coordinate = mesh.get_coordinate()
+    return Extras(bias, dropout_p, seed, *first_of(q, plan))
+
+
+def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
+    """Where a rank's batch rows and query heads begin."""
+    coordinate = q.device_mesh.get_coordinate()
     assert coordinate is not None
-    first_batch, first_head = (
-        local_segment(q.size(dim), plan.q, tuple(mesh.shape), coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM)
+    batch, head = (
+        local_segment(q.size(dim), plan.q, tuple(q.device_mesh.shape), coordinate, dim).start
+        for dim in (BATCH_DIM, HEAD_DIM)
     )
-    return Extras(bias, dropout_p, seed, first_batch, first_head)
+    return batch, head
 
 
-def _local_bias(q: DTensor, kv_len: int, attn_mask: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
+def local_bias(q: DTensor, attn_mask: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
+    """The part of an attn_mask that a rank's queries have, (B or 1, H or 1, S or 1, key positions or 1).
+
+    Raises:
+        ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.
+    """
     if not isinstance(attn_mask, DTensor) or attn_mask.device_mesh != q.device_mesh:
         kind = f"a DTensor on {attn_mask.device_mesh}" if isinstance(attn_mask, DTensor) else type(attn_mask).__name__
         raise ValueError(
@@ -59,7 +71,6 @@ def _local_bias(q: DTensor, kv_len: int, attn_mask: torch.Tensor, plan: Attentio
             "distribute_tensor(attn_mask, mesh, [Replicate()] * mesh.ndim) makes one"
         )
     mask = four_dims_of_mask(attn_mask, q)
-    check_bias(q, mask, kv_len)
     placements: list[Placement] = []
     of_gradient: list[Placement] = []
     for placement in plan.q:

@@ -1,9 +1,10 @@
-"""What the rows of a tile see, on a device: computed once for each tile and device, and kept as long as the tile."""
+"""What the rows of a tile see, on a device: computed once for each tile and device, and kept for later calls."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,7 +19,6 @@ class TileRows:
     """Intervals and positions of a tile's rows and columns."""
 
     def __init__(self, mask: IntervalMask, device: torch.device) -> None:
-        # Not the mask itself, which would then never be forgotten.
         self._queries, self._q = mask.queries, mask.q
         self._keys, self._kv = mask.keys, mask.kv
         self._device = device
@@ -28,12 +28,12 @@ class TileRows:
     @cached_property
     def q_positions(self) -> torch.Tensor:
         """(S,), int32: positions of the rows in the whole sequence."""
-        return positions_of(self._queries)[slice(*self._q)].to(self._device, torch.int32)
+        return positions_of(self._queries, "cpu")[slice(*self._q)].to(self._device, torch.int32)
 
     @cached_property
     def kv_positions(self) -> torch.Tensor:
         """(T,), int32: positions of the columns."""
-        return positions_of(self._keys.segments)[slice(*self._kv)].to(self._device, torch.int32)
+        return positions_of(self._keys.segments, "cpu")[slice(*self._kv)].to(self._device, torch.int32)
 
     def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view where their positions are evenly spaced."""
@@ -64,7 +64,7 @@ class TileRows:
         return self.kv_positions
 
     def _intervals(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = positions_of(self._queries)[slice(*self._q)]
+        positions = positions_of(self._queries, "cpu")[slice(*self._q)]
         if not layer:
             return torch.zeros_like(positions), torch.zeros_like(positions)
         first, last, lo, hi, left, right = torch.tensor(layer, dtype=torch.int64).unbind(1)
@@ -95,18 +95,31 @@ def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
     return torch.where(index < 0, 0, rows[beyond] + within)
 
 
+_MOST_KEPT = 256
+"""Tiles whose rows are kept on devices: of the masks of some steps, which come with every batch anew."""
+
+
 class _Kept:
-    """By mask, which is looked up by identity, and device."""
+    """The latest, by mask (which is looked up by identity) and device; those that CUDA graphs read for good."""
 
     def __init__(self) -> None:
-        self._by_mask: WeakKeyDictionary[IntervalMask, dict[torch.device, TileRows]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._latest: OrderedDict[tuple[IntervalMask, torch.device], TileRows] = OrderedDict()
+        self._captured: set[TileRows] = set()
 
     def of(self, mask: IntervalMask, device: torch.device) -> TileRows:
-        by_device = self._by_mask.setdefault(mask, {})
-        if device not in by_device:
-            with torch.device("cpu"):
-                by_device[device] = TileRows(mask, device)
-        return by_device[device]
+        key = mask, device
+        with self._lock:
+            rows = self._latest.get(key)
+            if rows is None:
+                rows = self._latest[key] = TileRows(mask, device)
+                if len(self._latest) > _MOST_KEPT:
+                    self._latest.popitem(last=False)
+            else:
+                self._latest.move_to_end(key)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._captured.add(rows)
+        return rows
 
 
 _kept = _Kept()

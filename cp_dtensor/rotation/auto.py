@@ -71,7 +71,7 @@ def slowest_seconds(
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def plans_of_some_ranks(rotation: Rotation, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
     """The plans from which the slowest rank's time is predicted; every rank asks about the same ones."""
     # The first and the last rank have the most and the least to receive.
