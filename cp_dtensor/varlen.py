@@ -51,7 +51,8 @@ def varlen_attention(
         cu_seqlens: ascending positions in the whole sequence, one more than documents, the same on every rank: document
             d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; of one on a GPU the
             numbers are read, which waits for the GPU. Compiled code takes integers, and is compiled for each such list;
-            where documents change with every batch, enter `context_parallel(mesh, mask=...)` around it.
+            where documents change with every batch, call `F.scaled_dot_product_attention` inside of
+            `context_parallel(mesh, mask=...)` instead.
         cu_seqlens_k: those of the keys if they differ (cross-attention): queries of document d see keys of document d.
         is_causal: within a document, the last query sees all keys, the one before all but the last, and so on
             ("bottom-right", which matters where a document has different numbers of queries and keys).

@@ -10,6 +10,7 @@ from masked_problems import MaskedProblem, Tensors
 from problems import shard
 from processes import Processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
 from cp_dtensor.documents import Documents
@@ -171,3 +172,27 @@ def dropped(rank: int) -> None:
 
 def test_dropout_is_drawn_at_every_call(processes: Processes) -> None:
     processes.run(dropped)
+
+
+def recomputed(rank: int) -> None:
+    """The mask of a recompute inside of compiled code is not known: refused, unless the checkpoint is around it."""
+    fresh()
+    mesh = world()
+
+    def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return checkpoint(sdpa, q, k, v, use_reentrant=False)
+
+    leaves, grad_out, expected = leaves_of(problem(MASKS[0]), rank, 5)
+    with context_parallel(mesh, mask=MASKS[0]):
+        out = compiled(inside)(*leaves)
+    with context_parallel(mesh, mask=MASKS[1]), pytest.raises(RuntimeError, match="computed again in a backward"):
+        torch.autograd.grad(out, leaves, grad_out)
+    around = compiled(sdpa)
+    with context_parallel(mesh, mask=MASKS[0]):
+        out = checkpoint(around, *leaves, use_reentrant=False)
+    with context_parallel(mesh, mask=MASKS[1]):
+        check(out, leaves, grad_out, expected, "checkpoint around compiled code")
+
+
+def test_masks_of_recomputed_attention(processes: Processes) -> None:
+    processes.run(recomputed)

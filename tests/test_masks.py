@@ -1,6 +1,8 @@
 """Masks show exactly what their words say, whatever they are combined of."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -133,3 +135,23 @@ def test_a_clipped_band_has_no_blind_query() -> None:
     band = Band(0, 10, 4, 6, left=0, right=0)
     assert band.clipped((0, 10)) == Band(4, 6, 4, 6, 0, 0)
     assert band.clipped((0, 4)) is None
+
+
+def test_ends_beyond_all_positions_are_no_ends() -> None:
+    for alignment in ("top_left", "bottom_right"):
+        window = SlidingWindow(sys.maxsize, sys.maxsize, alignment)
+        assert window.pairs(7, 5) == 35
+    assert SlidingWindow(0, sys.maxsize).pairs(3, 3) == 6
+    long = (1 << 30) + 10
+    assert Full().pairs(long, long) == long * long
+    with pytest.raises(ValueError, match=r"fewer than 2\^31"):
+        layers_of(Full(), 1 << 31, 3, 1)
+
+
+def test_a_mask_that_comes_from_another_process_is_found_in_caches() -> None:
+    code = "import pickle, sys; from cp_dtensor import Causal, Documents; "
+    code += "mask = Documents([0, 2, 5], within=Causal('bottom_right')); hash(mask); "
+    code += "sys.stdout.buffer.write(pickle.dumps(mask))"
+    sent = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+    here = Documents([0, 2, 5], within=Causal("bottom_right"))
+    assert {here: 1}[pickle.loads(sent)] == 1
