@@ -7,7 +7,6 @@ and with them the plan) is decided there, by the code that eager calls go throug
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import Any
@@ -20,7 +19,8 @@ from cp_dtensor.extras import Extras
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
-from cp_dtensor.traced_masks import Found, masks
+from cp_dtensor.tokens import Tokens
+from cp_dtensor.traced_masks import Found, found_numbers, mask_tokens
 
 
 class Recipe(ABC):
@@ -49,32 +49,7 @@ class Recipe(ABC):
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
 
 
-class _Recipes:
-    """The recipes that code has been traced with."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_token: dict[str, Recipe] = {}
-
-    def token_of(self, recipe: Recipe) -> str:
-        token = name = repr(recipe)
-        with self._lock:
-            others = 1
-            while self._by_token.setdefault(token, recipe) != recipe:  # values of somebody's own that look alike
-                others += 1
-                token = f"{name} #{others}"
-        return token
-
-    def of(self, token: str) -> Recipe:
-        if token not in self._by_token:
-            raise RuntimeError(
-                f"compiled code wants attention by {token}, which this process has not traced yet: it came from "
-                "another one, by a way that skips tracing"
-            )
-        return self._by_token[token]
-
-
-_recipes = _Recipes()
+_recipes = Tokens[Recipe]("attention by")
 
 
 def token_of(recipe: Recipe) -> str:
@@ -105,8 +80,8 @@ def traced_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
     return traced_attention_by_tokens(
-        q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, masks.token_of(mask), scale, lengths,
-        needs_lse,
+        q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, mask_tokens.token_of(mask), scale,
+        lengths, needs_lse,
     )  # fmt: skip
 
 
@@ -130,12 +105,12 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
     extras = Extras(bias, dropout_p, seed)
-    lengths, found = decider.resolve(q, k, v, masks.of(mask), extras, scale, known)
+    lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     with no_autocast(q):
         out, lse, _ = call.forward(q, k, v, extras, needs_lse)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    words = [*lengths, masks.number_of(found)] if _finds(recipe, q_len) else []
+    words = [*lengths, found_numbers.number_of(found)] if _finds(recipe, q_len) else []
     numbers = torch.tensor(words, dtype=torch.int64, device=None if words else q.device)
     return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), numbers
 
@@ -162,10 +137,10 @@ def _backward(
     found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, recipe: str, backends: str, mask: str,
     dropout_p: float, scale: float, q_len: int, kv_len: int, needs_grad_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    what = Found(masks.of(mask), None)
+    what = Found(mask_tokens.of(mask), None)
     if found.numel():
         q_len, kv_len, number = found.tolist()
-        what = masks.of_number(number)
+        what = found_numbers.of(number)
     extras = Extras(bias, dropout_p, seed)
     call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends))
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None

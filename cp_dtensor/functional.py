@@ -15,7 +15,7 @@ from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.shard_attention import attend, extras_of, positive_scale, softmax_scale
 from cp_dtensor.shard_recipe import ShardRecipe
-from cp_dtensor.traced_masks import masks
+from cp_dtensor.traced_masks import mask_tokens
 
 
 def context_parallel_attention(
@@ -176,7 +176,7 @@ def _constants(
     """The tokens of recipe, backends and mask, for compiled code."""
     settings = AttentionSettings.of(mesh, method, made_of(layout), rotate_method, debug=debug)
     shown = checked_mask(made_of(mask), is_causal)
-    return token_of(ShardRecipe.of(settings)), backends_token(), masks.token_of(shown)
+    return token_of(ShardRecipe.of(settings)), backends_token(), mask_tokens.token_of(shown)
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Causal, Full, Mask
+from cp_dtensor.tokens import Tokens
 
 _MOST_NUMBERS = 4096
 
@@ -20,31 +21,19 @@ class Found(NamedTuple):
     """None: that of the recipe."""
 
 
-class TracedMasks:
-    """Masks by their text, as long as the process lives; the latest that were found by number, for their backward."""
+mask_tokens = Tokens[Mask]("a mask,")
+for _plain in (Full(), Causal()):  # which code from disk may want first
+    mask_tokens.token_of(_plain)
+
+
+class FoundNumbers:
+    """Numbers for the latest that were found, for their backward."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_token: dict[str, Mask] = {repr(mask): mask for mask in (Full(), Causal())}
         self._numbers: OrderedDict[Found, int] = OrderedDict()
         self._by_number: dict[int, Found] = {}
         self._next = 0
-
-    def token_of(self, mask: Mask) -> str:
-        """The text of a mask that code is traced with."""
-        token = name = repr(mask)
-        with self._lock:
-            others = 1
-            while self._by_token.setdefault(token, mask) != mask:  # values of somebody's own that look alike
-                others += 1
-                token = f"{name} #{others}"
-        return token
-
-    def of(self, token: str) -> Mask:
-        """The mask of a text."""
-        if token not in self._by_token:
-            raise RuntimeError(f"compiled code wants a mask that this process has not traced yet: {token}")
-        return self._by_token[token]
 
     def number_of(self, found: Found) -> int:
         """A number for what a call has found; good until thousands of others have been found."""
@@ -61,7 +50,7 @@ class TracedMasks:
                 self._numbers.move_to_end(found)
         return number
 
-    def of_number(self, number: int) -> Found:
+    def of(self, number: int) -> Found:
         """What a number stands for."""
         if number not in self._by_number:
             raise RuntimeError(
@@ -70,4 +59,4 @@ class TracedMasks:
         return self._by_number[number]
 
 
-masks = TracedMasks()
+found_numbers = FoundNumbers()

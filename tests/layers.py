@@ -39,6 +39,7 @@ LAYERS = {
     "flex_tables": 3,
     "mask_arguments": 3,
     "traced_masks": 3,
+    "tokens": 3,
     "ulysses_bias": 3,
     "attention_call": 3,
     "compiled_op": 3,
