@@ -20,7 +20,7 @@ from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
 from cp_dtensor.tokens import Tokens
-from cp_dtensor.traced_masks import Found, found_numbers, mask_tokens
+from cp_dtensor.traced_masks import Found, found_numbers, mask_tokens, outstanding
 
 
 class Recipe(ABC):
@@ -109,6 +109,8 @@ def _forward(
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     with no_autocast(q):
         out, lse, _ = call.forward(q, k, v, extras, needs_lse)
+    if found.ambient is not None and needs_lse and _torch_private.current_backward() is None:
+        outstanding.begin(found.ambient)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     words = [*lengths, found_numbers.number_of(found)] if _finds(recipe, q_len) else []
     numbers = torch.tensor(words, dtype=torch.int64, device=None if words else q.device)
@@ -141,6 +143,8 @@ def _backward(
     if found.numel():
         q_len, kv_len, number = found.tolist()
         what = found_numbers.of(number)
+    if what.ambient is not None:
+        outstanding.end(what.ambient)
     extras = Extras(bias, dropout_p, seed)
     call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends))
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None

@@ -66,6 +66,11 @@ def _both(one: Mask, other: Mask) -> Mask:
 
 def with_mask_of(settings: AttentionSettings, mask: Mask) -> Mask:
     """What a call's mask and that of the settings show together."""
-    if settings.mask is None or settings.mask == mask or settings.mask == Full():
+    return masked_also(settings.mask, mask)
+
+
+def masked_also(ambient: Mask | None, mask: Mask) -> Mask:
+    """What a call's mask and an ambient one, if there is one, show together."""
+    if ambient is None or ambient == mask or ambient == Full():
         return mask
-    return settings.mask if mask == Full() else _both(settings.mask, mask)
+    return ambient if mask == Full() else _both(ambient, mask)

@@ -12,14 +12,14 @@ from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.compiled_op import Recipe, token_of
 from cp_dtensor.extras import Extras
 from cp_dtensor.global_lengths import global_lengths
-from cp_dtensor.layouts import Contiguous
+from cp_dtensor.layouts import Contiguous, Layout
 from cp_dtensor.local_attention.policy import Allowed
 from cp_dtensor.mask_arguments import check_bias
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.settings import AttentionSettings, check_batch_size, with_mask_of
+from cp_dtensor.settings import AttentionSettings, check_batch_size, masked_also
 from cp_dtensor.splitting import Splitting, decide_call
-from cp_dtensor.traced_masks import Found
+from cp_dtensor.traced_masks import Ambient, Found, outstanding
 
 AMBIENT_SETTINGS = "cp_dtensor_settings"
 """Where a region leaves `AmbientSettings` of its thread for compiled code, which holds none."""
@@ -85,29 +85,19 @@ class ShardRecipe(Recipe):
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         state = _torch_private.get_thread_state(AMBIENT_SETTINGS)
         ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
-        layout = None
+        of_region = None
         if self.finds_mask:
-            if ambient is None:
-                raise RuntimeError(
-                    "this code was compiled in a context_parallel region with a mask or a layout of its own, and runs "
-                    "outside of any such"
-                )
-            if entered_in != _torch_private.current_backward():
-                raise RuntimeError(
-                    "attention is computed again in a backward, by code that was compiled in a context_parallel "
-                    "region with a mask or a layout of its own, and it cannot be told whether that was the region "
-                    "which is open now: keep attention (selective checkpointing with a policy that saves "
-                    "cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
-                )
-            mask, layout = with_mask_of(ambient.settings, mask), ambient.settings.layout
-        if ambient is not None and (known is None or self.finds_mask):
+            again = _torch_private.current_backward() is not None and entered_in != _torch_private.current_backward()
+            of_region = _of_recompute() if again else _of_open_region(ambient)
+            mask = masked_also(of_region[0], mask)
+        if ambient is not None and (known is None or self.finds_mask) and of_region in (None, _of_open_region(ambient)):
             settings = ambient.settings
             check_batch_size(q, settings)
         else:
-            settings = self.settings()
+            settings = self.settings() if of_region is None else self._settings_with(of_region[1])
         lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
-        check_bias(q, extras.bias, lengths, layout or settings.layout, settings.ranks.size)
-        return lengths, Found(mask, layout)
+        check_bias(q, extras.bias, lengths, settings.layout, settings.ranks.size)
+        return lengths, Found(mask, None if of_region is None else of_region[1], of_region)
 
     def decide(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
@@ -120,5 +110,31 @@ class ShardRecipe(Recipe):
         """The settings, on this process's groups."""
         return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
 
+    def _settings_with(self, layout: Layout) -> AttentionSettings:
+        settings = self.settings()
+        return replace(settings, splitting=replace(self.splitting, layout=layout))
+
     def _ranks(self) -> SequenceRanks:
         return SequenceRanks.over([_torch_private.group_of_name(name) for name in self.groups])
+
+
+def _of_open_region(ambient: AmbientSettings | None) -> Ambient:
+    if ambient is None:
+        raise RuntimeError(
+            "this code was compiled in a context_parallel region with a mask or a layout of its own, and runs outside "
+            "of any such"
+        )
+    return ambient.settings.mask, ambient.settings.layout
+
+
+def _of_recompute() -> Ambient:
+    """Of attention that is computed again in a backward, by code that does not know for which forward pass."""
+    only = outstanding.only()
+    if only is None:
+        raise RuntimeError(
+            "attention is computed again in a backward, by code that was compiled in a context_parallel region with a "
+            "mask or a layout of its own; there have been several such regions whose backward has not come, and it "
+            "cannot be told which of them this is: keep attention (selective checkpointing with a policy that saves "
+            "cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
+        )
+    return only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 from cp_dtensor.layouts import Layout
@@ -13,12 +13,18 @@ from cp_dtensor.tokens import Tokens
 _MOST_NUMBERS = 4096
 
 
+Ambient = tuple[Mask | None, Layout]
+"""The mask and the layout of a region."""
+
+
 class Found(NamedTuple):
     """What a call has found where it ran."""
 
     mask: Mask
     layout: Layout | None
     """None: that of the recipe."""
+    ambient: Ambient | None = None
+    """What of it is the region's, if anything."""
 
 
 mask_tokens = Tokens[Mask]("a mask,")
@@ -59,4 +65,35 @@ class FoundNumbers:
         return self._by_number[number]
 
 
+class Outstanding:
+    """Of which regions there are forward passes whose backward has not come, by what is theirs of a mask.
+
+    Compiled code that computes attention again in a backward is not told for which forward pass: if all that are
+    outstanding were of one kind of region, it is known nevertheless.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passes: Counter[Ambient] = Counter()
+
+    def begin(self, ambient: Ambient) -> None:
+        """A forward pass whose backward may come."""
+        with self._lock:
+            self._passes[ambient] += 1
+
+    def end(self, ambient: Ambient) -> None:
+        """Its backward has come."""
+        with self._lock:
+            if self._passes[ambient] <= 1:
+                del self._passes[ambient]
+            else:
+                self._passes[ambient] -= 1
+
+    def only(self) -> Ambient | None:
+        """What all that are outstanding have in common; None if there are several kinds, or none."""
+        with self._lock:
+            return next(iter(self._passes)) if len(self._passes) == 1 else None
+
+
 found_numbers = FoundNumbers()
+outstanding = Outstanding()

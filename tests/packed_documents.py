@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from cp_dtensor import shard_attention
+from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
 
 Tensors = tuple[torch.Tensor, ...]
@@ -123,12 +123,12 @@ def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str)
 @contextmanager
 def equal_generators() -> Iterator[None]:
     """Every rank draws the same seed of dropout, as processes with equal generators do; threads share one."""
-    lock, original = threading.Lock(), shard_attention.extras_of
+    lock, original = threading.Lock(), Extras.drawn
 
     def seeded(*args: Any) -> Any:
         with lock:
             torch.manual_seed(7)
             return original(*args)
 
-    with mock.patch.object(shard_attention, "extras_of", seeded):
+    with mock.patch.object(Extras, "drawn", seeded):
         yield

@@ -175,7 +175,7 @@ def test_dropout_is_drawn_at_every_call(processes: Processes) -> None:
 
 
 def recomputed(rank: int) -> None:
-    """The mask of a recompute inside of compiled code is not known: refused, unless the checkpoint is around it."""
+    """Compiled code that recomputes is not told for which forward pass: refused where that could be several."""
     fresh()
     mesh = world()
 
@@ -183,15 +183,26 @@ def recomputed(rank: int) -> None:
         return checkpoint(sdpa, q, k, v, use_reentrant=False)
 
     leaves, grad_out, expected = leaves_of(problem(MASKS[0]), rank, 5)
+    function = compiled(inside)
     with context_parallel(mesh, mask=MASKS[0]):
-        out = compiled(inside)(*leaves)
-    with context_parallel(mesh, mask=MASKS[1]), pytest.raises(RuntimeError, match="computed again in a backward"):
-        torch.autograd.grad(out, leaves, grad_out)
+        check(function(*leaves), leaves, grad_out, expected, "backward in its context")
+        out = function(*leaves)
+    check(out, leaves, grad_out, expected, "backward after its context")
+    with context_parallel(mesh, mask=MASKS[0]):
+        out = function(*leaves)
+    with context_parallel(mesh, mask=MASKS[1]):
+        check(out, leaves, grad_out, expected, "backward in another context")
     around = compiled(sdpa)
     with context_parallel(mesh, mask=MASKS[0]):
         out = checkpoint(around, *leaves, use_reentrant=False)
     with context_parallel(mesh, mask=MASKS[1]):
         check(out, leaves, grad_out, expected, "checkpoint around compiled code")
+    with context_parallel(mesh, mask=MASKS[0]):
+        out = function(*leaves)
+    with context_parallel(mesh, mask=MASKS[1]):
+        function(*leaves)
+        with pytest.raises(RuntimeError, match="several such regions whose backward has not come"):
+            torch.autograd.grad(out, leaves, grad_out)
 
 
 def test_masks_of_recomputed_attention(processes: Processes) -> None:
