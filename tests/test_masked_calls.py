@@ -8,7 +8,7 @@ from masked_problems import MaskedProblem
 
 from cp_dtensor import Causal, Full, PerDocument
 
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=5, deadline=None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

@@ -39,7 +39,7 @@ def dense(layers: Layers, q_len: int, kv_len: int) -> torch.Tensor:
     return count
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(masked())
 def test_layers_show_every_allowed_pair_once_and_no_other(case: tuple[Mask, int, int, int]) -> None:
     mask, q_len, kv_len, batch = case

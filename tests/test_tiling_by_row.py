@@ -70,7 +70,7 @@ def keys_of(tile: Tile, group: GroupSegments, plan: Plan) -> np.ndarray:
     return keys
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.booleans())
 def test_tiles_cover_every_allowed_pair_once(case: Case, gathered: bool) -> None:
     plans = case.plans(gathered)
@@ -91,7 +91,7 @@ def test_tiles_cover_every_allowed_pair_once(case: Case, gathered: bool) -> None
     assert (count == shown(case.mask, case.q_len, case.kv_len, case.batch)[:, 0].numpy()).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_what_one_wants_the_other_gives(case: Case) -> None:
     plans = case.plans(True)
