@@ -107,21 +107,43 @@ def heads_first_of_packed(
         TypeError: not tensors.
         ValueError: shapes that do not fit; the message has all three.
     """
+    q, k, v = heads_before_rows(q, k, v, 0, "packed q, k and v of three dims (tokens, heads, head_dim)")
+    return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+
+
+def heads_before_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, expected_dims: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views (..., H, S, D) of q, k and v (..., S, H, D), whose dim `rows` is S; H may be a multiple of k's heads.
+
+    Checked here and not only by the core, whose messages would name the dims of the views.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: shapes that do not fit; the message has all three, or `expected_dims` if there are more or fewer.
+    """
+    heads, width = rows + 1, rows + 2
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 3:
-        raise ValueError(f"expected packed q, k and v of three dims (tokens, heads, head_dim); {received}")
+    if not q.dim() == k.dim() == v.dim() == width + 1:
+        raise ValueError(f"expected {expected_dims}; {received}")
     for fits, expected in (
-        (k.shape[:2] == v.shape[:2], "as many tokens (dim 0) and heads (dim 1) in v as in k"),
-        (q.size(2) == k.size(2), "one head dim (dim 2) for q and k"),
-        (k.size(1) > 0 and q.size(1) % k.size(1) == 0, "query heads (dim 1) to be a multiple of key heads"),
+        (q.shape[:rows] == k.shape[:rows] == v.shape[:rows], "one batch size (dim 0) for q, k and v"),
+        (
+            k.shape[rows:width] == v.shape[rows:width],
+            f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k",
+        ),
+        (q.size(width) == k.size(width), f"one head dim (dim {width}) for q and k"),
+        (
+            k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0,
+            f"query heads (dim {heads}) to be a multiple of key heads",
+        ),
     ):
         if not fits:
             raise ValueError(f"expected {expected}; {received}")
-    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    return q, k, v
+    return q.transpose(rows, heads), k.transpose(rows, heads), v.transpose(rows, heads)
 
 
 def bottom_right_mask(is_causal: bool, window: Window) -> Mask:

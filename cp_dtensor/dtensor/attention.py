@@ -22,7 +22,7 @@ from cp_dtensor.dtensor.placements import AttentionPlacements, is_seq_sharded, l
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Segment
-from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.policy import Allowed, choose_backend
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
@@ -95,18 +95,19 @@ def plan_dtensor_call(
     assert coordinate is not None
     division = _DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
     groups = [mesh.get_group(axis) for axis in plan.axes]
-    mask = checked_mask(None, is_causal)
-    masking = Masking.BY_SHAPE if backend is not None else masking_of(q, mask, extras, (q_len, kv_len))
-    problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
-    backend = backend or choose_backend(problem)
-    request = _request(q, problem, division, rotation_by_name(None), mask, masking, backend)
+    mask, lengths = checked_mask(None, is_causal), (q_len, kv_len)
+    # A fused operator that is called by its name masks by shape, whatever would be chosen for SDPA.
+    masking = Masking.BY_SHAPE if backend is not None else masking_of(q, mask, extras, lengths)
+    request = _request(q, k, v, division, rotation_by_name(None), mask, masking, backend)
     return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
 
 def _request(
-    q: torch.Tensor, problem: Problem, division: _DTensorDivision, rotation: RotationMethod, mask: Mask,
-    masking: Masking, backend: LocalAttention,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, division: _DTensorDivision, rotation: RotationMethod, mask: Mask,
+    masking: Masking, backend: LocalAttention | None, allowed: Allowed | None = None,
 ) -> CallRequest:  # fmt: skip
+    """What is asked for. `backend` None: the policy's, of those that are `allowed` (None: at this moment)."""
+    problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
     return CallRequest(
         division=division,
         mask=mask,
@@ -114,7 +115,7 @@ def _request(
         batch_size=q.size(0),
         itemsize=q.element_size(),
         device=q.device,
-        backend=backend,
+        backend=backend or choose_backend(problem, allowed),
         method=rotation,
         masking=masking,
     )
@@ -165,9 +166,7 @@ class _DTensorRecipe(Recipe):
     ) -> AttentionCall:  # fmt: skip
         division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
         masking = masking_of(q, found.mask, extras, lengths)
-        problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
-        backend = choose_backend(problem, allowed)
-        request = _request(q, problem, division, self.rotation, found.mask, masking, backend)
+        request = _request(q, k, v, division, self.rotation, found.mask, masking, None, allowed)
         groups = [_torch_private.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 

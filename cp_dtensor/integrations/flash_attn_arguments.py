@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cp_dtensor.arguments import Mesh
 from cp_dtensor.masks import Mask, is_integer
-from cp_dtensor.varlen import Window, bottom_right_mask
+from cp_dtensor.varlen import Window, bottom_right_mask, heads_before_rows
 
 AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 """out, or (out, lse, None) where `return_attn_probs` was given."""
@@ -71,27 +71,11 @@ class FlashAttnOptions:
 def heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views (B, H, S, D) of q, k and v (B, S, H, D), where H may be a multiple of k's heads.
 
-    Checked here and not only by the core, whose messages would name the dims of the views.
-
     Raises:
         TypeError: not tensors.
         ValueError: shapes that do not fit; the message has all three.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
-    received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"expected q, k and v of four dims (batch, sequence, heads, head_dim); {received}")
-    for fits, expected in (
-        (q.size(0) == k.size(0) == v.size(0), "one batch size (dim 0) for q, k and v"),
-        (k.shape[1:3] == v.shape[1:3], "as many tokens (dim 1) and heads (dim 2) in v as in k"),
-        (q.size(3) == k.size(3), "one head dim (dim 3) for q and k"),
-        (k.size(2) > 0 and q.size(2) % k.size(2) == 0, "query heads (dim 2) to be a multiple of key heads"),
-    ):
-        if not fits:
-            raise ValueError(f"expected {expected}; {received}")
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return heads_before_rows(q, k, v, 1, "q, k and v of four dims (batch, sequence, heads, head_dim)")
 
 
 def unpacked(name: str, packed: torch.Tensor, count: int, leading: str = "batch, sequence") -> tuple[torch.Tensor, ...]:
