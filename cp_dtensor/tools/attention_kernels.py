@@ -67,6 +67,7 @@ def main() -> None:
     # What compiles comes last, and files are written row by row: a run that is cut short keeps what it has.
     for ways in [ready_ways, flex_ways] if arguments.flex else [ready_ways]:
         for case in cases:
+            torch.compiler.reset()  # or the limit of recompilations ends it
             for row in measure(case, ways):
                 measured.append(row)
                 print(" | ".join(_cells(row)), flush=True)
