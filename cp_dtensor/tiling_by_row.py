@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 from cp_dtensor.bands import Band, Layer, within
 from cp_dtensor.key_runs import KeyRun, rows_before, runs_of
@@ -108,22 +108,24 @@ class TilingByRow(Tiling):
         return tuple((*rows, *[rows[-1]] * (most - len(rows))) for rows in cuts)
 
     def _cuts_of(self, owner: int) -> list[int]:
-        rows = {0, sum(segment.length for segment in self._groups[0].kv_by_rank[owner])}
-        every_segment = set(rows)
-        for index, group in enumerate(self._groups):
-            row = 0
-            for segment in group.kv_by_rank[owner]:
-                every_segment |= {row, row + segment.length}
-                if segment.is_contiguous:
-                    for reader in range(self.world_size):
-                        if reader != owner:
-                            edges = _edges_inside(self._spans_seen(reader, index), segment)
-                            rows |= {row + edge - segment.start for edge in edges}
-                row += segment.length
-        # Stripes and what is cut already end at ends of segments; a cut in a stripe of another batch group would not.
-        stripes = any(not segment.is_contiguous for group in self._groups for segment in group.kv_by_rank[owner])
-        found = every_segment if stripes else rows | every_segment
-        return sorted(found) if len(found) <= _MOST_PARTS else sorted({0, max(rows)})
+        shards = [group.kv_by_rank[owner] for group in self._groups]
+        cuts = {row for segments in shards for row in accumulate((s.length for s in segments), initial=0)}
+        whole = sorted({0, max(cuts)})
+        # What is cut already into more pieces than can travel apart need not be looked at. A cut inside of a stripe
+        # would not be one in another batch group.
+        if len(cuts) <= _MOST_PARTS and all(segment.is_contiguous for segments in shards for segment in segments):
+            cuts |= {cut for index in range(len(shards)) for cut in self._interests(owner, index)}
+        return sorted(cuts) if len(cuts) <= _MOST_PARTS else whole
+
+    def _interests(self, owner: int, index: int) -> Iterator[int]:
+        """Where, in rows of a shard, the interest of another rank begins or ends in a batch group."""
+        readers = [reader for reader in range(self.world_size) if reader != owner]
+        row = 0
+        for segment in self._groups[index].kv_by_rank[owner]:
+            for reader in readers:
+                for edge in _edges_inside(self._spans_seen(reader, index), segment):
+                    yield row + edge - segment.start
+            row += segment.length
 
     @cached_property
     def _wanted(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
