@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import torch
 from poison import poisoned_empty
+from processes import Processes
 
 GPUS = torch.cuda.device_count()
 
@@ -36,3 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _poison_uninitialised_memory() -> Iterator[None]:
     with poisoned_empty():
         yield
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Iterator[Processes]:
+    """Started when the first test runs something on them, and kept for all files."""
+    two = Processes(2, timeout=250)
+    yield two
+    two.stop()
+
+
+@pytest.fixture(scope="session")
+def four_processes() -> Iterator[Processes]:
+    """Started when the first test runs something on them, and kept for all files."""
+    four = Processes(4, timeout=120)
+    yield four
+    four.stop()

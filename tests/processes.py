@@ -1,4 +1,8 @@
-"""Ranks as real processes, over gloo or NCCL. A start costs seconds, so one set of processes serves many bodies."""
+"""Ranks as real processes, over gloo or NCCL. One set of processes serves many bodies.
+
+What a process has imported stays, and torch.compile alone takes seconds to import: tests share the fixtures
+`two_processes` and `four_processes` where they can.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from ranks import RanksFailed
 
 T = TypeVar("T")
 _START_SECONDS = 120
+_IMPORTED_ONCE = ["torch.distributed.tensor.parallel", "pytest", "hypothesis"]
 
 
 class RemoteTraceback(Exception):
@@ -70,15 +75,15 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(1)
             process.kill()
+        for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
         if self._folder is not None:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _way_to_start(self.backend)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name, "store"))
         for rank in range(self.world_size):
@@ -118,6 +123,15 @@ class Processes:
                     if errors[rank] is not None:
                         errors[rank].__cause__ = RemoteTraceback(f"rank {rank}:\n{text}")
         return results, errors
+
+
+def _way_to_start(backend: str) -> Any:
+    """By forks of a process that has imported torch, in a hundredth of the time; but CUDA may not survive a fork."""
+    if "nccl" in backend:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
 
 
 def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:

@@ -1,6 +1,5 @@
 """torch.compile(fullgraph=True), forward and backward, by every way of calling attention, on real processes."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -35,13 +34,6 @@ LENGTHS = (9, 10, 12, 13, 16)
 METHODS = ("ring", "ulysses", "auto")
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(2, timeout=120)
-    yield two
-    two.stop()
-
-
 def world() -> DeviceMesh:
     return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
@@ -74,8 +66,8 @@ def functions(rank: int) -> None:
     set_rotate_method("auto")
 
 
-def test_functions(processes: Processes) -> None:
-    processes.run(functions)
+def test_functions(two_processes: Processes) -> None:
+    two_processes.run(functions)
 
 
 def step_in_context(function: Function, shards: Shards, mesh: DeviceMesh, **options: Any) -> None:
@@ -107,9 +99,9 @@ def contexts(rank: int) -> None:
             outside.check_results(function(*(each.clone() for each in outside.inputs())))
 
 
-def test_contexts(processes: Processes) -> None:
+def test_contexts(two_processes: Processes) -> None:
     """One function, compiled outside of contexts and in several kinds of them, is right each time."""
-    processes.run(contexts)
+    two_processes.run(contexts)
 
 
 def lengths(rank: int) -> None:
@@ -132,8 +124,8 @@ def lengths(rank: int) -> None:
             step(length)
 
 
-def test_lengths_that_change(processes: Processes) -> None:
-    processes.run(lengths)
+def test_lengths_that_change(two_processes: Processes) -> None:
+    two_processes.run(lengths)
 
 
 def dtensors(rank: int) -> None:
@@ -161,8 +153,8 @@ def dtensors(rank: int) -> None:
         step(compiled(causal, dynamic=False), 9)
 
 
-def test_dtensors(processes: Processes) -> None:
-    processes.run(dtensors)
+def test_dtensors(two_processes: Processes) -> None:
+    two_processes.run(dtensors)
 
 
 class Attention(nn.Module):
@@ -208,8 +200,8 @@ def modules(rank: int) -> None:
             equal(got, eager, (first, second))
 
 
-def test_modules_of_the_parallel_style(processes: Processes) -> None:
-    processes.run(modules)
+def test_modules_of_the_parallel_style(two_processes: Processes) -> None:
+    two_processes.run(modules)
 
 
 def backends_and_forms(rank: int) -> None:
@@ -233,5 +225,5 @@ def backends_and_forms(rank: int) -> None:
         equal(compiled(encoder)(hidden), encoder(hidden), "encoder layer")
 
 
-def test_backends_and_other_forms(processes: Processes) -> None:
-    processes.run(backends_and_forms)
+def test_backends_and_other_forms(two_processes: Processes) -> None:
+    two_processes.run(backends_and_forms)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from compile_checks import Function, Shards, causal, compiled, counted_forwards, fresh, no_compilation
@@ -15,13 +14,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_dtensor import ATTENTION_OPS, ContextParallel, context_parallel, ring_attention
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(2, timeout=120)
-    yield two
-    two.stop()
 
 
 def keep_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -76,8 +68,8 @@ def inside_of_compiled_code(rank: int) -> None:
                 assert calls == ["forward", *again, "backward"], (name, kind, calls)
 
 
-def test_inside_of_compiled_code(processes: Processes) -> None:
-    processes.run(inside_of_compiled_code)
+def test_inside_of_compiled_code(two_processes: Processes) -> None:
+    two_processes.run(inside_of_compiled_code)
 
 
 def around_compiled_code(rank: int) -> None:
@@ -97,8 +89,8 @@ def around_compiled_code(rank: int) -> None:
         step()
 
 
-def test_around_compiled_code(processes: Processes) -> None:
-    processes.run(around_compiled_code)
+def test_around_compiled_code(two_processes: Processes) -> None:
+    two_processes.run(around_compiled_code)
 
 
 def uncompiled(rank: int) -> None:
@@ -118,8 +110,8 @@ def uncompiled(rank: int) -> None:
     assert len(kept) > 1  # its tiles
 
 
-def test_the_same_policy_uncompiled(processes: Processes) -> None:
-    processes.run(uncompiled)
+def test_the_same_policy_uncompiled(two_processes: Processes) -> None:
+    two_processes.run(uncompiled)
 
 
 def autocast_in_bfloat16(rank: int) -> None:
@@ -142,5 +134,5 @@ def autocast_in_bfloat16(rank: int) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_autocast(processes: Processes) -> None:
-    processes.run(autocast_in_bfloat16)
+def test_autocast(two_processes: Processes) -> None:
+    two_processes.run(autocast_in_bfloat16)

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,6 @@ from cp_dtensor import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(2, timeout=120)
-    yield two
-    two.stop()
-
-
-@pytest.fixture(scope="module")
-def four_processes() -> Iterator[Processes]:
-    four = Processes(4, timeout=120)
-    yield four
-    four.stop()
 
 
 def refusals(rank: int) -> None:
@@ -82,8 +67,8 @@ def refusals(rank: int) -> None:
         compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
 
 
-def test_refusals(processes: Processes) -> None:
-    processes.run(refusals)
+def test_refusals(two_processes: Processes) -> None:
+    two_processes.run(refusals)
 
 
 def other_threads(rank: int) -> None:
@@ -100,8 +85,8 @@ def other_threads(rank: int) -> None:
     equal(results[0], causal(*shards.inputs()), "a thread outside of the context")
 
 
-def test_other_threads_are_in_no_context(processes: Processes) -> None:
-    processes.run(other_threads)
+def test_other_threads_are_in_no_context(two_processes: Processes) -> None:
+    two_processes.run(other_threads)
 
 
 def parts_and_stances(rank: int) -> None:
@@ -133,8 +118,8 @@ def parts_and_stances(rank: int) -> None:
             whole(*(each[:1] for each in mirrored.inputs()))
 
 
-def test_code_in_parts_and_stances(processes: Processes) -> None:
-    processes.run(parts_and_stances)
+def test_code_in_parts_and_stances(two_processes: Processes) -> None:
+    two_processes.run(parts_and_stances)
 
 
 def other_groups(rank: int) -> None:

@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True) with masks, biases and dropout: as eager, without a compilation for each mask."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,13 +22,6 @@ MASKS: tuple[Mask, ...] = (
     SlidingWindow(3, 1) & Documents([0, 7, 13]),
     PrefixLM(5) | SlidingWindow(None, 2),
 )
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(RANKS, timeout=120)
-    yield two
-    two.stop()
 
 
 def world() -> DeviceMesh:
@@ -73,8 +64,8 @@ def functions(rank: int) -> None:
                 check(compiled(attend)(*leaves, mask), leaves, grad_out, expected, (method, mask, "again"))
 
 
-def test_masks_of_functions(processes: Processes) -> None:
-    processes.run(functions)
+def test_masks_of_functions(two_processes: Processes) -> None:
+    two_processes.run(functions)
 
 
 def biased(rank: int) -> None:
@@ -94,8 +85,8 @@ def biased(rank: int) -> None:
             check(compiled(attend)(*leaves), leaves, grad_out, expected, (method, bias))
 
 
-def test_biases_of_functions(processes: Processes) -> None:
-    processes.run(biased)
+def test_biases_of_functions(two_processes: Processes) -> None:
+    two_processes.run(biased)
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -126,8 +117,8 @@ def contexts(rank: int) -> None:
             check(compiled(sdpa_with_bias)(*leaves), leaves, grad_out, expected, bias)
 
 
-def test_masks_of_contexts_do_not_compile_again(processes: Processes) -> None:
-    processes.run(contexts)
+def test_masks_of_contexts_do_not_compile_again(two_processes: Processes) -> None:
+    two_processes.run(contexts)
 
 
 def layouts(rank: int) -> None:
@@ -147,8 +138,8 @@ def layouts(rank: int) -> None:
             check(out, leaves, grad_out, expected, layout)
 
 
-def test_layouts_of_contexts_do_not_compile_again(processes: Processes) -> None:
-    processes.run(layouts)
+def test_layouts_of_contexts_do_not_compile_again(two_processes: Processes) -> None:
+    two_processes.run(layouts)
 
 
 def dropped(rank: int) -> None:
@@ -170,8 +161,8 @@ def dropped(rank: int) -> None:
     assert not torch.equal(compiled(attend)(*leaves), results[0][0]), "another draw"
 
 
-def test_dropout_is_drawn_at_every_call(processes: Processes) -> None:
-    processes.run(dropped)
+def test_dropout_is_drawn_at_every_call(two_processes: Processes) -> None:
+    two_processes.run(dropped)
 
 
 def recomputed(rank: int) -> None:
@@ -205,5 +196,5 @@ def recomputed(rank: int) -> None:
             torch.autograd.grad(out, leaves, grad_out)
 
 
-def test_masks_of_recomputed_attention(processes: Processes) -> None:
-    processes.run(recomputed)
+def test_masks_of_recomputed_attention(two_processes: Processes) -> None:
+    two_processes.run(recomputed)

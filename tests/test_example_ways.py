@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from processes import Processes
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = ROOT / "examples" / "ways"
 NAMES = ["ring", "ulysses", "hybrid", "ring_of_rings", "dtensor", "module", "explain", "dropins", "flex", "varlen"]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    processes = Processes(4, timeout=120)
-    yield processes
-    processes.stop()
 
 
 def ran(rank: int, name: str) -> str:
@@ -54,8 +46,8 @@ def test_all_examples_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_example_finds_what_one_device_finds(ranks: Processes, name: str) -> None:
-    of_first, *of_others = ranks.run(ran, name)
+def test_example_finds_what_one_device_finds(four_processes: Processes, name: str) -> None:
+    of_first, *of_others = four_processes.run(ran, name)
     assert of_first.splitlines()[-1].startswith(f"{name}: largest error of out and gradients ")
     assert float(of_first.split()[-1]) < 1e-10
     assert of_others == [""] * 3
@@ -64,10 +56,10 @@ def test_example_finds_what_one_device_finds(ranks: Processes, name: str) -> Non
         assert [line.split()[0] for line in of_first.splitlines()[3:5]] == ["hybrid", "ring"]
 
 
-def test_a_large_error_on_one_rank_ends_every_rank_with_an_error(ranks: Processes) -> None:
-    assert ranks.run(exit_code, 1e-9) == [1] * 4
-    assert ranks.run(exit_code, float("inf")) == [1] * 4
-    assert ranks.run(exit_code, 1e-11) == [0] * 4
+def test_a_large_error_on_one_rank_ends_every_rank_with_an_error(four_processes: Processes) -> None:
+    assert four_processes.run(exit_code, 1e-9) == [1] * 4
+    assert four_processes.run(exit_code, float("inf")) == [1] * 4
+    assert four_processes.run(exit_code, 1e-11) == [0] * 4
 
 
 def test_no_number_and_no_gradient_are_infinite_errors(monkeypatch: pytest.MonkeyPatch) -> None:

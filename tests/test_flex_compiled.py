@@ -6,7 +6,7 @@ FlexAttention has no gradients on CPUs; for those its place is taken by a functi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -27,13 +27,6 @@ from cp_dtensor import (
     _torch_private,
     context_parallel_flex_attention,
 )
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(2, timeout=250)
-    yield two
-    two.stop()
 
 
 def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
@@ -95,10 +88,10 @@ def forward(rank: int, layout: Layout, length: int, options: dict[str, Any], num
     ids=str,
 )
 def test_whole_models_and_the_function_itself(
-    processes: Processes, layout: Layout, length: int, options: dict[str, Any], number: int
+    two_processes: Processes, layout: Layout, length: int, options: dict[str, Any], number: int
 ) -> None:
     """Compiled once, whatever the context; `fullgraph=True` all the way. One token: a rank has none."""
-    processes.run(forward, layout, length, options, number)
+    two_processes.run(forward, layout, length, options, number)
 
 
 def outside_and_inside(rank: int) -> None:
@@ -115,8 +108,8 @@ def outside_and_inside(rank: int) -> None:
                     equal(code(*local, mask, None), shard(expected, HeadTail(), rank, 2), "inside")
 
 
-def test_a_function_is_compiled_for_outside_and_for_inside(processes: Processes) -> None:
-    processes.run(outside_and_inside)
+def test_a_function_is_compiled_for_outside_and_for_inside(two_processes: Processes) -> None:
+    two_processes.run(outside_and_inside)
 
 
 def masks_of_many_steps(rank: int) -> None:
@@ -140,9 +133,9 @@ def masks_of_many_steps(rank: int) -> None:
                 equal(given(*local, mask, None), expected, "made outside")
 
 
-def test_masks_that_change_from_step_to_step(processes: Processes) -> None:
+def test_masks_that_change_from_step_to_step(two_processes: Processes) -> None:
     """Made in the compiled function, or given to it; their shapes stay."""
-    processes.run(masks_of_many_steps)
+    two_processes.run(masks_of_many_steps)
 
 
 def lengths_that_look_alike(rank: int) -> None:
@@ -162,8 +155,8 @@ def lengths_that_look_alike(rank: int) -> None:
             equal(code(*local, None, score), shard(expected, HeadTail(), rank, 2), length)
 
 
-def test_without_a_mask_the_length_is_found_when_the_code_runs(processes: Processes) -> None:
-    processes.run(lengths_that_look_alike)
+def test_without_a_mask_the_length_is_found_when_the_code_runs(two_processes: Processes) -> None:
+    two_processes.run(lengths_that_look_alike)
 
 
 def traceable(
@@ -196,8 +189,8 @@ def gradients(rank: int, layout: Layout, length: int) -> None:
 
 
 @pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 61), (MirroredBatch(), 45)], ids=str)
-def test_gradients_of_gathered_keys(processes: Processes, layout: Layout, length: int) -> None:
-    processes.run(gradients, layout, length)
+def test_gradients_of_gathered_keys(two_processes: Processes, layout: Layout, length: int) -> None:
+    two_processes.run(gradients, layout, length)
 
 
 def uncompiled(rank: int) -> None:
@@ -218,5 +211,5 @@ def uncompiled(rank: int) -> None:
                     equal(out * 3.0, expected, "uncompiled")
 
 
-def test_uncompiled_calls_do_not_compile_again(processes: Processes) -> None:
-    processes.run(uncompiled)
+def test_uncompiled_calls_do_not_compile_again(two_processes: Processes) -> None:
+    two_processes.run(uncompiled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,13 +22,6 @@ from cp_dtensor.compiled_op import token_of
 from cp_dtensor.integrations.unified import RingAttnMode
 from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.shard_recipe import ShardRecipe
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(2, timeout=250)
-    yield two
-    two.stop()
 
 
 class Attention(nn.Module):
@@ -59,8 +52,8 @@ def refusals(rank: int) -> None:
         fails("not supported in compiled modules with ContextParallel", functools.partial(code, q))
 
 
-def test_refusals(processes: Processes) -> None:
-    processes.run(refusals)
+def test_refusals(two_processes: Processes) -> None:
+    two_processes.run(refusals)
 
 
 def each_rank_alone(rank: int) -> None:
@@ -73,8 +66,8 @@ def each_rank_alone(rank: int) -> None:
             code(q)
 
 
-def test_code_of_a_context_is_not_taken_where_each_rank_attends_alone(processes: Processes) -> None:
-    processes.run(each_rank_alone)
+def test_code_of_a_context_is_not_taken_where_each_rank_attends_alone(two_processes: Processes) -> None:
+    two_processes.run(each_rank_alone)
 
 
 def one_rank_differs(rank: int) -> None:
@@ -85,9 +78,9 @@ def one_rank_differs(rank: int) -> None:
         code(q, block_mask(window, 16 + rank))
 
 
-def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(processes: Processes) -> None:
+def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(two_processes: Processes) -> None:
     with pytest.raises(RanksFailed) as failed:
-        processes.run(one_rank_differs)
+        two_processes.run(one_rank_differs)
     assert all("disagree about declared_q" in str(error) for error in failed.value.errors)
 
 
@@ -117,5 +110,5 @@ def region_token(layout: Layout) -> str:
     return token_of(ShardRecipe.of(settings))
 
 
-def test_operators(processes: Processes) -> None:
-    processes.run(operators)
+def test_operators(two_processes: Processes) -> None:
+    two_processes.run(operators)

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
@@ -34,13 +33,6 @@ from cp_dtensor import (
 
 LAYOUTS = (Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch())
 ROTATIONS = ("allgather", "alltoall")
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    four = Processes(4)
-    yield four
-    four.stop()
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor, case: object) -> None:
@@ -88,9 +80,9 @@ SMALL = [  # fewer tokens than ranks or chunks
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_ring_attention_of_any_lengths(processes: Processes, layout: Layout, rotation: str) -> None:
+def test_ring_attention_of_any_lengths(four_processes: Processes, layout: Layout, rotation: str) -> None:
     draw = random.Random(f"{layout} {rotation}")
-    processes.run(_ring_cases, layout, rotation, [*SMALL, *(random_problem(draw) for _ in range(15))])
+    four_processes.run(_ring_cases, layout, rotation, [*SMALL, *(random_problem(draw) for _ in range(15))])
 
 
 # DTensors with uneven shards
@@ -114,8 +106,8 @@ def _meshes() -> dict[tuple[int, ...], DeviceMesh]:
 
 @torch_before_2_12
 @pytest.mark.parametrize("seed", range(4))
-def test_dtensors_with_uneven_shards(processes: Processes, seed: int) -> None:
-    processes.run(_dtensor_cases, seed)
+def test_dtensors_with_uneven_shards(four_processes: Processes, seed: int) -> None:
+    four_processes.run(_dtensor_cases, seed)
 
 
 def _dtensors_shorter_than_the_mesh(rank: int) -> None:
@@ -130,8 +122,8 @@ def _dtensors_shorter_than_the_mesh(rank: int) -> None:
 
 
 @torch_before_2_12
-def test_dtensors_shorter_than_the_mesh(processes: Processes) -> None:
-    processes.run(_dtensors_shorter_than_the_mesh)
+def test_dtensors_shorter_than_the_mesh(four_processes: Processes) -> None:
+    four_processes.run(_dtensors_shorter_than_the_mesh)
 
 
 # Contexts over one axis of a mesh
@@ -158,8 +150,8 @@ def _context_over_one_axis(rank: int, cp_axis: int) -> None:
 
 
 @pytest.mark.parametrize("cp_axis", [0, 1])
-def test_a_context_over_one_axis_of_a_mesh_leaves_replicas_alone(processes: Processes, cp_axis: int) -> None:
-    processes.run(_context_over_one_axis, cp_axis)
+def test_a_context_over_one_axis_of_a_mesh_leaves_replicas_alone(four_processes: Processes, cp_axis: int) -> None:
+    four_processes.run(_context_over_one_axis, cp_axis)
 
 
 class Attention(nn.Module):
@@ -203,9 +195,9 @@ def _tensor_parallel_attention(rank: int, as_module: bool, local_heads: bool) ->
 @pytest.mark.parametrize("local_heads", [False, True], ids=["DTensor heads", "local heads"])
 @pytest.mark.parametrize("as_module", [False, True], ids=["context", "module"])
 def test_tensor_parallel_attention_under_context_parallel(
-    processes: Processes, as_module: bool, local_heads: bool
+    four_processes: Processes, as_module: bool, local_heads: bool
 ) -> None:
-    processes.run(_tensor_parallel_attention, as_module, local_heads)
+    four_processes.run(_tensor_parallel_attention, as_module, local_heads)
 
 
 # Ranks that disagree or fail
@@ -229,8 +221,8 @@ def _disagreement(rank: int, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["mask", "dropout_p", "scale", "layout", "dtype"])
-def test_debug_names_the_rank_that_disagrees_on_every_rank(processes: Processes, what: str) -> None:
-    for message in processes.run(_disagreement, what):
+def test_debug_names_the_rank_that_disagrees_on_every_rank(four_processes: Processes, what: str) -> None:
+    for message in four_processes.run(_disagreement, what):
         assert f"disagree about {what}: rank 2 says" in message
 
 
@@ -241,8 +233,8 @@ def _lengths_of_no_layout(rank: int) -> str:
     return str(caught.value)
 
 
-def test_lengths_that_no_layout_gives_are_refused_on_every_rank(processes: Processes) -> None:
-    messages = processes.run(_lengths_of_no_layout)
+def test_lengths_that_no_layout_gives_are_refused_on_every_rank(four_processes: Processes) -> None:
+    messages = four_processes.run(_lengths_of_no_layout)
     assert len(set(messages)) == 1
     assert "[4, 4, 4, 5]" in messages[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from unittest import mock
@@ -44,13 +43,6 @@ WAYS: list[tuple[Names, str]] = [
     (("cp_node", "cp_gpu"), "auto"),
 ]
 each_way = pytest.mark.parametrize(("names", "method"), WAYS, ids=str)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    four = Processes(4)
-    yield four
-    four.stop()
 
 
 @cache  # the processes serve many tests; see `check_equals_full_tensors`
@@ -107,10 +99,10 @@ def _cases(rank: int, names: Names, method: str, cases: list[tuple[Problem, Layo
 
 
 @each_way
-def test_any_problem_by_any_method(processes: Processes, names: Names, method: str) -> None:
+def test_any_problem_by_any_method(four_processes: Processes, names: Names, method: str) -> None:
     draw = random.Random(f"{names} {method}")
     problems = [*SMALL, *(random_problem(draw) for _ in range(30))]
-    processes.run(_cases, names, method, [(each, draw.choice(LAYOUTS), draw.randint(1, 4)) for each in problems])
+    four_processes.run(_cases, names, method, [(each, draw.choice(LAYOUTS), draw.randint(1, 4)) for each in problems])
 
 
 def _context(rank: int, names: Names, method: str) -> None:
@@ -139,8 +131,8 @@ def _context(rank: int, names: Names, method: str) -> None:
 
 
 @each_way
-def test_a_context(processes: Processes, names: Names, method: str) -> None:
-    processes.run(_context, names, method)
+def test_a_context(four_processes: Processes, names: Names, method: str) -> None:
+    four_processes.run(_context, names, method)
 
 
 def _gradients_through_unshard(rank: int, names: Names) -> None:
@@ -156,8 +148,8 @@ def _gradients_through_unshard(rank: int, names: Names) -> None:
 
 
 @pytest.mark.parametrize("names", [RING_ULYSSES, ULYSSES_RING], ids=", ".join)
-def test_gradients_through_unshard_are_summed_over_both_axes(processes: Processes, names: Names) -> None:
-    processes.run(_gradients_through_unshard, names)
+def test_gradients_through_unshard_are_summed_over_both_axes(four_processes: Processes, names: Names) -> None:
+    four_processes.run(_gradients_through_unshard, names)
 
 
 def _disagreement(rank: int) -> str:
@@ -168,9 +160,9 @@ def _disagreement(rank: int) -> str:
     return str(caught.value)
 
 
-def test_debug_names_the_place_of_the_rank_that_disagrees_on_every_rank(processes: Processes) -> None:
+def test_debug_names_the_place_of_the_rank_that_disagrees_on_every_rank(four_processes: Processes) -> None:
     """Rank 1 stands at (0, 1) of (Ulysses, ring): third in the sequence."""
-    for message in processes.run(_disagreement):
+    for message in four_processes.run(_disagreement):
         assert "disagree about method: rank 2 says 'ring', the others 'hybrid'" in message
 
 
@@ -188,5 +180,5 @@ def _dtensors(rank: int, seed: int) -> None:
 
 @torch_before_2_12
 @pytest.mark.parametrize("seed", range(2))
-def test_dtensors_over_two_axes(processes: Processes, seed: int) -> None:
-    processes.run(_dtensors, seed)
+def test_dtensors_over_two_axes(four_processes: Processes, seed: int) -> None:
+    four_processes.run(_dtensors, seed)

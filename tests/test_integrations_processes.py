@@ -21,6 +21,9 @@ PROBLEM = Problem(48, 48, batch=2, q_heads=4, kv_heads=2, head_dim=64, is_causal
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu(WORLD_SIZE))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    if request.param == "gloo":
+        yield request.getfixturevalue("two_processes")
+        return
     processes = Processes(WORLD_SIZE, timeout=120, backend=request.param)
     yield processes
     processes.stop()

@@ -205,12 +205,8 @@ def over_gloo(rank: int) -> None:
             close(actual, shard(whole, layout, rank, 2))
 
 
-def test_over_gloo() -> None:
-    processes = Processes(2)
-    try:
-        processes.run(over_gloo)
-    finally:
-        processes.stop()
+def test_over_gloo(two_processes: Processes) -> None:
+    two_processes.run(over_gloo)
 
 
 def fused_ops_over_nccl(rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,6 @@ from cp_dtensor import HeadTail, varlen_attention
 from cp_dtensor.integrations import ring_flash_attn as functions
 
 PROBLEM = PackedProblem((0, 5, 11), q_len=12)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    two = Processes(2, timeout=120)
-    yield two
-    two.stop()
 
 
 def check(
@@ -100,5 +93,5 @@ def cut_documents(rank: int) -> None:
 
 
 @pytest.mark.parametrize("body", [varlen, windows, documents_on_all_ranks, cut_documents])
-def test_compiled(processes: Processes, body: Callable[[int], None]) -> None:
-    processes.run(body)
+def test_compiled(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)
