@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ class SdpaArguments:
     enable_gqa: bool
     first: tuple[int, int] = (0, 0)
     """Where the batch rows and query heads stand, if these are local tensors of DTensors."""
+    under_vmap: bool = False
+    """Whether torch.vmap is around the call, which nobody but torch computes: interceptors refuse it or leave it."""
 
 
 Interceptor = Callable[[SdpaArguments], torch.Tensor | None]
@@ -48,7 +51,7 @@ class _Interception:
     def acquire(self, interceptor: Interceptor) -> None:
         with self._lock:
             if self._uninstall is None:
-                self._uninstall = _torch_private.override_sdpa(self._kernel)
+                self._uninstall = _torch_private.override_sdpa(self._kernel, self._kernel_under_vmap)
             # A new dict, since kernels in other threads may be reading the old one. The latest comes first.
             count = self._leases.get(interceptor, 0) + 1
             self._leases = {interceptor: count, **{i: n for i, n in self._leases.items() if i is not interceptor}}
@@ -73,8 +76,11 @@ class _Interception:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        under_vmap: bool = False,
     ) -> torch.Tensor:
-        arguments = SdpaArguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        arguments = SdpaArguments(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, under_vmap=under_vmap
+        )
         for interceptor in self._leases:
             result = interceptor(arguments)
             if result is not None:
@@ -82,6 +88,9 @@ class _Interception:
         return _torch_private.original_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+    def _kernel_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._kernel(*args, **kwargs, under_vmap=True)
 
 
 _interception = _Interception()

@@ -110,6 +110,11 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     region = current_region()
     if region is None:
         return None
+    if call.under_vmap:
+        raise NotImplementedError(
+            "context-parallel regions take no scaled_dot_product_attention under torch.vmap; it takes any number of "
+            "leading dims itself: call it on the whole batch"
+        )
     if call.q.is_nested:
         raise NotImplementedError("context-parallel regions take no nested tensors yet, got nested q, k or v")
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):

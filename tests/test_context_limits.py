@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,6 +89,36 @@ def test_nested_tensors_are_refused() -> None:
             F.scaled_dot_product_attention(nested, nested, nested)
 
     run_ranks(2, body)
+
+
+def _vmapped(q: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: F.scaled_dot_product_attention(row, row, row, is_causal=True))(q)
+
+
+def _grad_of_vmapped(q: torch.Tensor) -> torch.Tensor:
+    grad: torch.Tensor = torch.func.grad(lambda q: _vmapped(q).square().sum())(q)
+    return grad
+
+
+def _unbatched_in_vmap(q: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda x: F.scaled_dot_product_attention(q, q, q, is_causal=True) + x)(torch.zeros(1)).squeeze(0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its kernel for CPUs
+@pytest.mark.parametrize("call", [_vmapped, _grad_of_vmapped, _unbatched_in_vmap])
+def test_vmap_is_refused_and_means_what_it_did_outside(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    q = torch.randn(3, 2, 4, 8)
+    before = call(q)
+
+    def body(rank: int) -> None:
+        with context_parallel(group()):
+            with pytest.raises(NotImplementedError, match=r"torch\.vmap; .* any number of leading dims"):
+                call(q)
+            with ThreadPoolExecutor(1) as elsewhere:  # a thread without a region
+                torch.testing.assert_close(elsewhere.submit(call, q).result(), before)
+
+    run_ranks(2, body)
+    assert torch.equal(call(q), before)
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 8), (2, 2, 2, 4, 8)])

@@ -30,7 +30,6 @@ from cp_dtensor import (
 
 aten = torch.ops.aten
 FUSED = aten._scaled_dot_product_flash_attention.default
-KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA", "CompositeImplicitAutograd")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class State:
     """What torch has where the library reaches in; equal if all objects are the same ones."""
 
     functions: tuple[Any, ...]
-    kernels: tuple[bool, ...]
+    kernels: str
     fastpath: bool
     handlers: dict[Any, Any]
     strategies: dict[Any, Any]
@@ -58,7 +57,7 @@ class State:
                 module.checkpoint,
                 torch._dynamo.eval_frame._callback_from_stance,
             ),
-            kernels=tuple(kernel(key) for key in KEYS),
+            kernels=torch._C._dispatch_dump_table("aten::scaled_dot_product_attention"),
             fastpath=torch.backends.mha.get_fastpath_enabled(),
             handlers=dict(dispatcher._custom_op_handlers),
             strategies=dict(dispatcher.sharding_propagator.op_strategy_funcs),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,23 +40,30 @@ FUSED_SDPA_OPS = (
 )
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
-# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd. torch.vmap
-# has a kernel of its own above these, which torch does not let go quietly: it is not served.
+# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd.
 _SDPA_KEYS = (
     "AutogradCPU", "AutogradCUDA", "CPU", "CUDA",
     "AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA",
 )  # fmt: skip
+# torch.vmap takes SDPA apart above these.
+_VMAP_KEY = "FuncTorchVmapMode"
 
 
-def override_sdpa(kernel: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    """Has torch's dispatcher call `kernel` for every scaled_dot_product_attention, however it was imported.
+def override_sdpa(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    """Has torch's dispatcher call a kernel for every scaled_dot_product_attention, however it was imported.
+
+    Args:
+        kernel: for calls outside of torch.vmap.
+        under_vmap: for those inside, also where nothing that they take is batched.
 
     Returns:
         a function that takes the override back.
     """
+    _has_warned_of_overrides()
     library = torch.library.Library("aten", "IMPL")
     for key in _SDPA_KEYS:
         library.impl("scaled_dot_product_attention", kernel, key)
+    library.impl("scaled_dot_product_attention", under_vmap, _VMAP_KEY)
     _SDPA._dispatch_cache.clear()  # of torch's dispatcher in Python, which traces
 
     def take_back() -> None:
@@ -62,6 +71,16 @@ def override_sdpa(kernel: Callable[..., torch.Tensor]) -> Callable[[], None]:
         _SDPA._dispatch_cache.clear()
 
     return take_back
+
+
+@lru_cache(maxsize=1)
+def _has_warned_of_overrides() -> None:
+    """torch says once in a process that a kernel of its own is overridden, as the one under vmap is: not for us."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("scaled_dot_product_attention", original_sdpa, _VMAP_KEY)
+        library._destroy()
 
 
 def math_sdpa(call: Any) -> torch.Tensor:
