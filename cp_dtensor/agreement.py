@@ -34,6 +34,7 @@ class CallFacts:
     dtype: str
     mask: str
     attn_mask: str
+    sinks: str
     dropout_p: float
     scale: float
     layout: str

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from cp_dtensor.extras import Extras
-from cp_dtensor.tensors import no_autocast
+from cp_dtensor.masked_attention import attention_delta
+from cp_dtensor.sinks import sinks_gradient
+from cp_dtensor.tensors import no_autocast, on_device_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -74,15 +76,17 @@ class Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         extras: Extras,
         call: AttentionCall,
         needs_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`bias` is that of `extras`, here so that autograd sees it."""
+        """`bias` and `sinks` are those of `extras`, here so that autograd sees them."""
         with no_autocast(q):  # casting has happened before the call; inside, dtypes are chosen with care
             out, lse, saved = call.forward(q, k, v, extras, needs_lse)
-        ctx.save_for_backward(extras.bias, extras.seed, *saved)
-        ctx.extras = replace(extras, bias=None, seed=None)
+        of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
+        ctx.save_for_backward(extras.bias, extras.seed, *of_sinks, *saved)
+        ctx.extras = replace(extras, bias=None, seed=None, sinks=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -90,14 +94,26 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        bias, seed, *saved = ctx.saved_tensors
+        bias, seed, sinks, out, lse, *saved = ctx.saved_tensors
         extras = replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         with no_autocast(grad_out):
+            grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
             grads = ctx.call.backward(grad_out, extras, tuple(saved), grad_bias)
-        return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None)
+        return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), grad_sinks, None, None, None)
 
 
 def new_grad_bias(bias: torch.Tensor) -> torch.Tensor:
     """Zeros to which tiles add their shares of the gradient of a bias."""
     return torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+
+
+def gradient_of_sinks(
+    sinks: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """This rank's rows' share of the gradient of the sinks (H,), from what the call has returned, in their dtype.
+
+    Whoever has computed the rows: so each rank's share is that of its own tokens, as of any parameter.
+    """
+    with on_device_of(out):
+        return sinks_gradient(sinks, lse, attention_delta(grad_out, out)).to(sinks.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.attention_call import AttentionCall, new_grad_bias
+from cp_dtensor.attention_call import AttentionCall, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
@@ -80,31 +80,32 @@ def traced_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
     return traced_attention_by_tokens(
-        q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, mask_tokens.token_of(mask), scale,
-        lengths, needs_lse,
+        q, k, v, extras.bias, extras.seed, extras.sinks, extras.dropout_p, token, backends, mask_tokens.token_of(mask),
+        scale, lengths, needs_lse,
     )  # fmt: skip
 
 
 def traced_attention_by_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    dropout_p: float, token: str, backends: str, mask: str, scale: float, lengths: tuple[int, int] | None,
-    needs_lse: bool,
+    sinks: torch.Tensor | None, dropout_p: float, token: str, backends: str, mask: str, scale: float,
+    lengths: tuple[int, int] | None, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Likewise, where all that is no tensor is a constant already."""
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     needs_lse = needs_lse or torch.is_grad_enabled()  # backward reads it
     out, lse, _ = torch.ops.cp_dtensor.attention(
-        q, k, v, bias, seed, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse
+        q, k, v, bias, seed, sinks, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse
     )  # fmt: skip
     return out, lse
 
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_lse: bool,
+    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
-    extras = Extras(bias, dropout_p, seed)
+    extras = Extras(bias, dropout_p, seed, sinks=sinks)
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     with no_autocast(q):
@@ -124,7 +125,8 @@ def _finds(recipe: str, q_len: int) -> bool:
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_lse: bool,
+    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -136,9 +138,10 @@ def _fake_forward(
 
 def _backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, recipe: str, backends: str, mask: str,
-    dropout_p: float, scale: float, q_len: int, kv_len: int, needs_grad_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None, recipe: str,
+    backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_grad_bias: bool,
+    needs_grad_sinks: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     what = Found(mask_tokens.of(mask), None)
     if found.numel():
         q_len, kv_len, number = found.tolist()
@@ -149,17 +152,20 @@ def _backward(
     call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends))
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out):
+        grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         grads = call.backward(grad_out, extras, call.saved_again(q, k, v, out, lse, extras), grad_bias)
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-    return (*map(_row_after_row, grads), of_bias)  # type: ignore[return-value]
+    return (*map(_row_after_row, grads), of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
 
 
 def _fake_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    found: torch.Tensor, bias: torch.Tensor | None, *settings: Any,
+    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
+    *settings: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     grads = (_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
-    return (*grads, torch.empty_like(bias) if settings[-1] and bias is not None else q.new_empty(0))
+    of_extras = zip((bias, sinks), settings[-2:], strict=True)
+    return (*grads, *(torch.empty_like(x) if needed and x is not None else q.new_empty(0) for x, needed in of_extras))
 
 
 def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,22 +174,23 @@ def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, bias, seed, *ctx.settings, _needs_lse = inputs
+    q, k, v, bias, seed, sinks, *ctx.settings, _needs_lse = inputs
     out, lse, found = output
-    ctx.save_for_backward(q, k, v, out, lse, found, bias, seed)
+    ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
     ctx.mark_non_differentiable(lse, found)
 
 
 def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    needs_grad_bias = ctx.needs_input_grad[3]
-    *grads, grad_bias = torch.ops.cp_dtensor.attention_backward(
-        grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias
+    needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
+    *grads, grad_bias, grad_sinks = torch.ops.cp_dtensor.attention_backward(
+        grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias, needs_grad_sinks
     )
-    return (*grads, grad_bias if needs_grad_bias else None, *[None] * (len(ctx.settings) + 2))
+    of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
+    return (*grads, *of_extras, *[None] * (len(ctx.settings) + 1))
 
 
 def _defined() -> torch.library.Library:
-    extras = "Tensor? bias, Tensor? seed"
+    extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
     settings = "str recipe, str backends, str mask, float dropout_p, float scale, SymInt q_len, SymInt kv_len"
     library = torch.library.Library("cp_dtensor", "DEF")
     library.define(
@@ -192,8 +199,8 @@ def _defined() -> torch.library.Library:
     )
     library.define(
         "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
-        f"{extras}, {settings}, bool needs_grad_bias) "
-        "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)"
+        f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
+        "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
     )
     for name, implementation, fake in (
         ("attention", _forward, _fake_forward),

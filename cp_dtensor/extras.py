@@ -1,7 +1,8 @@
-"""What an attention call has besides q, k, v and a mask by positions: a bias, and dropout."""
+"""What an attention call has besides q, k, v and a mask by positions: a bias, dropout, and sinks."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,11 +23,18 @@ class Extras:
     first_batch: int = 0
     first_head: int = 0
     """Of the query heads."""
+    sinks: torch.Tensor | None = None
+    """(H,), any floating dtype: logits that count in the softmax denominator alone."""
 
     @property
-    def are_none(self) -> bool:
-        """Whether there is nothing."""
-        return self.bias is None and not self.dropout_p
+    def concern_tiles(self) -> bool:
+        """Whether tiles are computed otherwise because of them. Sinks are of whole rows."""
+        return self.bias is not None or bool(self.dropout_p)
+
+    @property
+    def need_lse(self) -> bool:
+        """Whether backward reads the lse of this rank's own rows."""
+        return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
 
     def drawn(self, device: torch.device) -> Extras:
         """With a seed, if there is dropout.
@@ -47,11 +55,22 @@ class Extras:
         grad = " grad" * (self.bias.requires_grad and torch.is_grad_enabled())
         return f"{str(self.bias.dtype).removeprefix('torch.')} ({', '.join(dims)}, :, {self.bias.size(3)}){grad}"
 
+    def described_sinks(self, values: bool) -> str:
+        """The sinks in words that must be the same on every rank; with `values`, which waits for their device."""
+        if self.sinks is None:
+            return "none"
+        kind = f"{str(self.sinks.dtype).removeprefix('torch.')} {tuple(self.sinks.shape)}{' grad' * self.need_lse}"
+        if not values:
+            return kind
+        elements = self.sinks.detach().cpu().contiguous().view(torch.uint8)
+        return f"{kind} {zlib.crc32(bytes(elements.tolist())):08x}"
+
     def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Extras:
         """Of some batch rows, query heads and queries."""
         return replace(
             self,
             bias=None if self.bias is None else bias_part(self.bias, batch, heads, rows),
+            sinks=None if self.sinks is None else self.sinks[heads[0] : heads[1]],
             first_batch=self.first_batch + batch[0],
             first_head=self.first_head + heads[0],
         )

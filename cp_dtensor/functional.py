@@ -29,6 +29,7 @@ def context_parallel_attention(
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
@@ -62,6 +63,9 @@ def context_parallel_attention(
             drawn from torch's generator of q's device, and the pattern is a function of the seed and of global
             positions, heads and batch rows: ranks with equal generators give what one rank alone gives, however the
             work is spread.
+        sinks: (H,), of this rank's query heads and alike on every rank, any floating dtype: a logit of each head that
+            counts in the softmax denominator alone, neither scaled nor dropped (attention sinks as parameters). Its
+            gradient is the share of this rank's queries, like that of any parameter: the sum over the ranks is whole.
         scale: factor of the logits, 1 / sqrt(D) if None.
         enable_gqa: allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
         layout: which rank owns which tokens, `HeadTail()` if None.
@@ -74,7 +78,8 @@ def context_parallel_attention(
 
     Returns:
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator
-        in float32 (float64 for float64 inputs), -inf for a query that sees no key; not differentiable.
+        in float32 (float64 for float64 inputs), -inf for a query that sees no key (with sinks: the sink); not
+        differentiable.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; lengths that are no division of any
@@ -93,15 +98,16 @@ def context_parallel_attention(
             mesh, method, parts_of(layout), rotate_method, debug, parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        extras = extras_of(q, attn_mask, dropout_p).drawn(q.device)
+        extras = extras_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
         out, lse = traced_attention_by_tokens(
-            q, k, v, extras.bias, extras.seed, extras.dropout_p, token, backends, shown, scale, lengths, return_lse
-        )
+            q, k, v, extras.bias, extras.seed, extras.sinks, extras.dropout_p, token, backends, shown, scale, lengths,
+            return_lse,
+        )  # fmt: skip
         return (out, lse) if return_lse else out
     settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
     out, lse = attend(
-        q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, scale=scale,
-        lengths=lengths, needs_lse=return_lse,
+        q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
+        scale=scale, lengths=lengths, needs_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -116,6 +122,7 @@ def ring_attention(
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
@@ -133,8 +140,8 @@ def ring_attention(
     """
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method, return_lse=return_lse,
-        seq_len=seq_len, debug=debug,
+        sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
+        return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
 
 
@@ -148,6 +155,7 @@ def ulysses_attention(
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
@@ -165,7 +173,8 @@ def ulysses_attention(
     """
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        scale=scale, enable_gqa=enable_gqa, layout=layout, return_lse=return_lse, seq_len=seq_len, debug=debug,
+        sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, return_lse=return_lse, seq_len=seq_len,
+        debug=debug,
     )  # fmt: skip
 
 

@@ -45,7 +45,8 @@ def global_lengths(
     facts = agreement.CallFacts(
         q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
         head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), mask=repr(mask),
-        attn_mask=extras.described(q), dropout_p=extras.dropout_p, scale=scale,
+        attn_mask=extras.described(q), sinks=extras.described_sinks(values=settings.debug),
+        dropout_p=extras.dropout_p, scale=scale,
         layout=repr(layout), method=splitting.method, rotate_method=splitting.rotation.name,
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],

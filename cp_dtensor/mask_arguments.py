@@ -1,4 +1,4 @@
-"""Checks of masks and dropout that a caller passes, before anything is launched."""
+"""Checks of masks, dropout and sinks that a caller passes, before anything is launched."""
 
 from __future__ import annotations
 
@@ -56,6 +56,25 @@ def checked_dropout_p(dropout_p: float) -> float:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
     return float(dropout_p)
+
+
+def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A logit of each query head of q (B, H, S, D).
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not floating, of other heads, or on another device.
+    """
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"expected sinks to be a torch.Tensor, got {type(sinks).__name__}")
+    received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
+    if not sinks.is_floating_point():
+        raise ValueError(f"expected sinks of a floating dtype; {received}")
+    if tuple(sinks.shape) != (q.size(1),):
+        raise ValueError(f"expected one sink for each of this rank's query heads, ({q.size(1)},); {received}")
+    if sinks.device != q.device:
+        raise ValueError(f"expected sinks on the device of q, {q.device}; {received}")
+    return sinks
 
 
 def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from cp_dtensor.kernels.attention_bias_gradient import bias_gradient_twin
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
+from cp_dtensor.sinks import sinks_gradient
 
 if TRITON_AVAILABLE:
     from cp_dtensor.kernels.attention_backward import launch_attention_backward, launch_attention_delta
@@ -224,8 +225,7 @@ def attention_backward(
     )
     if sinks is None:
         return dq, dk, dv, None
-    weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
-    return dq, dk, dv, -(weights * delta).sum((0, 2))
+    return dq, dk, dv, sinks_gradient(sinks, lse, delta)
 
 
 def attention_bias_gradient(

@@ -22,6 +22,7 @@ from cp_dtensor.local_attention.by_row import ByRowAttention
 from cp_dtensor.plan import Plan, Step
 from cp_dtensor.rotation.base import KvTransfers, Rotation
 from cp_dtensor.rotation.rows import unpack_rows
+from cp_dtensor.sinks import with_sinks
 from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.tiles import Tile
 
@@ -41,7 +42,7 @@ class RingCall(AttentionCall):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        out, lse = ring_forward(q, k, v, self, extras)
+        out, lse = with_sinks(*ring_forward(q, k, v, self, extras), extras.sinks)
         return out, lse, (q, k, v, out, lse)
 
     def backward(
@@ -66,7 +67,7 @@ def ring_forward(
         k: (B, Hkv, T, D), this rank's shard.
         v: (B, Hkv, T, Dv), this rank's shard.
         call: everything else that was decided.
-        extras: of this rank's queries, for calls that mask by row.
+        extras: of this rank's queries, for calls that mask by row; sinks are left to the caller.
 
     Returns:
         out: (B, H, S, Dv) in q's dtype.
@@ -200,7 +201,7 @@ def _backward_step(
 
 def _backend(call: RingCall, tile: Tile, heads: Span, extras: Extras) -> LocalAttention:
     """The backend, with what a tile has besides its mask."""
-    if extras.are_none:
+    if not extras.concern_tiles:
         return call.backend
     assert isinstance(call.backend, ByRowAttention), "calls with a bias or dropout mask by row"
     return replace(call.backend, extras=extras.part(tile.batch, heads, tile.q))

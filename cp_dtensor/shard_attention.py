@@ -12,7 +12,7 @@ from cp_dtensor.attention_call import Attention
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.global_lengths import global_lengths
-from cp_dtensor.mask_arguments import check_bias, checked_dropout_p, four_dims_of_mask
+from cp_dtensor.mask_arguments import check_bias, checked_dropout_p, checked_sinks, four_dims_of_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.settings import AttentionSettings, with_mask_of
 from cp_dtensor.shard_recipe import ShardRecipe
@@ -29,6 +29,7 @@ def attend(
     scale: float | None,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
     lengths: tuple[int, int] | None = None,
     needs_lse: bool = False,
     first: tuple[int, int] = (0, 0),
@@ -39,7 +40,7 @@ def attend(
     """
     ranks = settings.ranks
     q, scale = positive_scale(q, softmax_scale(q, scale))
-    extras = replace(extras_of(q, attn_mask, dropout_p), first_batch=first[0], first_head=first[1])
+    extras = replace(extras_of(q, attn_mask, dropout_p, sinks), first_batch=first[0], first_head=first[1])
     if _torch_private.is_traced(q):
         recipe = ShardRecipe.of(settings)
         mask = mask if recipe.finds_mask else with_mask_of(settings, mask)
@@ -51,15 +52,20 @@ def attend(
     lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)
     check_bias(q, extras.bias, lengths, settings.layout, ranks.size)
     call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
-    return Attention.apply(q, k, v, extras.bias, extras.drawn(q.device), call, needs_lse)  # nothing can be refused now
+    # Nothing can be refused now.
+    drawn, needs_lse = extras.drawn(q.device), needs_lse or extras.need_lse
+    return Attention.apply(q, k, v, extras.bias, extras.sinks, drawn, call, needs_lse)
 
 
-def extras_of(q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float) -> Extras:
+def extras_of(
+    q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None = None
+) -> Extras:
     """What a call has besides q, k, v and a mask by positions, as far as a rank can check it; no seed is drawn."""
     dropout_p = checked_dropout_p(dropout_p)
-    if attn_mask is None and not dropout_p:
+    if attn_mask is None and not dropout_p and sinks is None:
         return NO_EXTRAS
-    return Extras(None if attn_mask is None else four_dims_of_mask(attn_mask, q), dropout_p)
+    bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
+    return Extras(bias, dropout_p, sinks=None if sinks is None else checked_sinks(sinks, q))
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:

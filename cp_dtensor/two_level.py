@@ -26,6 +26,7 @@ from cp_dtensor.ring import (
     ring_forward,
 )
 from cp_dtensor.rotation.base import KvTransfers
+from cp_dtensor.sinks import with_sinks
 from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
 
 
@@ -55,6 +56,7 @@ class TwoLevelCall(AttentionCall):
                 parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner, extras))]
                 result.add((0, q.size(1)), parts, step.is_last)
             out, lse = result.result()
+        out, lse = with_sinks(out, lse, extras.sinks)
         return out, lse, (q, k, v, out, lse)
 
     def backward(

@@ -29,6 +29,7 @@ def varlen_attention(
     within: Mask | None = None,
     method: str = "auto",
     dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
     layout: Layout | None = None,
     rotate_method: str | None = None,
@@ -62,6 +63,7 @@ def varlen_attention(
             together with `is_causal` and `window`, what all of them show.
         method: "ring", "ulysses", "hybrid" or "auto", as for `context_parallel_attention`.
         dropout_p: probability that a weight of the softmax is dropped, as there.
+        sinks: (H,), logits that count in the softmax denominator alone, as there.
         scale: factor of the logits, 1 / sqrt(D) if None.
         layout: which rank owns which tokens of the whole sequence, `HeadTail()` if None. `PerDocument(cu_seqlens)` and
             `Balanced(...)` balance what documents make uneven.
@@ -73,7 +75,8 @@ def varlen_attention(
 
     Returns:
         out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), natural log of the softmax
-        denominator in float32 (float64 for float64 inputs), -inf for a query that sees no key; not differentiable.
+        denominator in float32 (float64 for float64 inputs), -inf (or the sink) for a query that sees no key; not
+        differentiable.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
@@ -90,8 +93,8 @@ def varlen_attention(
     views = heads_first_of_packed(q, k, v)
     mask = Documents(cu_seqlens, cu_seqlens_k, within=_shown_within(is_causal, window, within))
     result = context_parallel_attention(
-        *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=True, layout=layout,
-        rotate_method=rotate_method, return_lse=return_lse, seq_len=seq_len, debug=debug,
+        *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, scale=scale, enable_gqa=True,
+        layout=layout, rotate_method=rotate_method, return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()

@@ -23,6 +23,7 @@ LAYERS = {
     "masked_attention": 1,
     "extras": 1,
     "merge": 1,
+    "sinks": 1,
     "sums": 1,
     "accumulate": 1,
     "tensors": 1,

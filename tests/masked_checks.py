@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 
-NAMES = ("out", "dq", "dk", "dv", "lse", "dbias")
+NAMES = ("out", "dq", "dk", "dv", "lse")
 BIASES = (
     "",
     "",
@@ -65,7 +65,7 @@ def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -
     bias = draw(st.sampled_from(biases))
     problem = MaskedProblem(
         q_len, kv_len, mask, batch, q_heads, kv_heads, is_causal=draw(st.booleans()), bias=bias,
-        broadcast_keys=draw(st.integers(0, 5)) == 0,
+        broadcast_keys=draw(st.integers(0, 5)) == 0, sinks=draw(st.booleans()),
     )  # fmt: skip
     options = draw(st.sampled_from(WAYS[axes]))
     return MaskedCase(problem, draw(st.sampled_from(LAYOUTS)), tuple(options.items()), draw(st.integers(0, 1000)))
@@ -82,12 +82,14 @@ def _attend_all(
     for case, tensors in cases:
         q, k, v, grad_out, *bias = case.problem.shard(tensors, case.layout, here, mesh.size())
         leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
+        sinks = case.problem.draw_sinks(case.seed)
         out, lse = context_parallel_attention(
             *leaves[:3], mesh=mesh, layout=case.layout, mask=case.problem.mask, is_causal=case.problem.is_causal,
-            attn_mask=leaves[3] if bias else None, enable_gqa=True, return_lse=True, **dict(case.options),
+            attn_mask=leaves[3] if bias else None, sinks=None if sinks is None else sinks.requires_grad_(),
+            enable_gqa=True, return_lse=True, **dict(case.options),
         )  # fmt: skip
         out.backward(grad_out)
-        grads = [leaf.grad for leaf in leaves if leaf.requires_grad]
+        grads = [leaf.grad for leaf in (*leaves, *([] if sinks is None else [sinks])) if leaf.requires_grad]
         results.append((here, (out.detach(), *grads[:3], lse, *grads[3:])))
     return results
 
@@ -95,15 +97,18 @@ def _attend_all(
 def check_masked(cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
     """Several cases on one set of ranks, which takes longer to start than a case."""
     drawn = [(case, case.problem.draw(case.seed)) for case in cases]
-    expected = [case.problem.reference(*tensors) for case, tensors in drawn]
+    expected = [case.problem.reference(*tensors, sinks=case.problem.draw_sinks(case.seed)) for case, tensors in drawn]
     size = torch.Size(shape).numel()
     by_rank = run_ranks(size, _attend_all, drawn, shape, names)
     for index, (case, wholes) in enumerate(zip(cases, expected, strict=True)):
         results = [of_rank[index] for of_rank in by_rank]
         for here, result in results:
-            for name, got, whole in zip(NAMES, result[:5], wholes[:5], strict=False):
+            for name, got, whole in zip(NAMES, result[:5], wholes[:5], strict=True):
                 _close(got, shard(whole, case.layout, here, size), f"{name} of place {here}, {case}")
-        if len(wholes) > 5:
+            if case.problem.sinks:  # of this rank's rows
+                own_share = shard(wholes[-1], case.layout, here, size).sum((0, 2))
+                _close(result[-1], own_share, f"dsinks of place {here}, {case}")
+        if case.problem.bias.startswith("additive"):
             _check_gradient_of_bias(case, [(here, result[5]) for here, result in results], wholes[5], size)
 
 

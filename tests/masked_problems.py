@@ -119,6 +119,7 @@ class MaskedProblem:
     bias: str = ""
     """"boolean" or "additive", and the dims it has of "bhs", such as "additive hs"; it has all keys."""
     broadcast_keys: bool = False
+    sinks: bool = False
 
     def draw(self, seed: int) -> Tensors:
         """Fresh q, k, v, gradient of out, and the bias if there is one; the same on every rank."""
@@ -137,10 +138,18 @@ class MaskedProblem:
         bias = normal(*sizes, 1 if self.broadcast_keys else self.kv_len)
         return q, k, v, grad_out, bias > -0.5 if kind == "boolean" else bias
 
+    def draw_sinks(self, seed: int) -> torch.Tensor | None:
+        """Sinks (H,) if there are any, one of which counts nothing; the same on every rank."""
+        if not self.sinks:
+            return None
+        drawn = torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return drawn.index_fill(0, torch.tensor(seed % self.q_heads), float("-inf") if seed % 3 == 0 else 1.5)
+
     def reference(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, *bias: Any
-    ) -> Tensors:
-        """(out, dq, dk, dv, lse), and the gradient of an additive bias."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, *bias: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> Tensors:  # fmt: skip
+        """(out, dq, dk, dv, lse), the gradient of an additive bias, and each row's share (B, H, S) of that of sinks."""
         leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
         q, k, v, *bias = leaves
         group = self.q_heads // self.kv_heads
@@ -153,7 +162,12 @@ class MaskedProblem:
         elif bias:
             logits = logits + bias[0]
         logits = logits.masked_fill(~seen, float("-inf"))
-        lse = logits.logsumexp(-1) if self.kv_len else q.new_full(q.shape[:3], float("-inf"))
+        if sinks is not None:  # one more column, that of a key whose value is 0
+            leaves.append(sinks[:, None].expand(q.shape[:3]).clone().requires_grad_())
+            counts = leaves[-1].masked_fill(leaves[-1].isinf() & ~seen.any(-1), float("-inf"))  # 0, not 0 times NaN
+            lse = torch.cat([logits, counts.unsqueeze(-1)], -1).logsumexp(-1)
+        else:
+            lse = logits.logsumexp(-1) if self.kv_len else q.new_full(q.shape[:3], float("-inf"))
         weights = torch.where(seen, (logits - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp(), 0.0)
         out = weights @ v.repeat_interleave(group, 1)
         grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad_out)

@@ -44,7 +44,11 @@ def dense(**options: Any) -> torch.Tensor:
         seen, bias = seen & bias, None
     logits = torch.zeros_like(BIAS) if bias is None else bias.expand_as(BIAS)
     logits = logits.masked_fill(~seen, float("-inf"))
-    out = F.scaled_dot_product_attention(Q, K, V, attn_mask=logits, enable_gqa=True, **options)
+    k, v = K, V
+    if (sinks := options.pop("sinks", None)) is not None:  # one more key, of value 0
+        k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (K, V))
+        logits = torch.cat([logits, sinks.view(1, 4, 1, 1).expand(2, 4, LENGTH, 1)], -1)
+    out = F.scaled_dot_product_attention(Q, k, v, attn_mask=logits, enable_gqa=True, **options)
     return out.nan_to_num(0.0)  # rows that see nothing
 
 
@@ -66,6 +70,15 @@ WITH_VALUES = {
     "window and causal": {"mask": SlidingWindow(3, 2), "is_causal": True},
     "window and attn_mask": {"mask": SlidingWindow(3, 2), "attn_mask": SEEN},
 }
+WITH_SINKS = {
+    "sinks": {"sinks": torch.arange(4).double()},
+    "sinks of other heads": {"sinks": torch.arange(4).double().flip(0)},
+    "sinks, causal": {"sinks": torch.arange(4).double(), "is_causal": True},
+    "sinks, window": {"sinks": torch.arange(4).double(), "mask": SlidingWindow(2, 1)},
+    "sinks, scale": {"sinks": torch.arange(4).double(), "scale": 0.3},
+    "sinks, additive attn_mask": {"sinks": torch.arange(4).double(), "attn_mask": BIAS},
+}
+OF_FUNCTIONS = REQUESTS | WITH_VALUES | WITH_SINKS
 
 
 def local(options: dict[str, Any], layout: Layout, rank: int) -> dict[str, Any]:
@@ -101,9 +114,9 @@ def by_dtensors(rank: int, options: dict[str, Any]) -> torch.Tensor:
 
 
 PATHS = {
-    "ring_attention": (by_functions(ring_attention), HeadTail(), REQUESTS | WITH_VALUES),
-    "ulysses_attention": (by_functions(ulysses_attention), HeadTail(), REQUESTS | WITH_VALUES),
-    "context_parallel_attention": (by_functions(context_parallel_attention), HeadTail(), REQUESTS | WITH_VALUES),
+    "ring_attention": (by_functions(ring_attention), HeadTail(), OF_FUNCTIONS),
+    "ulysses_attention": (by_functions(ulysses_attention), HeadTail(), OF_FUNCTIONS),
+    "context_parallel_attention": (by_functions(context_parallel_attention), HeadTail(), OF_FUNCTIONS),
     "context_parallel": (by_context, HeadTail(), REQUESTS | WITH_VALUES),
     "DTensor": (by_dtensors, Contiguous(), REQUESTS),
 }

@@ -68,6 +68,32 @@ def test_masks_of_functions(two_processes: Processes) -> None:
     two_processes.run(functions)
 
 
+def with_sinks(rank: int) -> None:
+    fresh()
+    mesh = world()
+    case = MaskedProblem(LENGTH, LENGTH, Causal(), 2, 4, 2, sinks=True)
+    whole, drawn = case.draw(1), case.draw_sinks(1)
+    assert drawn is not None
+    *expected, _, of_rows = (shard(x, HeadTail(), rank, RANKS) for x in case.reference(*whole, sinks=drawn))
+    q, k, v, grad_out = case.shard(whole, HeadTail(), rank, RANKS)
+    for method in ("ring", "ulysses"):
+
+        def attend(*leaves: torch.Tensor, method: str = method) -> torch.Tensor:
+            q, k, v, sinks = leaves
+            return context_parallel_attention(
+                q, k, v, sinks=sinks, mesh=mesh, is_causal=True, method=method, enable_gqa=True
+            )
+
+        for learned in (True, False):
+            leaves = (*(tensor.clone().requires_grad_() for tensor in (q, k, v)), drawn.clone().requires_grad_(learned))
+            share = (of_rows.sum((0, 2)),) if learned else ()
+            check(compiled(attend)(*leaves), leaves, grad_out, (*expected, *share), (method, learned))
+
+
+def test_sinks_of_functions(processes: Processes) -> None:
+    processes.run(with_sinks)
+
+
 def biased(rank: int) -> None:
     fresh()
     mesh = world()

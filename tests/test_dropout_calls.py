@@ -40,11 +40,12 @@ def attend(
     here = place(list(coordinate), names, shape)
     *qkv, grad_out = (shard(tensor, layout, here, mesh.size()) for tensor in drawn())
     leaves = [tensor.requires_grad_() for tensor in qkv]
+    sinks = torch.tensor([0.5, -1.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
     out = context_parallel_attention(
-        *leaves, mesh=mesh, layout=layout, dropout_p=DROPOUT, is_causal=True, enable_gqa=True, **options
+        *leaves, mesh=mesh, layout=layout, dropout_p=DROPOUT, sinks=sinks, is_causal=True, enable_gqa=True, **options
     )
     out.backward(grad_out)
-    return here, (out.detach(), *(leaf.grad for leaf in leaves))
+    return here, (out.detach(), *(leaf.grad for leaf in (*leaves, sinks)))
 
 
 @pytest.fixture
@@ -71,8 +72,10 @@ def test_every_way_to_split_drops_the_same(
     size = torch.Size(shape).numel()
     for rotation in ("allgather", "alltoall"):
         options = {"method": method, "rotate_method": rotation}
-        for here, results in run_ranks(size, attend, shape, names, layout, options):
-            for name, got, whole in zip(("out", "dq", "dk", "dv"), results, alone, strict=True):
+        by_rank = run_ranks(size, attend, shape, names, layout, options)
+        torch.testing.assert_close(sum(results[-1] for _, results in by_rank), alone[-1], rtol=1e-10, atol=1e-10)
+        for here, results in by_rank:
+            for name, got, whole in zip(("out", "dq", "dk", "dv"), results[:-1], alone[:-1], strict=True):
                 torch.testing.assert_close(
                     got,
                     shard(whole, layout, here, size),

@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from dtensor_checks import CP, DP, TP, Placements, R, check_equals_full_tensors, torch_before_2_12
+from masked_problems import MaskedProblem
 from method_checks import RING_ULYSSES, ULYSSES_RING, place
 from problems import Problem, reference, shard
 from processes import Processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import (
+    Causal,
     Contiguous,
+    Documents,
     HeadTail,
     Layout,
     MirroredBatch,
@@ -103,6 +106,27 @@ def test_any_problem_by_any_method(four_processes: Processes, names: Names, meth
     draw = random.Random(f"{names} {method}")
     problems = [*SMALL, *(random_problem(draw) for _ in range(30))]
     four_processes.run(_cases, names, method, [(each, draw.choice(LAYOUTS), draw.randint(1, 4)) for each in problems])
+
+
+def _sinks(rank: int, names: Names, method: str) -> None:
+    problem = MaskedProblem(29, 29, Documents([0, 9, 26], within=Causal()), 2, 6, 2, sinks=True)
+    whole, sinks = problem.draw(0), problem.draw_sinks(1)
+    assert sinks is not None
+    *expected, of_rows = problem.reference(*whole, sinks=sinks)
+    mesh = mesh_of(names)
+    *leaves, grad_out = (shard(tensor, HeadTail(), place_on(mesh), 4) for tensor in whole)
+    leaves = [tensor.requires_grad_() for tensor in (*leaves, sinks)]
+    options = {"mesh": mesh, "method": method, "mask": problem.mask, "enable_gqa": True, "return_lse": True}
+    out, lse = context_parallel_attention(*leaves[:3], sinks=sinks, **options)
+    out.backward(grad_out)
+    for actual, each in zip((out, *(leaf.grad for leaf in leaves[:3]), lse), expected, strict=True):
+        equal(actual, shard(each, HeadTail(), place_on(mesh), 4), (names, method))
+    equal(sinks.grad, shard(of_rows, HeadTail(), place_on(mesh), 4).sum((0, 2)), ("dsinks", names, method))
+
+
+@pytest.mark.parametrize(("names", "method"), [(RING_ULYSSES, "hybrid"), (ULYSSES_RING, "ring")], ids=str)
+def test_sinks(processes: Processes, names: Names, method: str) -> None:
+    processes.run(_sinks, names, method)
 
 
 def _context(rank: int, names: Names, method: str) -> None:
