@@ -90,8 +90,8 @@ def with_sinks(rank: int) -> None:
             check(compiled(attend)(*leaves), leaves, grad_out, (*expected, *share), (method, learned))
 
 
-def test_sinks_of_functions(processes: Processes) -> None:
-    processes.run(with_sinks)
+def test_sinks_of_functions(two_processes: Processes) -> None:
+    two_processes.run(with_sinks)
 
 
 def biased(rank: int) -> None:

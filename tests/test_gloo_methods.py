@@ -125,8 +125,8 @@ def _sinks(rank: int, names: Names, method: str) -> None:
 
 
 @pytest.mark.parametrize(("names", "method"), [(RING_ULYSSES, "hybrid"), (ULYSSES_RING, "ring")], ids=str)
-def test_sinks(processes: Processes, names: Names, method: str) -> None:
-    processes.run(_sinks, names, method)
+def test_sinks(four_processes: Processes, names: Names, method: str) -> None:
+    four_processes.run(_sinks, names, method)
 
 
 def _context(rank: int, names: Names, method: str) -> None:
