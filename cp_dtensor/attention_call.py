@@ -46,6 +46,11 @@ class AttentionCall(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of this rank's q, k and v. That of the bias is added to `grad_bias`, unless that is None."""
 
+    @property
+    @abstractmethod
+    def saves_rows_of_others(self) -> bool:
+        """Whether `forward` saves what other ranks have sent; if not, `saved_again` communicates nothing."""
+
     @abstractmethod
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras

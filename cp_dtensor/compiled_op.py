@@ -16,6 +16,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
+from cp_dtensor.kept_rows import keep, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
@@ -63,15 +64,18 @@ def recipe_of(token: str) -> Recipe:
 
 
 def backends_token() -> str:
-    """What stands in compiled code for the backends that are allowed at this moment, and their order."""
-    enabled, order = allowed_backends()
-    return "".join("01"[flag] for flag in enabled) + ("" if order is None else f" {','.join(order)}")
+    """What stands in compiled code for what is allowed at this moment: backends, their order, and only deterministic
+    ones, of which all Dynamo compiles again where it changes."""
+    allowed = allowed_backends()
+    flags = "".join("01"[flag] for flag in (*allowed.enabled, allowed.deterministic))
+    return flags if allowed.order is None else f"{flags} {','.join(allowed.order)}"
 
 
 @lru_cache(maxsize=64)
 def _backends(token: str) -> Allowed:
-    enabled, _, order = token.partition(" ")
-    return tuple(flag == "1" for flag in enabled), tuple(order.split(",")) if order else None
+    flags, _, order = token.partition(" ")
+    *enabled, deterministic = (flag == "1" for flag in flags)
+    return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic)
 
 
 def traced_attention(
@@ -109,12 +113,16 @@ def _forward(
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     with no_autocast(q):
-        out, lse, _ = call.forward(q, k, v, extras, needs_lse)
+        out, lse, saved = call.forward(q, k, v, extras, needs_lse)
     if found.ambient is not None and needs_lse and _torch_private.current_backward() is None:
         outstanding.begin(found.ambient)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    words = [*lengths, found_numbers.number_of(found)] if _finds(recipe, q_len) else []
-    numbers = torch.tensor(words, dtype=torch.int64, device=None if words else q.device)
+    if known is None or decider.finds_mask:
+        numbers = torch.tensor([*lengths, found_numbers.number_of(found)], device="cpu")
+    else:
+        numbers = q.new_empty(0, dtype=torch.int64)
+    if needs_lse:
+        keep(numbers, call, saved)
     return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), numbers
 
 
@@ -149,11 +157,15 @@ def _backward(
     if what.ambient is not None:
         outstanding.end(what.ambient)
     extras = Extras(bias, dropout_p, seed)
-    call = _recipes.of(recipe).decide(q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends))
+    of_forward = kept(found)
+    call = of_forward.call or _recipes.of(recipe).decide(
+        q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends)
+    )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out):
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
-        grads = call.backward(grad_out, extras, call.saved_again(q, k, v, out, lse, extras), grad_bias)
+        saved = of_forward.saved or call.saved_again(q, k, v, out, lse, extras)
+        grads = call.backward(grad_out, extras, saved, grad_bias)
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*map(_row_after_row, grads), of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
 

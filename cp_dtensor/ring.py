@@ -51,6 +51,10 @@ class RingCall(AttentionCall):
         q, k, v, out, lse = saved
         return ring_backward(grad_out, q, k, v, out, lse, self, extras, grad_bias)
 
+    @property
+    def saves_rows_of_others(self) -> bool:
+        return False
+
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> tuple[torch.Tensor, ...]:

@@ -82,7 +82,7 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    masking = masking_of(q, mask, extras, lengths)
+    masking = masking_of(q, mask, extras, lengths, allowed)
     if masking is Masking.BY_SHAPE and not has_shapes(splitting.layout, mask, lengths, ranks.size):
         masking = Masking.BY_ROW
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
@@ -119,15 +119,14 @@ def has_shapes(layout: Layout, mask: Mask, lengths: tuple[int, int], world_size:
     return is_plain(mask, *lengths) and _segments(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
 
 
-def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int]) -> Masking:
+def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int], allowed: Allowed) -> Masking:
     """How tiles are masked: by shape, which is fastest, where nothing forbids it."""
     if extras.bias is not None:
         return Masking.BY_ROW_UNBROKEN
     if extras.dropout_p or not is_plain(mask, *lengths):
         return Masking.BY_ROW
     # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
-    deterministic = q.is_cuda and torch.are_deterministic_algorithms_enabled()
-    return Masking.BY_ROW if deterministic else Masking.BY_SHAPE
+    return Masking.BY_ROW if q.is_cuda and allowed.deterministic else Masking.BY_SHAPE
 
 
 def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:

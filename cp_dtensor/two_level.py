@@ -84,6 +84,10 @@ class TwoLevelCall(AttentionCall):
                 grad_q.add((0, q.size(1)), parts_q, step.is_last)
             return grad_q.result()[0], *grad_kv.result()
 
+    @property
+    def saves_rows_of_others(self) -> bool:
+        return False
+
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:

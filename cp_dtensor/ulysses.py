@@ -117,6 +117,10 @@ class UlyssesCall(AttentionCall):
         _finish(leaving)
         return grad_q, self._summed(grad_k), self._summed(grad_v)
 
+    @property
+    def saves_rows_of_others(self) -> bool:
+        return True
+
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:

@@ -44,6 +44,7 @@ LAYERS = {
     "ulysses_bias": 3,
     "attention_call": 3,
     "compiled_op": 3,
+    "kept_rows": 3,
     "ring": 3,
     "ulysses": 3,
     "two_level": 3,

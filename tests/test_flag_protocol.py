@@ -59,6 +59,8 @@ class Stage(AttentionCall):
         q, k, v = map(torch.empty_like, saved)
         return q, k, v
 
+    saves_rows_of_others = False
+
     def saved_again(self, *tensors: Any) -> Any:
         self.rank.use(*tensors[:4])  # lse comes by a collective
         return ()

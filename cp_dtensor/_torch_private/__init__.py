@@ -10,6 +10,7 @@ from cp_dtensor._torch_private.collectives import (
 from cp_dtensor._torch_private.compiler import (
     compiled_code_kept_apart,
     constant_in_trace,
+    is_in_cuda_graph,
     is_traced,
     never_compiled,
     refuse_in_compiled_function,
@@ -82,6 +83,7 @@ __all__ = [
     "has_cpu_backend",
     "in_autograd_thread",
     "in_main_thread",
+    "is_in_cuda_graph",
     "is_traced",
     "label",
     "math_sdpa",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.local_attention.base import LocalAttention, Problem
@@ -25,14 +28,26 @@ _BY_ROW = ByRowAttention()
 _NAMES = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
-Allowed = tuple[tuple[bool, ...], tuple[str, ...] | None]
-"""Which backends are enabled, and the user's order of them if there is one."""
+class Allowed(NamedTuple):
+    """What the process's settings ask of attention; read in forward, and the same for its backward."""
+
+    enabled: tuple[bool, ...]
+    """Each backend of torch, in the order of `_NAMES`."""
+    order: tuple[str, ...] | None
+    """The user's order of them, if there is one."""
+    deterministic: bool = False
+    """Whether results must be the same in every run."""
 
 
 def allowed_backends() -> Allowed:
-    """What `torch.nn.attention.sdpa_kernel` and the `torch.backends.cuda` flags say at this moment."""
+    """What `torch.nn.attention.sdpa_kernel`, the `torch.backends.cuda` flags and
+    `torch.use_deterministic_algorithms` say at this moment."""
     order = _torch_private.user_sdpa_priority()
-    return tuple(map(_torch_private.sdpa_backend_enabled, _NAMES)), None if order is None else tuple(order)
+    return Allowed(
+        tuple(map(_torch_private.sdpa_backend_enabled, _NAMES)),
+        None if order is None else tuple(order),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAttention:
@@ -48,7 +63,8 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAtt
     """
     if problem.by_row:
         return _BY_ROW
-    return _choose(problem, *(allowed or allowed_backends()))
+    allowed = allowed or allowed_backends()
+    return _choose(problem, allowed.enabled, allowed.order)
 
 
 @lru_cache(maxsize=1024)

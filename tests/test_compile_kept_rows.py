@@ -1,0 +1,253 @@
+"""Compiled Ulysses keeps for backward what forward has exchanged, no longer than autograd keeps what it saves."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from compile_checks import Function, Shards, compiled, fresh
+from processes import Processes
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from cp_dtensor import ATTENTION_OPS, HeadTail, context_parallel, context_parallel_attention, kept_rows, splitting
+from cp_dtensor.rotation.head_exchange import CollectiveHeads
+
+Rows = list[weakref.ref[torch.Tensor]]
+
+
+@contextmanager
+def watched() -> Iterator[tuple[list[int], Rows]]:
+    """Lists how many tensors each exchange brings to heads, and all that is kept."""
+    exchanges: list[int] = []
+    rows: Rows = []
+    to_heads, keep = CollectiveHeads.to_heads, kept_rows.Kept.__init__
+
+    def counted(self: Any, bundles: Any, *args: Any) -> Any:
+        exchanges.append(sum(map(len, bundles)))
+        return to_heads(self, bundles, *args)
+
+    def noted(self: Any, call: Any = None, saved: Any = ()) -> None:
+        rows.extend(map(weakref.ref, saved))
+        keep(self, call, saved)
+
+    with (
+        mock.patch.object(CollectiveHeads, "to_heads", counted),
+        mock.patch.object(kept_rows.Kept, "__init__", noted),
+    ):
+        yield exchanges, rows
+
+
+FORWARD, BACKWARD, AGAIN = [3], [1], [3, 1, 1]  # q, k, v; the gradient of out; once more q, k, v, then out, then LSE
+
+
+def alive(rows: Rows) -> int:
+    gc.collect()
+    return sum(each() is not None for each in rows)
+
+
+def ulysses(mesh: Any, method: str = "ulysses") -> Function:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        options = {"mesh": mesh, "method": method, "is_causal": True, "enable_gqa": True}
+        return context_parallel_attention(q * 2.0, k, v, layout=HeadTail(), **options) * 3.0
+
+    return attention
+
+
+def backward_exchanges_once(rank: int, backend: str) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    shards = Shards(rank)
+    function = compiled(ulysses(mesh), backend=backend)
+    for _ in range(2):
+        with watched() as (exchanges, rows):
+            inputs = shards.inputs()
+            out = function(*inputs)
+            assert alive(rows) == len(rows) > 0
+            for _ in range(2):  # what is kept is not used up
+                shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad, retain_graph=True))
+            assert alive(rows) == len(rows)
+            shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+            assert alive(rows) == 0, "freed by backward, though out is alive"
+            assert exchanges == [*FORWARD, *BACKWARD * 3]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_backward_exchanges_once(two_processes: Processes, backend: str) -> None:
+    two_processes.run(backward_exchanges_once, backend)
+
+
+def no_backward(rank: int) -> None:
+    fresh()
+    function = compiled(ulysses(init_device_mesh("cpu", (2,))))
+    shards = Shards(rank)
+    with watched() as (_, rows):
+        for _ in range(3):
+            out = function(*shards.inputs())
+        assert 3 * alive(rows) == len(rows), "only those of the last call"
+        del out
+        assert alive(rows) == 0
+        rows.clear()
+        with torch.no_grad():
+            shards.check_results(function(*shards.inputs()))
+        assert not rows
+
+
+def test_freed_without_backward(two_processes: Processes) -> None:
+    two_processes.run(no_backward)
+
+
+def in_contexts(rank: int) -> None:
+    """Lengths are found by the operator here, so its third result is on the host."""
+    fresh()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    function = compiled(ulysses(mesh, "hybrid"), dynamic=True)
+    for length in (13, 16, 18):
+        with watched() as (exchanges, rows):
+            Shards(rank, length, ranks=4).check(function)
+            assert exchanges == [*FORWARD, *BACKWARD]
+            assert alive(rows) == 0 < len(rows)
+    function = compiled(lambda q, k, v: ulysses(mesh["ulysses"], "ring")(q, k, v))
+    with watched() as (exchanges, rows):
+        Shards(rank % 2).check(function)
+        assert not exchanges
+        assert not rows, "a ring has nothing to keep"
+
+
+def test_hybrids_and_rings(four_processes: Processes) -> None:
+    four_processes.run(in_contexts)
+
+
+def keep_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed_calls(rank: int) -> None:
+    shards = Shards(rank)
+    attention = ulysses(init_device_mesh("cpu", (2,)))
+    selective = partial(create_selective_checkpoint_contexts, keep_attention)
+
+    def inside(**options: Any) -> Function:
+        return compiled(lambda *qkv: checkpoint(attention, *qkv, use_reentrant=False, **options))
+
+    def around() -> Function:
+        return lambda *qkv: checkpoint(compiled(attention), *qkv, use_reentrant=False)
+
+    cases: list[tuple[Callable[[], Function], list[int], bool]] = [
+        (inside, [*FORWARD, *FORWARD, *BACKWARD], False),
+        (lambda: inside(context_fn=selective), [*FORWARD, *BACKWARD], True),
+        (around, [*FORWARD, *FORWARD, *BACKWARD], False),
+    ]
+    for make, expected, keeps in cases:
+        fresh()
+        function = make()
+        for _ in range(2):
+            with watched() as (exchanges, rows):
+                inputs = shards.inputs()
+                out = function(*inputs)
+                assert bool(alive(rows)) == keeps, "only what is not computed again"
+                shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+                assert exchanges == expected
+                assert alive(rows) == 0
+
+
+def test_activation_checkpointing(two_processes: Processes) -> None:
+    two_processes.run(checkpointed_calls)
+
+
+def other_tensors_arrive(rank: int) -> None:
+    """What hooks have packed and unpacked are copies, on which nothing is kept."""
+    fresh()
+    shards = Shards(rank)
+    function = compiled(ulysses(init_device_mesh("cpu", (2,))))
+    function(*shards.inputs())
+    with TemporaryDirectory() as folder:
+        names = iter(range(1000))
+
+        def to_disk(tensor: torch.Tensor) -> Path:
+            path = Path(folder, f"{next(names)}.pt")
+            torch.save(tensor, path)
+            return path
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+        for hooks in (saved_tensors_hooks(copied, lambda x: x), saved_tensors_hooks(to_disk, torch.load)):
+            with watched() as (exchanges, rows):
+                inputs = shards.inputs()
+                with hooks:
+                    out = function(*inputs)
+                assert alive(rows) == 0
+                shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+                assert exchanges == [*FORWARD, *AGAIN, *BACKWARD]
+
+
+def test_saved_tensor_hooks(two_processes: Processes) -> None:
+    two_processes.run(other_tensors_arrive)
+
+
+def backward_in_another_thread(rank: int) -> None:
+    fresh()
+    shards, others = Shards(rank), Shards(rank, 12)
+    with context_parallel(init_device_mesh("cpu", (2,)), method="ulysses"):
+        function = compiled(ulysses(init_device_mesh("cpu", (2,))), dynamic=True)
+        pairs = [(each, each.inputs()) for each in (shards, others)]
+        outs = [function(*inputs) for _, inputs in pairs]
+    results: list[Any] = []
+
+    def backward() -> None:
+        for out, (each, inputs) in zip(outs, pairs, strict=True):
+            results.append((each, out, torch.autograd.grad(out, inputs, each.grad)))
+
+    with watched() as (exchanges, _):
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        assert exchanges == BACKWARD * 2
+    for each, out, grads in results:
+        each.check_results(out, *grads)
+    assert len(results) == 2
+
+
+def test_other_threads(two_processes: Processes) -> None:
+    two_processes.run(backward_in_another_thread)
+
+
+def deterministic_or_not(rank: int) -> None:
+    """What backward decides is what forward has decided, also where it cannot keep that and decides once more."""
+    fresh()
+    shards = Shards(rank)
+    function = compiled(ulysses(init_device_mesh("cpu", (2,))))
+    masking_of, asked = splitting.masking_of, []
+
+    def noted(*args: Any) -> Any:
+        asked.append(args[-1].deterministic)
+        return masking_of(*args)
+
+    with mock.patch.object(splitting, "masking_of", noted):
+        for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
+            for deterministic in (True, False, True):
+                inputs = shards.inputs()
+                try:
+                    torch.use_deterministic_algorithms(deterministic)
+                    with hooks:
+                        out = function(*inputs)
+                    torch.use_deterministic_algorithms(False)  # torch refuses the other way round
+                    shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                assert set(asked) == {deterministic}
+                asked.clear()
+
+
+def test_deterministic_algorithms_are_those_of_forward(two_processes: Processes) -> None:
+    two_processes.run(deterministic_or_not)
