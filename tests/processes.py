@@ -83,7 +83,7 @@ class Processes:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        context = _way_to_start(self.backend)
+        context = way_to_start(self.backend)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name, "store"))
         for rank in range(self.world_size):
@@ -125,7 +125,7 @@ class Processes:
         return results, errors
 
 
-def _way_to_start(backend: str) -> Any:
+def way_to_start(backend: str) -> Any:
     """By forks of a process that has imported torch, in a hundredth of the time; but CUDA may not survive a fork."""
     if "nccl" in backend:
         return multiprocessing.get_context("spawn")

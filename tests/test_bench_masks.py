@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from launching import launch
 from masked_problems import shown
 
 from cp_dtensor.masks import Causal, SlidingWindow
@@ -18,7 +17,6 @@ from cp_dtensor.tools.bench.contestants import contestants_by_name
 from cp_dtensor.tools.bench.rows import Results
 from cp_dtensor.tools.bench.varlen import Documented
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 
 
@@ -89,10 +87,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments += ["--seq-lens", "512", "--heads", "2:1", "--head-dim", "8"]
     arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--contestants", *NAMES]
     arguments += ["--output", str(tmp_path)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "cp_dtensor.tools.bench", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    launch(2, "cp_dtensor.tools.bench", *arguments, folder=tmp_path)
     report = (tmp_path / "bench.md").read_text()
     assert "## 2 query and 1 kv heads of 8, window 40, forward + backward, float32, HeadTail" in report
     assert "lognormal lengths" in report

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -21,6 +22,7 @@ from parallelize import OneRank  # noqa: E402
 from text_data import IGNORE, SEPARATOR, VOCAB_SIZE, TextData, standard_library_text  # noqa: E402
 from validate import resolved  # noqa: E402
 
+PROGRAM = ROOT / "examples" / "train.py"
 DEBUG = ROOT / "examples" / "configs" / "debug.toml"
 TINY = ("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64")
 SHORT = (
@@ -191,7 +193,7 @@ def test_two_ranks_train_and_resume_as_one_rank_does(tmp_path: Path) -> None:
     steps = reports(tmp_path)
     assert [report["step"] for report in steps] == [1, 2, 3, 4]
 
-    resumed = torchrun(tmp_path, "--checkpoint.enable", "--checkpoint.load_step=2")
+    resumed = trained(tmp_path, "--checkpoint.enable", "--checkpoint.load_step=2")
     assert "going on from step 2" in resumed
     assert "parity holds: over steps 3 to 4" in resumed
     again = reports(tmp_path)
@@ -202,14 +204,24 @@ def test_two_ranks_train_and_resume_as_one_rank_does(tmp_path: Path) -> None:
 
 def test_compiled_layers_train_as_one_uncompiled_rank_does(tmp_path: Path) -> None:
     arguments = ["--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=selective"]
-    assert "parity holds: over steps 1 to 4" in torchrun(tmp_path, *arguments)
+    assert "parity holds: over steps 1 to 4" in trained(tmp_path, *arguments)
+
+
+def arguments_of(folder: Path, *arguments: str) -> list[str]:
+    """Of the tiny model, context parallel."""
+    tiny = [f"--config={DEBUG}", "--check-parity", *TINY, *SHORT, *arguments]
+    return [*tiny, f"--job.dump_folder={folder}", "--metrics.jsonl_file=metrics.jsonl"]
+
+
+def trained(folder: Path, *arguments: str) -> str:
+    """Output of two CPU ranks."""
+    return launch(2, PROGRAM, *arguments_of(folder, *arguments), folder=folder)
 
 
 def torchrun(folder: Path, *arguments: str) -> str:
-    """Output of the tiny model on two CPU ranks, context parallel."""
+    """The same by the command that users type."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "examples" / "train.py"), f"--config={DEBUG}", "--check-parity", *TINY, *SHORT, *arguments]
-    command += [f"--job.dump_folder={folder}", "--metrics.jsonl_file=metrics.jsonl"]
+    command += [str(PROGRAM), *arguments_of(folder, *arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_train_example import ROOT, torchrun
+from test_train_example import ROOT, trained
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -148,6 +148,6 @@ def test_compiled_layers_train_on_other_documents_in_every_step(tmp_path: Path) 
     arguments = ["--training.seq_len=50", "--packing.median_length=8", "--training.steps=10"]
     arguments += ["--training.mixed_precision_param=float64", "--activation_checkpoint.mode=selective"]
     compiled = ["--compile.enable", "--compile.backend=aot_eager"]
-    assert "parity holds: over steps 1 to 10" in torchrun(tmp_path, f"--config={PACKED}", *arguments, *compiled)
+    assert "parity holds: over steps 1 to 10" in trained(tmp_path, f"--config={PACKED}", *arguments, *compiled)
     assert load_config(PACKED).parallelism.context_parallel_load_balancer == "balanced"
     assert load_config(PACKED).packing != Config().packing
