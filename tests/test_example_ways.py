@@ -7,12 +7,12 @@ import importlib
 import io
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import launch
 from processes import Processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,12 +79,7 @@ def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         importlib.import_module("check").make_mesh((4,), ("cp",))
 
 
-def test_the_command_that_an_example_names() -> None:
-    """By torchrun, as in its docstring."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(WAYS / "ring.py")], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("ring: largest error of out and gradients ")
+def test_the_command_that_an_example_names(tmp_path: Path) -> None:
+    """As torchrun starts it."""
+    printed = launch(4, WAYS / "ring.py", folder=tmp_path)
+    assert printed.startswith("ring: largest error of out and gradients ")

@@ -278,7 +278,9 @@ def _one_rank_hangs(rank: int) -> int:
 
 
 def test_a_rank_that_hangs_is_ended_by_the_timeout() -> None:
-    two = Processes(2, timeout=2)
+    two = Processes(2)
+    two.run(_nothing)
+    two.timeout = 1
     with pytest.raises(RanksFailed) as caught:
         two.run(_one_rank_hangs)
     assert caught.value.errors[0] is None

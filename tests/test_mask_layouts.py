@@ -154,7 +154,7 @@ def test_per_document_by_hand() -> None:
     assert PerDocument([0]).blocks(2) == [[], []]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(balanced, rank_counts)
 def test_work_is_even_up_to_two_queries(layout: Balanced, ranks: int) -> None:
     seen = keys_seen(layout.mask, layout.seq_len)

@@ -1,7 +1,7 @@
 """Masks show exactly what their words say, whatever they are combined of."""
 
+import os
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_problems import any_mask, fits, shown
+from processes import Processes
 
 from cp_dtensor.bands import Band, Layers, pairs_of
 from cp_dtensor.documents import Documents
@@ -148,10 +149,15 @@ def test_ends_beyond_all_positions_are_no_ends() -> None:
         layers_of(Full(), 1 << 31, 3, 1)
 
 
-def test_a_mask_that_comes_from_another_process_is_found_in_caches() -> None:
-    code = "import pickle, sys; from cp_dtensor import Causal, Documents; "
-    code += "mask = Documents([0, 2, 5], within=Causal('bottom_right')); hash(mask); "
-    code += "sys.stdout.buffer.write(pickle.dumps(mask))"
-    sent = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+def _documents(rank: int) -> tuple[bytes, int]:
+    mask = Documents([0, 2, 5], within=Causal("bottom_right"))
+    hash(mask)  # which it remembers
+    return pickle.dumps(mask), hash("bottom_right")
+
+
+def test_a_mask_that_comes_from_another_process_is_found_in_caches(two_processes: Processes) -> None:
+    sent, hash_there = two_processes.run(_documents)[0]
+    if "PYTHONHASHSEED" not in os.environ:
+        assert hash_there != hash("bottom_right"), "the processes hash alike, which shows nothing"
     here = Documents([0, 2, 5], within=Causal("bottom_right"))
     assert {here: 1}[pickle.loads(sent)] == 1
