@@ -40,6 +40,7 @@ class CallFacts:
     layout: str
     method: str
     rotate_method: str
+    deterministic: bool
     requires_grad: bool
     declared_q: int
     declared_kv: int

@@ -34,6 +34,7 @@ def context_parallel_attention(
     enable_gqa: bool = False,
     layout: Layout | None = None,
     rotate_method: str | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     seq_len: int | tuple[int, int] | None = None,
     debug: bool = False,
@@ -71,6 +72,9 @@ def context_parallel_attention(
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
+        deterministic: on GPUs too, equal inputs give equal bits, forward and backward: plain masks as well are computed
+            by our own kernels then. The same as `torch.use_deterministic_algorithms(True)` around forward, for this
+            call alone.
         return_lse: also return the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the groups have a CPU backend).
@@ -95,7 +99,7 @@ def context_parallel_attention(
     if torch.compiler.is_dynamo_compiling():
         rotate_method = rotation_by_name(rotate_method).name  # the default is read here, and guarded
         token, backends, shown = _constants(
-            mesh, method, parts_of(layout), rotate_method, debug, parts_of(mask), bool(is_causal)
+            mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         extras = extras_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
@@ -104,7 +108,7 @@ def context_parallel_attention(
             return_lse,
         )  # fmt: skip
         return (out, lse) if return_lse else out
-    settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
+    settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     out, lse = attend(
         q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
         scale=scale, lengths=lengths, needs_lse=return_lse,
@@ -127,6 +131,7 @@ def ring_attention(
     enable_gqa: bool = False,
     layout: Layout | None = None,
     rotate_method: str | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     seq_len: int | tuple[int, int] | None = None,
     debug: bool = False,
@@ -141,7 +146,7 @@ def ring_attention(
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
         sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
-        return_lse=return_lse, seq_len=seq_len, debug=debug,
+        deterministic=deterministic, return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
 
 
@@ -159,6 +164,7 @@ def ulysses_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     seq_len: int | tuple[int, int] | None = None,
     debug: bool = False,
@@ -173,17 +179,20 @@ def ulysses_attention(
     """
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, return_lse=return_lse, seq_len=seq_len,
-        debug=debug,
+        sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
+        return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
 
 
 @_torch_private.constant_in_trace
 def _constants(
-    mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, mask: Parts | None, is_causal: bool
-) -> tuple[str, str, str]:
+    mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
+    mask: Parts | None, is_causal: bool,
+) -> tuple[str, str, str]:  # fmt: skip
     """The tokens of recipe, backends and mask, for compiled code."""
-    settings = AttentionSettings.of(mesh, method, made_of(layout), rotate_method, debug=debug)
+    settings = AttentionSettings.of(
+        mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
+    )
     shown = checked_mask(made_of(mask), is_causal)
     return token_of(ShardRecipe.of(settings)), backends_token(), mask_tokens.token_of(shown)
 

@@ -34,15 +34,17 @@ class AttentionSettings:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool
-    ) -> AttentionSettings:
+        cls, mesh: Mesh, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
+        deterministic: bool = False,
+    ) -> AttentionSettings:  # fmt: skip
         """From what callers pass.
 
         Raises:
             TypeError, ValueError, NotImplementedError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        return cls(ranks, Splitting(checked_layout(layout), method, rotation_by_name(rotate_method)), debug=debug)
+        rotation = rotation_by_name(rotate_method)
+        return cls(ranks, Splitting(checked_layout(layout), method, rotation, bool(deterministic)), debug=debug)
 
     @property
     def layout(self) -> Layout:

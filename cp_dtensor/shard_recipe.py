@@ -75,7 +75,8 @@ class ShardRecipe(Recipe):
         lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
         return (
             f"{splitting.method} ({splitting.rotation.name}) over {' x '.join(self.groups)}, {splitting.layout}"
-            f"{lengths}{', debug' * self.debug}{', masked' * self.finds_mask}"
+            f"{lengths}{', deterministic' * splitting.deterministic}{', debug' * self.debug}"
+            f"{', masked' * self.finds_mask}"
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
         )
 

@@ -44,6 +44,8 @@ class Splitting:
     """One of `arguments.METHODS`."""
     rotation: RotationMethod
     """How K/V travel in rings."""
+    deterministic: bool = False
+    """Whether results must be the same in every run, whatever torch's switch says."""
 
 
 class _Decisions:
@@ -82,6 +84,8 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
+    if splitting.deterministic:
+        allowed = allowed._replace(deterministic=True)
     masking = masking_of(q, mask, extras, lengths, allowed)
     if masking is Masking.BY_SHAPE and not has_shapes(splitting.layout, mask, lengths, ranks.size):
         masking = Masking.BY_ROW

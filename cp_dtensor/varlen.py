@@ -33,6 +33,7 @@ def varlen_attention(
     scale: float | None = None,
     layout: Layout | None = None,
     rotate_method: str | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     seq_len: int | tuple[int, int] | None = None,
     debug: bool = False,
@@ -68,6 +69,7 @@ def varlen_attention(
         layout: which rank owns which tokens of the whole sequence, `HeadTail()` if None. `PerDocument(cu_seqlens)` and
             `Balanced(...)` balance what documents make uneven.
         rotate_method: how K/V travel in rings, as there.
+        deterministic: equal inputs give equal bits, as there.
         return_lse: also return the log-sum-exp.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (what follows the last document is padding), or a
             pair of those of queries and keys. If None, the ranks exchange their local lengths.
@@ -94,7 +96,8 @@ def varlen_attention(
     mask = Documents(cu_seqlens, cu_seqlens_k, within=_shown_within(is_causal, window, within))
     result = context_parallel_attention(
         *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, scale=scale, enable_gqa=True,
-        layout=layout, rotate_method=rotate_method, return_lse=return_lse, seq_len=seq_len, debug=debug,
+        layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse, seq_len=seq_len,
+        debug=debug,
     )  # fmt: skip
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()

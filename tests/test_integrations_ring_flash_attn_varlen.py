@@ -229,15 +229,6 @@ def test_no_argument_is_ignored(kind: str, packing: str) -> None:
 
 
 @each_kind
-def test_deterministic_gradients_on_a_cpu_only(kind: str) -> None:
-    q = torch.empty(4, 2, 8, device="meta")  # stands in for a GPU's
-    with pytest.raises(NotImplementedError, match=r"deterministic=True, expected False"):
-        function(kind)(q, q, q, [0, 4], 4, deterministic=True)
-    q = torch.randn(4, 2, 8)
-    run_ranks(2, lambda rank: function(kind)(q, q, q, [0, 4], 4, deterministic=True))
-
-
-@each_kind
 def test_bad_documents_and_tensors(kind: str) -> None:
     q, attend = torch.randn(8, 2, 8), function(kind)
 

@@ -24,9 +24,8 @@ class FlashAttnOptions:
     window_size: Sequence[int]
     softcap: float
     alibi_slopes: torch.Tensor | None
-    deterministic: bool
 
-    def check(self, device: torch.device) -> None:
+    def check(self) -> None:
         """Refuses what attention over sequence shards cannot do.
 
         Raises:
@@ -40,11 +39,6 @@ class FlashAttnOptions:
             received = f"a tensor of shape {tuple(self.alibi_slopes.shape)}"
             raise NotImplementedError(
                 f"ALiBi is not supported on sequence shards yet: got alibi_slopes, {received}, expected None"
-            )
-        if self.deterministic and device.type != "cpu":
-            raise NotImplementedError(
-                f"deterministic gradients are not promised on {device.type} yet: got deterministic=True, expected "
-                "False (on CPUs they always are)"
             )
 
     @property

@@ -103,7 +103,7 @@ def llama3_flash_attn_varlen_func(
         window_size: (left, right), how many keys to the left and to the right of it a query sees in its document, -1
             for all. With `causal`, right is 0.
         alibi_slopes: None; others are refused.
-        deterministic: True is refused on GPUs, where gradients may be summed in any order.
+        deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
         return_attn_probs: also return the log-sum-exp.
         group: the ranks that share the sequence, as for the functions without documents.
         softcap: 0.0; other values are refused.
@@ -118,9 +118,9 @@ def llama3_flash_attn_varlen_func(
             to no whole, or that were prepared for causal attention where this is not, on every rank alike.
         NotImplementedError: what is refused above, before any collective.
     """
-    options = FlashAttnOptions(window_size, softcap, alibi_slopes, deterministic)
+    options = FlashAttnOptions(window_size, softcap, alibi_slopes)
     heads_first_of_packed(q, k, v)
-    options.check(q.device)
+    options.check()
     window = options.window
     if heads_k_stride < 1 or k.size(1) % heads_k_stride:
         raise ValueError(f"expected heads_k_stride to divide the {k.size(1)} key heads, got {heads_k_stride}")
@@ -131,7 +131,7 @@ def llama3_flash_attn_varlen_func(
     result = varlen_attention(
         q, k, v, mesh=mesh, cu_seqlens=documents.cu_seqlens, is_causal=causal, window=window, method="ring",
         dropout_p=dropout_p, scale=softmax_scale, layout=Contiguous(), rotate_method="allgather",
-        return_lse=return_attn_probs, seq_len=documents.cu_seqlens[-1], debug=debug,
+        deterministic=deterministic, return_lse=return_attn_probs, seq_len=documents.cu_seqlens[-1], debug=debug,
     )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result
 

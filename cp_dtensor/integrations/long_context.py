@@ -146,7 +146,7 @@ class LongContextAttention(nn.Module):
                 all of them; the last query stands at the last key. With `causal`, right is 0.
             softcap: 0.0; other values are refused.
             alibi_slopes: None; others are refused.
-            deterministic: True is refused on GPUs, where gradients may be summed in any order.
+            deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
             return_attn_probs: changes nothing: that package's layer returns the output alone, too.
             seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
                 their local lengths.
@@ -158,12 +158,12 @@ class LongContextAttention(nn.Module):
             TypeError, ValueError: arguments that do not fit.
             NotImplementedError: what is refused above, before any collective.
         """
-        options = FlashAttnOptions(window_size, softcap, alibi_slopes, deterministic)
+        options = FlashAttnOptions(window_size, softcap, alibi_slopes)
         q, k, v = heads_first(query, key, value)
-        options.check(query.device)
+        options.check()
         out = context_parallel_attention(
             q, k, v, mesh=self.mesh, method="hybrid", mask=options.mask(causal), dropout_p=dropout_p,
-            scale=softmax_scale, enable_gqa=True, layout=self.layout, seq_len=seq_len,
+            scale=softmax_scale, enable_gqa=True, layout=self.layout, deterministic=deterministic, seq_len=seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2).contiguous()

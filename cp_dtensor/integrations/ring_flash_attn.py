@@ -129,7 +129,7 @@ class AttentionKind:
             window_size: (left, right), how many keys to the left and to the right of its own place a query sees, -1 for
                 all of them; the last query stands at the last key. With `causal`, right is 0.
             alibi_slopes: None; others are refused.
-            deterministic: True is refused on GPUs, where gradients may be summed in any order.
+            deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
             return_attn_probs: also return the log-sum-exp.
             group: the context-parallel axis, a process group or a DeviceMesh of one dim, or of two for a ring of rings;
                 the default group if None.
@@ -146,13 +146,13 @@ class AttentionKind:
                 division of any global length in the layout, on every rank alike.
             NotImplementedError: what is refused above, before any collective.
         """
-        options = FlashAttnOptions(window_size, softcap, alibi_slopes, deterministic)
+        options = FlashAttnOptions(window_size, softcap, alibi_slopes)
         heads_first_qkv = heads_first(q, k, v)
-        options.check(q.device)
+        options.check()
         out, lse = ring_attention(
             *heads_first_qkv, mesh=group_or_default(group), mask=options.mask(causal), dropout_p=dropout_p,
             scale=softmax_scale, enable_gqa=True, layout=self.layout, rotate_method=self.rotate_method,
-            return_lse=True, seq_len=seq_len,
+            deterministic=deterministic, return_lse=True, seq_len=seq_len,
         )  # fmt: skip
         return flash_attn_result(out, lse, return_attn_probs)
 

@@ -76,7 +76,7 @@ class VarlenKind:
             window_size: (left, right), how many keys to the left and to the right of it a query sees in its document,
                 on whichever rank they are; -1 for all. With `causal`, right is 0.
             alibi_slopes: None; others are refused.
-            deterministic: True is refused on GPUs, where gradients may be summed in any order.
+            deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
             return_attn_probs: also return the log-sum-exp.
             group: the ranks that share the sequence, as for the functions without documents.
             softcap: 0.0; other values are refused.
@@ -92,9 +92,9 @@ class VarlenKind:
                 or documents differ, on every rank alike.
             NotImplementedError: what is refused above, before any collective.
         """
-        options = FlashAttnOptions(window_size, softcap, alibi_slopes, deterministic)
+        options = FlashAttnOptions(window_size, softcap, alibi_slopes)
         heads_first_of_packed(q, k, v)
-        options.check(q.device)
+        options.check()
         mesh = group_or_default(group)
         ranks = sequence_ranks(mesh).size
         edges = self._edges(q, k, cu_seqlens, max_seqlen, ranks)
@@ -102,7 +102,7 @@ class VarlenKind:
         result = varlen_attention(
             q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window=options.window, method="ring",
             dropout_p=dropout_p, scale=softmax_scale, layout=layout_of_documents(self.name, edges, seq_len),
-            return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
+            deterministic=deterministic, return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
         )  # fmt: skip
         return (*result, None) if isinstance(result, tuple) else result
 
