@@ -128,7 +128,7 @@ def spans_of(segment: Segment) -> list[Span]:
     if segment.is_contiguous:
         return [(segment.start, segment.start + segment.length)]
     starts = range(0, segment.length, segment.block)
-    firsts = [segment.start + start // segment.block * segment.period for start in starts]
+    firsts = map(segment.position, starts)
     lengths = [min(segment.block, segment.length - start) for start in starts]
     return [(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
 

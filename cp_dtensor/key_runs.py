@@ -57,8 +57,7 @@ class KeyRun:
     def position(self, row: int) -> int:
         """The position of a row."""
         index = bisect_right(self.starts, row) - 1
-        segment, row = self.segments[index], row - self.starts[index]
-        return segment.start + (row // segment.block) * segment.period + row % segment.block
+        return self.segments[index].position(row - self.starts[index])
 
 
 def rows_before(segment: Segment, position: int) -> int:

@@ -42,14 +42,17 @@ class Segment:
     @property
     def last(self) -> int:
         """The last position; `start - 1` of an empty segment."""
-        index = self.length - 1
-        return self.start + (index // self.block) * self.period + index % self.block if self.length else self.start - 1
+        return self.position(self.length - 1) if self.length else self.start - 1
+
+    def position(self, index: int) -> int:
+        """Where a local token stands; of a tensor of tokens, where each does."""
+        return self.start + index // self.block * self.period + index % self.block
 
     def positions(self) -> range | list[int]:
         """Global positions in local order."""
         if self.is_contiguous:
             return range(self.start, self.start + self.length)
-        return [self.start + (i // self.block) * self.period + i % self.block for i in range(self.length)]
+        return [self.position(index) for index in range(self.length)]
 
 
 def chunk_length(seq_len: int, chunks: int, index: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -25,10 +26,10 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
     >>> positions_of([Segment(start=2, length=5, block=2, period=8)]).tolist()
     [2, 3, 10, 11, 18]
     """
-    parts = []
+    parts: list[Any] = []
     for segment in segments:
-        index = torch.arange(segment.length, device=device)
-        parts.append(segment.start + (index // segment.block) * segment.period + index % segment.block)
+        tokens: Any = torch.arange(segment.length, device=device)
+        parts.append(segment.position(tokens))
     return torch.cat(parts)
 
 

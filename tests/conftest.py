@@ -53,3 +53,11 @@ def four_processes() -> Iterator[Processes]:
     four = Processes(4, timeout=120)
     yield four
     four.stop()
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Processes]:
+    """Of two GPUs with NCCL between them, for one file."""
+    two = Processes(2, timeout=120, backend="nccl")
+    yield two
+    two.stop()

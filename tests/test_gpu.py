@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="nccl")
-    yield processes
-    processes.stop()
 
 
 def _group() -> dist.ProcessGroup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,13 +19,6 @@ from cp_dtensor.local_attention.by_row import ByRowAttention
 
 pytestmark = pytest.mark.gpu(2)
 WORLD_SIZE, LENGTH = 2, 1024
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="nccl")
-    yield processes
-    processes.stop()
 
 
 def _entries(rank: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -105,13 +105,6 @@ LAYOUTS: dict[str, Callable[[Mask], Layout]] = {
     "Striped": lambda mask: Striped(1),
     "Balanced": lambda mask: Balanced(mask, LENGTH),
 }
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="nccl")
-    yield processes
-    processes.stop()
 
 
 def _generator(seed: int) -> torch.Generator:

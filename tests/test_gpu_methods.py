@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_checks import WORLD_SIZE, Tensors, attend, delay, different_layers, replayed_differences, shards
 from problems import Problem, reference, shard
 from processes import Processes
 
@@ -31,8 +32,6 @@ from cp_dtensor.rotation import head_exchange_symm_mem
 from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
 
 pytestmark = pytest.mark.gpu(2)
-WORLD_SIZE = 2
-LAYERS = 4
 PROBLEMS = (
     Problem(256, 256, 2, 8, 2, 32, is_causal=True),
     Problem(203, 203, 1, 4, 4, 64, is_causal=True),
@@ -40,33 +39,11 @@ PROBLEMS = (
     Problem(40, 40, 1, 3, 3, 8, is_causal=True),
     Problem(3, 1, 1, 2, 2, 8, is_causal=True),
 )
-Tensors = tuple[torch.Tensor, ...]
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="nccl")
-    yield processes
-    processes.stop()
-
-
-def _attend(inputs: Tensors, problem: Problem, layout: Layout, method: str, **options: Any) -> Tensors:
-    """out, dq, dk and dv of shards."""
-    *qkv, grad_out = inputs
-    q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
-    out = context_parallel_attention(
-        q, k, v, mesh=dist.group.WORLD, method=method, is_causal=problem.is_causal, enable_gqa=True, layout=layout,
-        seq_len=(problem.q_len, problem.kv_len), **options,
-    )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    out.backward(grad_out)
-    return out.detach(), *(tensor.grad for tensor in (q, k, v))
 
 
 def _errors(rank: int, problem: Problem, layout: Layout, stages: int, shares_memory: bool) -> list[float]:
-    drawn = problem.draw(5, "cuda")
-    expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *drawn)]
-    local = tuple(shard(tensor, layout, rank, WORLD_SIZE) for tensor in drawn)
+    expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *problem.draw(5, "cuda"))]
+    local = shards(problem, 5, layout, rank)
     exchanges: list[object] = []
 
     def exchange_of(*args: Any) -> object:
@@ -78,7 +55,7 @@ def _errors(rank: int, problem: Problem, layout: Layout, stages: int, shares_mem
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(planning, "shared_memory_heads", exchange_of))
         stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
-        results = _attend(local, problem, layout, "ulysses")
+        results = attend(local, problem, layout, dist.group.WORLD, method="ulysses")
     assert exchanges
     for exchange in exchanges:
         assert isinstance(exchange, SharedMemoryHeads) == shares_memory, exchange
@@ -96,42 +73,13 @@ def test_ulysses_equals_one_device_in_float64(
         assert max(errors) < 1e-10, errors
 
 
-def _delay(draw: random.Random) -> None:
-    if draw.random() < 0.5:
-        torch.cuda._sleep(draw.randrange(1_000_000))  # cycles: up to half a millisecond
-
-
-def _layers(rank: int, methods: list[tuple[str, str]], seed: int, delays: random.Random | None) -> list[Any]:
-    """Several layers, by several methods in turns, then one backward through all of them."""
-    problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
-    q, k, v, grad_out = (shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(seed, "cuda"))
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    outs = []
-    for layer in range(LAYERS):
-        if delays:
-            _delay(delays)
-        q, k, v = (leaf * (1 + layer) ** 0.5 for leaf in leaves)
-        method, rotate_method = methods[layer % len(methods)]
-        outs.append(
-            context_parallel_attention(
-                q, k, v, mesh=dist.group.WORLD, method=method, is_causal=True, enable_gqa=True, seq_len=512,
-                rotate_method=rotate_method,
-            )
-        )  # fmt: skip
-    if delays:
-        _delay(delays)
-    torch.autograd.backward(outs, [grad_out] * LAYERS)
-    return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves)]
-
-
 def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -> list[str]:
     draw = random.Random(rank)
-    wrong = []
     copy = head_exchange_symm_mem._Table.copy
 
     def late_copy(table: Any, targets: Any, stream: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):  # streams that read may be late as well
-            _delay(draw)
+            delay(draw)
         copy(table, targets, stream, current)
 
     with ExitStack() as stack:
@@ -139,15 +87,11 @@ def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(head_exchange_symm_mem._Table, "copy", late_copy))
         stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
-        for seed in range(rounds):
-            expected = _layers(rank, [("ring", "allgather")], seed, None)
-            for attempt in range(3):
-                results = _layers(rank, methods, seed, draw)
-                for index, (ours, want) in enumerate(zip(results, expected, strict=True)):
-                    if not torch.allclose(ours, want, rtol=1e-4, atol=1e-4):
-                        worst = (ours - want).abs().max().item()
-                        wrong.append(f"seed {seed}, attempt {attempt}, result {index}: {worst}")
-    return wrong
+        expected, *ways = (
+            {"mesh": dist.group.WORLD, "method": method, "rotate_method": rotate_method}
+            for method, rotate_method in [("ring", "allgather"), *methods]
+        )
+        return different_layers(rank, [expected], ways, rounds, draw)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -166,12 +110,12 @@ def test_random_delays_on_random_ranks_change_nothing(
 
 def _compiled(rank: int, method: str, stages: int) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.bfloat16)
-    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
+    inputs = shards(problem, 0, HeadTail(), rank)
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
-        expected = _attend(inputs, problem, HeadTail(), method)
+        expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method=method)
         compiled = torch.compile(_attention_of(method, problem), fullgraph=True, backend="aot_eager")
         *qkv, grad_out = inputs
         q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
@@ -197,7 +141,7 @@ def test_compiled_equals_eager(gpus: Processes, method: str, stages: int) -> Non
 def _error(rank: int) -> float:
     """The largest difference in a call after one that has raised in its second stage."""
     problem = Problem(512, 512, 1, 8, 8, 64, is_causal=True, dtype=torch.float32)
-    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
+    inputs = shards(problem, 0, HeadTail(), rank)
     calls = []
 
     def failing(*args: Any) -> Any:
@@ -210,10 +154,10 @@ def _error(rank: int) -> float:
         staging = HeadStaging(flops_per_stage=1e-3, most=4)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(splitting, "_decisions", splitting._Decisions()))  # decide anew
-        expected = _attend(inputs, problem, HeadTail(), "ulysses")
+        expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
         with mock.patch.object(ring, "ring_forward", failing), pytest.raises(RuntimeError, match="planted"):
-            _attend(inputs, problem, HeadTail(), "ulysses")
-        results = _attend(inputs, problem, HeadTail(), "ulysses")
+            attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
+        results = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
     return max((ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True))
 
 
@@ -231,26 +175,14 @@ def _graph(rank: int, stages: int) -> list[float]:
 
 def _replayed(rank: int) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
-    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        _attend(inputs, problem, HeadTail(), "ulysses")
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = _attend(inputs, problem, HeadTail(), "ulysses")
-    worst = []
-    for seed in range(5):
-        drawn = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(seed, "cuda"))
-        for tensor, fresh in zip(inputs, drawn, strict=True):
-            tensor.copy_(fresh)
-        torch.cuda._sleep(random.Random(seed + 7 * rank).randrange(500_000))
-        graph.replay()
-        expected = _attend(drawn, problem, HeadTail(), "ring", rotate_method="allgather")
-        worst += [(ours - want).abs().max().item() for ours, want in zip(captured, expected, strict=True)]
-    return worst
+
+    def call(inputs: Tensors, **options: Any) -> Tensors:
+        return attend(inputs, problem, HeadTail(), dist.group.WORLD, **options)
+
+    return replayed_differences(
+        rank, partial(call, method="ulysses"), partial(call, method="ring", rotate_method="allgather"),
+        lambda seed: shards(problem, seed, HeadTail(), rank),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

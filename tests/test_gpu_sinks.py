@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,13 +31,6 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 Tensors = tuple[torch.Tensor, ...]
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="nccl")
-    yield processes
-    processes.stop()
 
 
 def _draw(seed: int) -> Tensors:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_checks import WORLD_SIZE, Tensors, attend, delay, different_layers, replayed_differences, shards
 from problems import Problem, reference, shard
 from processes import Processes
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import Staging
 from cp_dtensor.rotation.choice import METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 pytestmark = pytest.mark.gpu(2)
-WORLD_SIZE = 2
-LAYERS = 4
 PROBLEMS = (
     Problem(256, 256, 2, 8, 2, 32, is_causal=True),
     Problem(203, 203, 1, 4, 4, 64, is_causal=True),
@@ -29,36 +27,14 @@ PROBLEMS = (
 )
 
 
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="nccl")
-    yield processes
-    processes.stop()
-
-
-def _attend(
-    inputs: tuple[torch.Tensor, ...], problem: Problem, layout: Layout, group: Any, **options: Any
-) -> tuple[torch.Tensor, ...]:
-    """out, dq, dk and dv of shards."""
-    *qkv, grad_out = inputs
-    q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
-    out = ring_attention(
-        q, k, v, mesh=group, is_causal=problem.is_causal, enable_gqa=True, layout=layout,
-        seq_len=(problem.q_len, problem.kv_len), **options,
-    )  # fmt: skip
-    out.backward(grad_out)
-    return out.detach(), *(tensor.grad for tensor in (q, k, v))
-
-
 def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[float]:
-    drawn = problem.draw(5, "cuda")
-    expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *drawn)]
-    local = tuple(shard(tensor, layout, rank, WORLD_SIZE) for tensor in drawn)
+    expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *problem.draw(5, "cuda"))]
+    local = shards(problem, 5, layout, rank)
     usual = METHODS["symm_mem"]
     if staged:
         METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1, 1e-3))
     try:
-        results = _attend(local, problem, layout, dist.group.WORLD, rotate_method="symm_mem")
+        results = attend(local, problem, layout, dist.group.WORLD, method="ring", rotate_method="symm_mem")
     finally:
         METHODS["symm_mem"] = usual
     assert workspace.why_not(dist.group.WORLD, local[0].device) is None
@@ -73,45 +49,13 @@ def test_equals_one_device_in_float64(gpus: Processes, problem: Problem, layout:
         assert max(errors) < 1e-10, errors
 
 
-def _delay(draw: random.Random) -> None:
-    if draw.random() < 0.5:
-        torch.cuda._sleep(draw.randrange(1_000_000))  # cycles: up to half a millisecond
-
-
-def _layers(rank: int, groups: list[Any], rotate_method: str, seed: int, delays: random.Random | None) -> list[Any]:
-    """Several layers, on several groups in turns, then one backward through all of them."""
-    problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
-    q, k, v, grad_out = (shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(seed, "cuda"))
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    outs = []
-    for layer in range(LAYERS):
-        if delays:
-            _delay(delays)
-        q, k, v = (leaf * (1 + layer) ** 0.5 for leaf in leaves)
-        outs.append(
-            ring_attention(
-                q, k, v, mesh=groups[layer % len(groups)], is_causal=True, enable_gqa=True, seq_len=512,
-                rotate_method=rotate_method,
-            )
-        )  # fmt: skip
-    if delays:
-        _delay(delays)
-    torch.autograd.backward(outs, [grad_out] * LAYERS)
-    return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves)]
-
-
 def _race(rank: int, rounds: int) -> list[str]:
     groups = [dist.group.WORLD, dist.new_group(range(WORLD_SIZE))]
-    draw = random.Random(rank)
-    wrong = []
-    for seed in range(rounds):
-        expected = _layers(rank, groups, "allgather", seed, None)
-        for attempt in range(3):
-            results = _layers(rank, groups, "symm_mem", seed, draw)
-            for index, (ours, want) in enumerate(zip(results, expected, strict=True)):
-                if not torch.allclose(ours, want, rtol=1e-4, atol=1e-5):
-                    wrong.append(f"seed {seed}, attempt {attempt}, result {index}: {(ours - want).abs().max().item()}")
-    return wrong
+    expected, ways = (
+        [{"mesh": group, "method": "ring", "rotate_method": rotation} for group in groups]
+        for rotation in ("allgather", "symm_mem")
+    )
+    return different_layers(rank, expected, ways, rounds, random.Random(rank))
 
 
 def test_random_delays_on_random_ranks_change_nothing(gpus: Processes) -> None:
@@ -122,27 +66,14 @@ def test_random_delays_on_random_ranks_change_nothing(gpus: Processes) -> None:
 
 def _graph(rank: int, rotate_method: str) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
-    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        _attend(inputs, problem, HeadTail(), dist.group.WORLD, rotate_method=rotate_method)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = _attend(inputs, problem, HeadTail(), dist.group.WORLD, rotate_method=rotate_method)
-    worst = []
-    for seed in range(5):
-        drawn = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(seed, "cuda"))
-        for tensor, fresh in zip(inputs, drawn, strict=True):
-            tensor.copy_(fresh)
-        torch.cuda._sleep(random.Random(seed + 7 * rank).randrange(500_000))
-        graph.replay()
-        replayed = [tensor.clone() for tensor in captured]
-        eager = _attend(drawn, problem, HeadTail(), dist.group.WORLD, rotate_method="allgather")
-        worst.append(max((a - b).abs().max().item() for a, b in zip(replayed, eager, strict=True)))
-    return worst
+
+    def call(inputs: Tensors, rotate_method: str) -> Tensors:
+        return attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ring", rotate_method=rotate_method)
+
+    return replayed_differences(
+        rank, partial(call, rotate_method=rotate_method), partial(call, rotate_method="allgather"),
+        lambda seed: shards(problem, seed, HeadTail(), rank),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rotate_method", ["symm_mem", "allgather", "alltoall", "auto"])
@@ -154,13 +85,13 @@ def test_a_captured_graph_replays_with_fresh_inputs(gpus: Processes, rotate_meth
 def _grow_in_capture(rank: int) -> str:
     group = dist.new_group(range(WORLD_SIZE))
     problem = Problem(64, 64, 1, 2, 2, 16, is_causal=True, dtype=torch.float32)
-    inputs = tuple(shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in problem.draw(0, "cuda"))
+    inputs = shards(problem, 0, HeadTail(), rank)
     assert workspace.why_not(group, inputs[0].device) is None
     graph = torch.cuda.CUDAGraph()
     raises = pytest.raises(RuntimeError, match="run one forward and backward of this size before capturing")
     with raises as raised, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         inputs[0].add(1)  # torch warns of empty graphs
-        _attend(inputs, problem, HeadTail(), group, rotate_method="symm_mem")
+        attend(inputs, problem, HeadTail(), group, method="ring", rotate_method="symm_mem")
     torch.cuda.synchronize()
     return str(raised.value)
 
@@ -185,18 +116,17 @@ def _mixed(rank: int, rounds: int) -> list[str]:
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     wrong = []
     for seed in range(rounds):
-        cases = [
-            (problem, layout, tuple(shard(tensor, layout, rank, FOUR) for tensor in problem.draw(seed, "cuda")))
-            for problem, layout in MIXED
-        ]
+        cases = [(problem, layout, shards(problem, seed, layout, rank, FOUR)) for problem, layout in MIXED]
         outcomes = {}
         for method in ("allgather", "symm_mem"):
             results = []
             torch.cuda.synchronize()
             for number, (problem, layout, inputs) in enumerate(cases):
                 with torch.cuda.stream(streams[number % 2 if method == "symm_mem" else 0]):
-                    _delay(draw)
-                    results.append(_attend(inputs, problem, layout, dist.group.WORLD, rotate_method=method))
+                    delay(draw)
+                    results.append(
+                        attend(inputs, problem, layout, dist.group.WORLD, method="ring", rotate_method=method)
+                    )
             torch.cuda.synchronize()
             outcomes[method] = results
         for number, (ours, want) in enumerate(zip(outcomes["symm_mem"], outcomes["allgather"], strict=True)):
