@@ -16,7 +16,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
-from cp_dtensor.kept_rows import keep, kept
+from cp_dtensor.kept_rows import Kept, keep, keeps_rows, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
@@ -96,9 +96,10 @@ def traced_attention_by_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Likewise, where all that is no tensor is a constant already."""
     q_len, kv_len = (-1, -1) if lengths is None else lengths
-    needs_lse = needs_lse or torch.is_grad_enabled()  # backward reads it
+    needs_lse = needs_lse or sinks is not None  # for their gradient
     out, lse, _ = torch.ops.cp_dtensor.attention(
-        q, k, v, bias, seed, sinks, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse
+        q, k, v, bias, seed, sinks, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
 
@@ -106,24 +107,29 @@ def traced_attention_by_tokens(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
     sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool,
+    kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
     extras = Extras(bias, dropout_p, seed, sinks=sinks)
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
+    # Of backward's inputs, LSE is the one that rows that are kept make superfluous; by heads, it would have to travel.
+    keeps = needs_backward and keeps_rows(call, q)
+    gives_lse = needs_lse or (needs_backward and not keeps)
     with no_autocast(q):
-        out, lse, saved = call.forward(q, k, v, extras, needs_lse)
-    if found.ambient is not None and needs_lse and _torch_private.current_backward() is None:
+        out, lse, saved = call.forward(q, k, v, extras, gives_lse)
+    if found.ambient is not None and needs_backward and _torch_private.current_backward() is None:
         outstanding.begin(found.ambient)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if known is None or decider.finds_mask:
         numbers = torch.tensor([*lengths, found_numbers.number_of(found)], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
-    if needs_lse:
-        keep(numbers, call, saved)
-    return _row_after_row(out), lse.contiguous() if needs_lse else lse.new_empty(0), numbers
+    if needs_backward:
+        keep(numbers, call, saved if keeps else ())
+    if not gives_lse:
+        lse = lse.new_full(q.shape[:3], float("nan")) if needs_backward else lse.new_empty(0)
+    return _row_after_row(out), lse.contiguous(), numbers
 
 
 def _finds(recipe: str, q_len: int) -> bool:
@@ -134,11 +140,11 @@ def _finds(recipe: str, q_len: int) -> bool:
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
     sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool,
+    kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((batch, heads, length) if needs_lse else (0,), dtype=lse_dtype)
+    lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
     finds = _finds(recipe, q_len)
     found = torch.empty(3 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
     return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
@@ -147,8 +153,8 @@ def _fake_forward(
 def _backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None, recipe: str,
-    backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_grad_bias: bool,
-    needs_grad_sinks: bool,
+    backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_lse: bool,
+    needs_grad_bias: bool, needs_grad_sinks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     what = Found(mask_tokens.of(mask), None)
     if found.numel():
@@ -156,7 +162,7 @@ def _backward(
         what = found_numbers.of(number)
     if what.ambient is not None:
         outstanding.end(what.ambient)
-    extras = Extras(bias, dropout_p, seed)
+    extras = Extras(bias, dropout_p, seed, sinks=sinks)
     of_forward = kept(found)
     call = of_forward.call or _recipes.of(recipe).decide(
         q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends)
@@ -164,10 +170,24 @@ def _backward(
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out):
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
-        saved = of_forward.saved or call.saved_again(q, k, v, out, lse, extras)
+        saved = _saved(call, of_forward, q, k, v, out, lse, extras, needs_lse)
         grads = call.backward(grad_out, extras, saved, grad_bias)
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*map(_row_after_row, grads), of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
+
+
+def _saved(
+    call: AttentionCall, of_forward: Kept, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, extras: Extras, needs_lse: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """What forward has saved, as it was kept, or made again."""
+    keeps = keeps_rows(call, q)
+    if of_forward.rows and keeps:
+        return of_forward.rows
+    has_kept = keeps if of_forward.call is None else bool(of_forward.rows)
+    if has_kept and not needs_lse:  # then LSE has stayed where it was computed
+        return call.forward(q, k, v, extras, needs_lse=False)[2]
+    return call.saved_again(q, k, v, out, lse, extras)
 
 
 def _fake_backward(
@@ -186,7 +206,7 @@ def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, bias, seed, sinks, *ctx.settings, _needs_lse = inputs
+    q, k, v, bias, seed, sinks, *ctx.settings, _needs_backward = inputs
     out, lse, found = output
     ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
     ctx.mark_non_differentiable(lse, found)
@@ -203,10 +223,11 @@ def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor 
 
 def _defined() -> torch.library.Library:
     extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
-    settings = "str recipe, str backends, str mask, float dropout_p, float scale, SymInt q_len, SymInt kv_len"
+    settings = "str recipe, str backends, str mask, float dropout_p, float scale, "
+    settings += "SymInt q_len, SymInt kv_len, bool needs_lse"
     library = torch.library.Library("cp_dtensor", "DEF")
     library.define(
-        f"attention(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_lse) "
+        f"attention(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_backward) "
         "-> (Tensor out, Tensor lse, Tensor found)"
     )
     library.define(

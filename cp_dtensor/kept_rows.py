@@ -19,24 +19,27 @@ _NAME = "_cp_dtensor_kept"
 
 
 class Kept:
-    """A call that has run forward, and what it has saved; copies have neither."""
+    """A call that has run forward, and what it has saved, or nothing if that is not to be kept; copies have neither."""
 
-    def __init__(self, call: AttentionCall | None = None, saved: Tensors = ()) -> None:
+    def __init__(self, call: AttentionCall | None = None, rows: Tensors = ()) -> None:
         self.call = call
-        self.saved = saved
-        """Empty: nothing but what the operator got and gave, or it is not kept."""
+        self.rows = rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
         return Kept()
 
 
-def keep(keeper: torch.Tensor, call: AttentionCall, saved: Tensors) -> None:
-    """Keeps a call and what it has saved as long as `keeper`.
+def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
+    """Whether what a call saves is worth keeping and may be kept here: not where a CUDA graph is made.
 
-    Rows of other ranks are not kept if a CUDA graph would own their memory: it is written again at each replay, and
-    Inductor wants to know of all of it. What is saved otherwise is the operator's, which autograd keeps if need be.
+    A graph's memory is written again at each replay, and Inductor wants to know of all of it; what is kept elsewhere is
+    gone by then. What other calls save is what the operator got and gave, which autograd keeps if need be.
     """
-    rows = saved if call.saves_rows_of_others and not _in_cuda_graph(saved) else ()
+    return call.saves_rows_of_others and not (q.is_cuda and _torch_private.is_in_cuda_graph(q.device))
+
+
+def keep(keeper: torch.Tensor, call: AttentionCall, rows: Tensors) -> None:
+    """Keeps a call, and what it has saved if that is to be kept, as long as `keeper`."""
     setattr(keeper, _NAME, Kept(call, rows))
     setattr(keeper, "__getstate__", dict)  # noqa: B010  # what is pickled of a tensor besides its data: nothing
 
@@ -44,10 +47,4 @@ def keep(keeper: torch.Tensor, call: AttentionCall, saved: Tensors) -> None:
 def kept(keeper: torch.Tensor) -> Kept:
     """What the tensor keeps: nothing if it is not the one that forward has returned."""
     found: Kept | None = getattr(keeper, _NAME, None)
-    if found is None:
-        return Kept()
-    return Kept(found.call) if _in_cuda_graph(found.saved) else found  # graphs may not read what outlives them
-
-
-def _in_cuda_graph(tensors: Tensors) -> bool:
-    return bool(tensors) and tensors[0].is_cuda and _torch_private.is_in_cuda_graph(tensors[0].device)
+    return found or Kept()

@@ -19,7 +19,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cp_dtensor import ATTENTION_OPS, HeadTail, context_parallel, context_parallel_attention, kept_rows, splitting
+from cp_dtensor import (
+    ATTENTION_OPS,
+    HeadTail,
+    compiled_op,
+    context_parallel,
+    context_parallel_attention,
+    kept_rows,
+    ulysses_attention,
+)
 from cp_dtensor.rotation.head_exchange import CollectiveHeads
 
 Rows = list[weakref.ref[torch.Tensor]]
@@ -27,27 +35,33 @@ Rows = list[weakref.ref[torch.Tensor]]
 
 @contextmanager
 def watched() -> Iterator[tuple[list[int], Rows]]:
-    """Lists how many tensors each exchange brings to heads, and all that is kept."""
+    """Lists how many tensors each exchange brings to heads, or (negative) home, and all that is kept."""
     exchanges: list[int] = []
     rows: Rows = []
-    to_heads, keep = CollectiveHeads.to_heads, kept_rows.Kept.__init__
+    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.Kept.__init__
 
     def counted(self: Any, bundles: Any, *args: Any) -> Any:
         exchanges.append(sum(map(len, bundles)))
         return to_heads(self, bundles, *args)
 
-    def noted(self: Any, call: Any = None, saved: Any = ()) -> None:
-        rows.extend(map(weakref.ref, saved))
-        keep(self, call, saved)
+    def counted_home(self: Any, bundles: Any, *args: Any) -> Any:
+        exchanges.append(-sum(map(len, bundles)))
+        return to_rows(self, bundles, *args)
+
+    def noted(self: Any, call: Any = None, kept: Any = ()) -> None:
+        rows.extend(map(weakref.ref, kept))
+        keep(self, call, kept)
 
     with (
         mock.patch.object(CollectiveHeads, "to_heads", counted),
+        mock.patch.object(CollectiveHeads, "to_rows", counted_home),
         mock.patch.object(kept_rows.Kept, "__init__", noted),
     ):
         yield exchanges, rows
 
 
-FORWARD, BACKWARD, AGAIN = [3], [1], [3, 1, 1]  # q, k, v; the gradient of out; once more q, k, v, then out, then LSE
+FORWARD, LSE, BACKWARD = [3, -1], [-1], [1, -3]  # q, k and v, then out comes home; LSE too; the gradients
+AGAIN = [3, 1, 1]  # q, k and v; out; LSE
 
 
 def alive(rows: Rows) -> int:
@@ -188,11 +202,56 @@ def other_tensors_arrive(rank: int) -> None:
                     out = function(*inputs)
                 assert alive(rows) == 0
                 shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-                assert exchanges == [*FORWARD, *AGAIN, *BACKWARD]
+                assert exchanges == [*FORWARD, *FORWARD, *BACKWARD]  # without LSE, attention is computed again
 
 
 def test_saved_tensor_hooks(two_processes: Processes) -> None:
     two_processes.run(other_tensors_arrive)
+
+
+def with_lse(rank: int) -> None:
+    fresh()
+    shards = Shards(rank)
+    options = {"mesh": init_device_mesh("cpu", (2,)), "is_causal": True, "enable_gqa": True, "return_lse": True}
+    function = compiled(lambda q, k, v: ulysses_attention(q * 2.0, k, v, **options)[0] * 3.0)
+    for hooks, again in ((nullcontext(), []), (saved_tensors_hooks(torch.clone, torch.clone), AGAIN)):
+        with watched() as (exchanges, _):
+            inputs = shards.inputs()
+            with hooks:
+                out = function(*inputs)
+            shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+            assert exchanges == [*FORWARD, *LSE, *again, *BACKWARD]
+
+
+def test_lse_that_is_asked_for(two_processes: Processes) -> None:
+    two_processes.run(with_lse)
+
+
+def in_graphs_or_not(rank: int) -> None:
+    """What a CUDA graph keeps from being kept, in forward, in backward or in both."""
+    fresh()
+    shards = Shards(rank)
+    function = compiled(ulysses(init_device_mesh("cpu", (2,))))
+    function(*shards.inputs())
+    kept_once, again, computed_again = [], [*LSE, *AGAIN], FORWARD
+    copies = saved_tensors_hooks(torch.clone, torch.clone)
+    cases = [
+        (nullcontext(), True, True, kept_once), (nullcontext(), False, False, again),
+        (nullcontext(), True, False, computed_again), (nullcontext(), False, True, again),
+        (copies, False, False, again), (copies, True, True, computed_again),
+    ]  # fmt: skip
+    for hooks, in_forward, in_backward, expected in cases:
+        with watched() as (exchanges, _):
+            inputs = shards.inputs()
+            with hooks, mock.patch.object(compiled_op, "keeps_rows", lambda *_, keeps=in_forward: keeps):
+                out = function(*inputs)
+            with mock.patch.object(compiled_op, "keeps_rows", lambda *_, keeps=in_backward: keeps):
+                shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+            assert exchanges == [*FORWARD, *expected, *BACKWARD]
+
+
+def test_cuda_graphs_keep_nothing(two_processes: Processes) -> None:
+    two_processes.run(in_graphs_or_not)
 
 
 def backward_in_another_thread(rank: int) -> None:
@@ -220,34 +279,3 @@ def backward_in_another_thread(rank: int) -> None:
 
 def test_other_threads(two_processes: Processes) -> None:
     two_processes.run(backward_in_another_thread)
-
-
-def deterministic_or_not(rank: int) -> None:
-    """What backward decides is what forward has decided, also where it cannot keep that and decides once more."""
-    fresh()
-    shards = Shards(rank)
-    function = compiled(ulysses(init_device_mesh("cpu", (2,))))
-    masking_of, asked = splitting.masking_of, []
-
-    def noted(*args: Any) -> Any:
-        asked.append(args[-1].deterministic)
-        return masking_of(*args)
-
-    with mock.patch.object(splitting, "masking_of", noted):
-        for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
-            for deterministic in (True, False, True):
-                inputs = shards.inputs()
-                try:
-                    torch.use_deterministic_algorithms(deterministic)
-                    with hooks:
-                        out = function(*inputs)
-                    torch.use_deterministic_algorithms(False)  # torch refuses the other way round
-                    shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-                finally:
-                    torch.use_deterministic_algorithms(False)
-                assert set(asked) == {deterministic}
-                asked.clear()
-
-
-def test_deterministic_algorithms_are_those_of_forward(two_processes: Processes) -> None:
-    two_processes.run(deterministic_or_not)

@@ -6,16 +6,27 @@ What they compute on GPUs is in `test_gpu_deterministic`; here CPUs are taken fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from compile_checks import Shards, compiled, fresh
 from problems import Problem, reference, shard
+from processes import Processes
 from ranks import run_ranks
+from torch.autograd.graph import saved_tensors_hooks
 
-from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, ulysses_attention, varlen_attention
+from cp_dtensor import (
+    HeadTail,
+    context_parallel_attention,
+    ring_attention,
+    splitting,
+    ulysses_attention,
+    varlen_attention,
+)
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_qkvpacked_func,
@@ -135,3 +146,38 @@ def test_it_is_part_of_what_compiled_code_stands_for() -> None:
 
     ((plain, deterministic),) = run_ranks(1, body)
     assert deterministic == f"{plain}, deterministic"
+
+
+def deterministic_or_not(rank: int) -> None:
+    """What backward decides is what forward has decided, also where it cannot keep that and decides once more."""
+    fresh()
+    shards = Shards(rank)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ulysses_attention(q * 2.0, k, v, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True) * 3.0
+
+    function = compiled(attention)
+    masking_of, asked = splitting.masking_of, []
+
+    def noted(*args: Any) -> Any:
+        asked.append(args[-1].deterministic)
+        return masking_of(*args)
+
+    with mock.patch.object(splitting, "masking_of", noted):
+        for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
+            for deterministic in (True, False, True):
+                inputs = shards.inputs()
+                try:
+                    torch.use_deterministic_algorithms(deterministic)
+                    with hooks:
+                        out = function(*inputs)
+                    torch.use_deterministic_algorithms(False)  # torch refuses the other way round
+                    shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                assert set(asked) == {deterministic}
+                asked.clear()
+
+
+def test_deterministic_algorithms_are_those_of_forward(two_processes: Processes) -> None:
+    two_processes.run(deterministic_or_not)
