@@ -14,8 +14,9 @@ from cp_dtensor.layouts import Segment, Span
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
     """(B, H, S, ...) to some batch rows, heads and sequence rows, a view; None means all."""
-    for dim, span in enumerate((batch, heads, rows)):
-        if span is not None and span != (0, tensor.size(dim)):
+    shape = tensor.shape
+    for dim, span in ((0, batch), (1, heads), (2, rows)):
+        if span is not None and (span[0] or span[1] != shape[dim]):
             tensor = tensor.narrow(dim, span[0], span[1] - span[0])
     return tensor
 

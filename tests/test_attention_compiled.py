@@ -32,6 +32,7 @@ def compiled(name: str, mask: int, dropout: bool, head_dim: int = 128) -> dict[s
     from triton.compiler import ASTSource
 
     from cp_dtensor.kernels import attention_backward_kv, attention_backward_q, attention_configs, attention_forward
+    from cp_dtensor.kernels.direct_launch import Described, Parameters, map_format
 
     x = torch.zeros(1, 1, 16, head_dim, dtype=torch.bfloat16)
     backward = attention_configs.default_backward_config(x, x, x, x, has_dropout=dropout)
@@ -81,13 +82,36 @@ def compiled(name: str, mask: int, dropout: bool, head_dim: int = 128) -> dict[s
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     stack = re.search(r"STACK:(\d+)", usage)
     assert stack, usage
+    # Of a descriptor sizes and strides count only; of other arguments any values will do.
+    shapes = {kind: 4 if "1,1" in kind else 2 for kind in signature.values() if kind.startswith("tensordesc")}
+    arguments = [
+        Described((1,) * shapes[kind], (1,) * shapes[kind]) if kind in shapes else None if kind.startswith("*") else 0
+        for kind in signature.values()
+    ]
+    formats = [map_format(x) for x in result.metadata.tensordesc_meta or ()]
+    laid_out = Parameters(list(signature.values()), arguments, formats)
     return {
+        "parameters": parameters(result.asm["ptx"]),
+        "laid_out": laid_out.places,
         "kernel": name,
         "mask": mask,
         "dropout": dropout,
         "shared": result.metadata.shared,
         "stack": int(stack.group(1)),
     }
+
+
+def parameters(ptx: str) -> list[tuple[int, int]]:
+    """Offset and size of each parameter of a kernel."""
+    end, places = 0, []
+    for line in ptx[ptx.index(".entry") : ptx.index("\n)", ptx.index(".entry"))].splitlines()[1:]:
+        declared = re.search(r"\.param (?:\.align (\d+) )?\.[a-z](\d+) .*?(?:\[(\d+)\])?,?$", line)
+        assert declared, line
+        size = int(declared[2]) // 8 * int(declared[3] or 1)
+        end += -end % int(declared[1] or size)
+        places.append((end, size))
+        end += size
+    return places
 
 
 def disassembler() -> Path:
@@ -110,6 +134,8 @@ def test_kernels_fit_a_hopper_gpu() -> None:
     for result in results:
         assert result["shared"] <= SHARED_BYTES, result
         assert result["stack"] <= STACK_BYTES, result
+        # What the driver says of a loaded function, which is what `DirectLaunch` believes.
+        assert result["parameters"] == result["laid_out"], result
 
 
 if __name__ == "__main__":

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cp_dtensor.kernels.attention_backward_kv import attention_dkv_kernel
 from cp_dtensor.kernels.attention_backward_q import attention_delta_kernel, attention_dq_kernel, attention_rows_kernel
-from cp_dtensor.kernels.attention_common import bias_arguments, described, mask_arguments
+from cp_dtensor.kernels.attention_common import INTERVALS, bias_argument, blocks_of_rows, mask_arguments
 from cp_dtensor.kernels.attention_configs import BackwardConfig, ForwardConfig, default_backward_config, padded
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.attention_philox import dropout_arguments
+from cp_dtensor.kernels.launching import Facts, Launch, facts, kept
 
 _BLOCK = 4096
 """Elements of a program of the small kernels, at most."""
@@ -29,16 +29,23 @@ def launch_attention_delta(delta: torch.Tensor, grad_out: torch.Tensor, out: tor
         grad_out: (B, H, S, Dv), any floating dtype.
         out: (B, H, S, Dv), any floating dtype.
     """
-    batch, heads, rows, v_dim = out.shape
     if out.numel() == 0:
         delta.zero_()
         return
+    _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
+
+
+@kept
+def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
+    batch, heads, rows, v_dim = out.shape
     block_v = padded(v_dim)
     block_rows = _BLOCK // block_v
-    attention_delta_kernel[triton.cdiv(rows, block_rows), heads, batch](
-        delta, out, grad_out, rows, *delta.stride()[:2], *out.stride()[:3], *grad_out.stride()[:3],
-        V_DIM=v_dim, BLOCK_ROWS=block_rows, BLOCK_V=block_v,
-    )  # fmt: skip
+    return Launch(
+        attention_delta_kernel,
+        (triton.cdiv(rows, block_rows), heads, batch),
+        (rows, *delta.strides[:2], *out.strides[:3], *grad_out.strides[:3]),
+        {"V_DIM": v_dim, "BLOCK_ROWS": block_rows, "BLOCK_V": block_v},
+    )
 
 
 def launch_attention_backward(
@@ -81,64 +88,116 @@ def launch_attention_backward(
     assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     assert q.dtype == k.dtype == v.dtype == grad_out.dtype
-    batch, heads, rows, head_dim = q.shape
-    kv_heads, columns, v_dim = v.shape[1:]
+    batch, heads, rows, _ = q.shape
+    columns = v.size(2)
     if q.numel() == 0 or k.numel() == 0:
         for grad in (dq, dk, dv):
             grad.zero_()
         return
     config = config or default_backward_config(q, k, v, grad_out, bias is not None, dropout is not None)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
-    bias_kind, bias, bias_strides = bias_arguments(bias, (batch, heads, rows, columns), lse)
+    bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
     seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
-    block_dim, block_v = padded(head_dim), padded(v_dim)
-
-    # Kernels read whole blocks of these, which begin at any row; descriptors want lines of 16 bytes.
+    # Kernels read whole blocks of rows' numbers, which begin at any row; descriptors want lines of 16 bytes.
     padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
     padded_rows += -padded_rows % 4
-    shift, padded_delta = lse.new_empty((2, batch * heads, padded_rows), dtype=torch.float32)
-    attention_rows_kernel[triton.cdiv(padded_rows, _BLOCK), heads, batch](
-        shift, padded_delta, lse, delta, rows, padded_rows, *lse.stride()[:2], *delta.stride()[:2], BLOCK_ROWS=_BLOCK
-    )
-    lines = [shift, padded_delta]
+    shift, padded_delta = lse.new_empty((2, batch * heads, padded_rows), dtype=torch.float32).unbind()
     lo = hi = ranges = lse  # which the kernels do not look at then
-    intervals_stride, ranges_strides = 0, (0, 0)
+    interval_strides = (0, 0, 0)
     if intervals is not None:
         lo, hi = intervals.padded_lines(padded_rows)
         ranges = intervals.rows_of_columns(columns, config.dkv.block_columns)
-        lines += [lo, hi]
-        if lo.size(0) > 1:
-            intervals_stride = lo.stride(0)
-        ranges_strides = (ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0)
+        interval_strides = (
+            lo.stride(0) if lo.size(0) > 1 else 0, ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0
+        )  # fmt: skip
+    others = (bias, seed, q_position, kv_position)
+    launches = _launches(
+        facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
+        tuple([x.dtype for x in others]), (mask, offset, *interval_strides), (bias_kind, *bias_strides), tuple(drop),
+        dropout is not None, float(scale), padded_rows, config,
+    )  # fmt: skip
+    launches.rows(shift, padded_delta, lse, delta)
+    launches.dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
+    launches.dq(dq, grad_out, q, k, v, shift, padded_delta, lo, hi, *others)
 
+
+class _Launches(NamedTuple):
+    """Those of a backward pass, in order."""
+
+    rows: Launch
+    dkv: Launch
+    dq: Launch
+
+
+@kept
+def _launches(
+    dq: Facts,
+    dk: Facts,
+    dv: Facts,
+    grad_out: Facts,
+    q: Facts,
+    k: Facts,
+    v: Facts,
+    lse: Facts,
+    delta: Facts,
+    _dtypes_of_others: tuple[torch.dtype, ...],
+    mask: tuple[int, ...],
+    bias: tuple[int, ...],
+    dropout: tuple[float, ...],
+    has_dropout: bool,
+    scale: float,
+    padded_rows: int,
+    config: BackwardConfig,
+) -> _Launches:
+    """For tensors such as these. Of mask, bias and dropout, the numbers."""
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, columns, v_dim = v.shape[1:]
+    block_dim, block_v = padded(head_dim), padded(v_dim)
+    mask_kind, offset, intervals_stride, *ranges_strides = mask
     numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads // kv_heads, padded_rows)
-    strides = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], intervals_stride)
-    dims = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
-    kinds = {"MASK": mask, "BIAS": bias_kind, "DROPOUT": dropout is not None}
+    strides = (*grad_out.strides[:3], *q.strides[:3], *k.strides[:3], *v.strides[:3], intervals_stride)
+    last = (*bias[1:], *dropout)
+    constants = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
+    constants |= {"MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout}
+
     cut = config.dkv
-    lines = [_described_lines(x, cut) for x in lines]
-    attention_dkv_kernel[kv_heads, triton.cdiv(columns, cut.block_columns), batch](
-        dk, dv,
-        described(grad_out, cut.block_rows, block_v, cut.tma), described(q, cut.block_rows, block_dim, cut.tma),
-        k, v, *(lines if len(lines) == 4 else (*lines, lo, hi)), ranges, bias,
-        seed, q_position, kv_position,
-        *numbers, *dk.stride()[:3], *dv.stride()[:3], *strides, *ranges_strides, *bias_strides, *drop,
-        **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
-        PRECISION=cut.precision,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+    line = (1, cut.block_rows) if cut.tma else None
+    of_intervals = line if mask_kind == INTERVALS.value else None
+    dkv = Launch(
+        attention_dkv_kernel,
+        (kv_heads, triton.cdiv(columns, cut.block_columns), batch),
+        (*numbers, *dk.strides[:3], *dv.strides[:3], *strides, *ranges_strides, *last),
+        constants | _constants(cut),
+        (
+            *(None, None),
+            blocks_of_rows(grad_out, cut.block_rows, block_v, cut.tma),
+            blocks_of_rows(q, cut.block_rows, block_dim, cut.tma),
+            *(None, None, line, line, of_intervals, of_intervals),
+        ),
+    )
     cut = config.dq
-    attention_dq_kernel[heads, triton.cdiv(rows, cut.block_rows), batch](
-        dq, grad_out, q,
-        described(k, cut.block_columns, block_dim, cut.tma), described(v, cut.block_columns, block_v, cut.tma),
-        shift, padded_delta, lo, hi, bias, seed, q_position, kv_position,
-        *numbers, *dq.stride()[:3], *strides, *bias_strides, *drop,
-        **dims, **kinds, BLOCK_ROWS=cut.block_rows, BLOCK_COLUMNS=cut.block_columns, TMA=cut.tma,
-        PRECISION=cut.precision,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+    of_dq = Launch(
+        attention_dq_kernel,
+        (heads, triton.cdiv(rows, cut.block_rows), batch),
+        (*numbers, *dq.strides[:3], *strides, *last),
+        constants | _constants(cut),
+        (
+            *(None, None, None),
+            blocks_of_rows(k, cut.block_columns, block_dim, cut.tma),
+            blocks_of_rows(v, cut.block_columns, block_v, cut.tma),
+        ),
+    )
+    of_rows = Launch(
+        attention_rows_kernel,
+        (triton.cdiv(padded_rows, _BLOCK), heads, batch),
+        (rows, padded_rows, *lse.strides[:2], *delta.strides[:2]),
+        {"BLOCK_ROWS": _BLOCK},
+    )
+    return _Launches(of_rows, dkv, of_dq)
 
 
-def _described_lines(x: torch.Tensor, cut: ForwardConfig) -> Any:
-    """What `load_row_values` takes for a matrix."""
-    return TensorDescriptor.from_tensor(x, [1, cut.block_rows]) if cut.tma else x
+def _constants(cut: ForwardConfig) -> dict[str, object]:
+    return {
+        "BLOCK_ROWS": cut.block_rows, "BLOCK_COLUMNS": cut.block_columns, "TMA": cut.tma, "PRECISION": cut.precision,
+        "num_warps": cut.warps, "num_stages": cut.stages, "enable_fp_fusion": True,
+    }  # fmt: skip

@@ -7,14 +7,12 @@ wholly.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cp_dtensor.kernels.attention_intervals import Intervals
+from cp_dtensor.kernels.launching import Facts
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -177,7 +175,7 @@ def mask_arguments(causal_offset: int | None, intervals: Intervals | None, rows:
     return CAUSAL.value, max(-rows, min(causal_offset, columns))
 
 
-def bias_arguments(
+def bias_argument(
     bias: torch.Tensor | None, shape: tuple[int, int, int, int], unused: torch.Tensor
 ) -> tuple[int, torch.Tensor, tuple[int, ...]]:
     """`(BIAS, tensor, strides)` of a bias that broadcasts to `shape` (B, H, S, T); it is not expanded in memory."""
@@ -191,7 +189,7 @@ def bias_arguments(
     return ADDITIVE.value, expanded, expanded.stride()
 
 
-def described(x: torch.Tensor, block: int, width: int, tma: bool) -> Any:
-    """What `load_rows` takes for a whole tensor: a descriptor of its blocks of rows, or the tensor."""
-    assert block * x.stride(2) < 2**31
-    return TensorDescriptor.from_tensor(x, [1, 1, block, width]) if tma else x
+def blocks_of_rows(x: Facts, block: int, width: int, tma: bool) -> tuple[int, ...] | None:
+    """The blocks of (B, H, S, D) that `load_rows` reads by a descriptor; None: it takes a pointer."""
+    assert block * x.strides[2] < 2**31
+    return (1, 1, block, width) if tma else None

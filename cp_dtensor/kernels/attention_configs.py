@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -88,8 +89,15 @@ def default_config(
     k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, has_dropout: bool = False
 ) -> ForwardConfig:
     """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv)."""
-    large, dim = _is_large(k), _block_dim(k, v)
-    if k.dtype == torch.float32:
+    large = _is_large(k.device)
+    return _forward_config(large, k.dtype, _block_dim(k, v), has_bias, has_dropout, large and can_use_tma(k, v))
+
+
+@cache
+def _forward_config(
+    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, has_dropout: bool, tma: bool
+) -> ForwardConfig:
+    if dtype == torch.float32:
         config = (_HOPPER_FORWARD_FLOAT32 if large else _SMALL_FORWARD_FLOAT32)[dim]
     else:
         config = (_HOPPER_FORWARD if large else _SMALL_FORWARD)[dim]
@@ -97,7 +105,7 @@ def default_config(
             config = replace(config, block_columns=max(32, config.block_columns // 2))
         if has_dropout and dim <= 128:  # whose random numbers take registers; measured for 64 and 128
             config = replace(config, block_rows=64, block_columns=min(64, config.block_columns), warps=4)
-    return replace(config, tma=large and can_use_tma(k, v))
+    return replace(config, tma=tma)
 
 
 def default_backward_config(
@@ -109,8 +117,16 @@ def default_backward_config(
     has_dropout: bool = False,
 ) -> BackwardConfig:
     """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
-    large, dim = _is_large(k), _block_dim(k, v)
-    if k.dtype == torch.float32:
+    large = _is_large(k.device)
+    tma_dq, tma_dkv = large and can_use_tma(k, v), large and can_use_tma(q, grad_out)
+    return _backward_config(large, k.dtype, _block_dim(k, v), has_bias, has_dropout, tma_dq, tma_dkv)
+
+
+@cache
+def _backward_config(
+    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, has_dropout: bool, tma_dq: bool, tma_dkv: bool
+) -> BackwardConfig:
+    if dtype == torch.float32:
         config = (_HOPPER_BACKWARD_FLOAT32 if large else _SMALL_BACKWARD_FLOAT32)[dim]
         dq, dkv = config.dq, config.dkv
     else:
@@ -122,19 +138,18 @@ def default_backward_config(
             dq = replace(dq, block_rows=64)
         elif has_dropout:
             dkv = replace(dkv, block_rows=32)
-    return BackwardConfig(
-        dq=replace(dq, tma=large and can_use_tma(k, v)), dkv=replace(dkv, tma=large and can_use_tma(q, grad_out))
-    )
+    return BackwardConfig(dq=replace(dq, tma=tma_dq), dkv=replace(dkv, tma=tma_dkv))
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors of these can be made: they want at least one row, and 16-byte alignment."""
-    return all(
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
-        for x in tensors
-    )
+    for x in tensors:
+        size, (first, second, third, _) = x.itemsize, x.stride()
+        if x.numel() == 0 or x.data_ptr() % 16 or min(first, second, third) <= 0:
+            return False
+        if first * size % 16 or second * size % 16 or third * size % 16:
+            return False
+    return True
 
 
 def padded(head_dim: int) -> int:
@@ -142,9 +157,10 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _is_large(x: torch.Tensor) -> bool:
-    """Whether it is on a GPU with descriptors and Hopper's shared memory; the interpreter takes anything."""
-    return not x.is_cuda or (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)
+@cache
+def _is_large(device: torch.device) -> bool:
+    """Whether it is a GPU with descriptors and Hopper's shared memory; the interpreter takes anything."""
+    return device.type != "cuda" or (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def _block_dim(k: torch.Tensor, v: torch.Tensor) -> int:

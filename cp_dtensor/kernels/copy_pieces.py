@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cp_dtensor.kernels.launching import Launch, kept
+
 PIECE_FIELDS = 7
 """Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
 ALIGNMENT = 16
@@ -36,7 +38,8 @@ def copy_pieces_kernel(
         if first_row < rows:
             words = tl.load(piece + 4) // 4
             which = tl.load(piece + 1)
-            base = tl.where(which == 0, target0, tl.where(which == 1, target1, target2)).to(tl.int64)
+            others = tl.where(which == 1, target1.to(tl.int64), target2.to(tl.int64))
+            base = tl.where(which == 0, target0.to(tl.int64), others)
             row = first_row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
             source = tl.multiple_of(tl.load(piece), 16) + row * tl.multiple_of(tl.load(piece + 5), 16)
             target = tl.multiple_of(base + tl.load(piece + 2), 16) + row * tl.multiple_of(tl.load(piece + 6), 16)
@@ -61,10 +64,18 @@ def launch_copies(
         programs: how many run at once, and so how many multiprocessors take part at most.
     """
     assert len(targets) <= MAX_TARGETS
+    assert targets
+    launch = _launch(pieces.size(0), most_rows, most_row_bytes, programs, tuple(x.dtype for x in targets))
+    launch(pieces, *targets, *targets[:1] * (MAX_TARGETS - len(targets)))
+
+
+@kept
+def _launch(
+    count: int, most_rows: int, most_row_bytes: int, programs: int, _targets: tuple[torch.dtype, ...]
+) -> Launch:
+    """For so many pieces, and targets of these dtypes."""
     block_words = min(triton.next_power_of_2(max(most_row_bytes // _WORD, 1)), _BLOCK_BYTES // _WORD)
     block_rows = _BLOCK_BYTES // _WORD // block_words
     tasks = triton.cdiv(most_rows, block_rows)
-    addresses = [target.data_ptr() for target in targets] + [0] * (MAX_TARGETS - len(targets))
-    copy_pieces_kernel[(max(1, min(programs, tasks * pieces.size(0))),)](
-        pieces, *addresses, pieces.size(0), tasks, BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, num_warps=8
-    )
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_WORDS": block_words, "num_warps": 8}
+    return Launch(copy_pieces_kernel, (max(1, min(programs, tasks * count)), 1, 1), (count, tasks), constants)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from cp_dtensor.kernels import MAX_PARTS
+from cp_dtensor.kernels.launching import Facts, Launch, facts, kept
 from cp_dtensor.layouts import Span
 
 _NO_PART_SIZES = (0, 0, 0, 0, 0, 0, 0)
@@ -112,21 +113,29 @@ def launch_merge(
         parts: `(rows, part_out, part_lse)` with part_out (B, H, rows, D) and part_lse (B, H, rows).
     """
     assert len(parts) <= MAX_PARTS
-    assert all(tensor.stride(-1) == 1 for tensor in (lse, base_lse, *(part_lse for _, _, part_lse in parts)))
+    pointers = [x for _, *pair in parts for x in pair] + [out, lse] * (MAX_PARTS - len(parts))
+    of_parts = tuple((span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts)
+    launch = _launch(facts(out), facts(lse), facts(base_out), facts(base_lse), of_parts)
+    launch(out, lse, base_out, base_lse, *pointers)
+
+
+@kept
+def _launch(
+    out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
+) -> Launch:
+    """For tensors such as these."""
+    assert all(of_lse.strides[-1] == 1 for of_lse in (lse, base_lse, *(part_lse for _, _, part_lse in parts)))
     batch, heads, rows, head_dim = out.shape
-    pointers: list[torch.Tensor] = []
     sizes: list[int] = []
     for span, part_out, part_lse in parts:
-        pointers += (part_out, part_lse)
-        sizes += (*span, *part_out.stride()[:3], *part_lse.stride()[:2])
-    for _ in range(MAX_PARTS - len(parts)):
-        pointers += (out, lse)
-        sizes += _NO_PART_SIZES
+        sizes += (*span, *part_out.strides[:3], *part_lse.strides[:2])
+    sizes += _NO_PART_SIZES * (MAX_PARTS - len(parts))
     block_dim = triton.next_power_of_2(head_dim)
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
-    lse_merge_kernel[triton.cdiv(rows, block_rows), heads, batch](
-        out, lse, base_out, base_lse, *pointers,
-        rows, head_dim,
-        *out.stride()[:3], *lse.stride()[:2], *base_out.stride()[:3], *base_lse.stride()[:2], *sizes,
-        PARTS=len(parts), BLOCK_ROWS=block_rows, BLOCK_DIM=block_dim,
-    )  # fmt: skip
+    strides = (*out.strides[:3], *lse.strides[:2], *base_out.strides[:3], *base_lse.strides[:2])
+    return Launch(
+        lse_merge_kernel,
+        (triton.cdiv(rows, block_rows), heads, batch),
+        (rows, head_dim, *strides, *sizes),
+        {"PARTS": len(parts), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
+    )

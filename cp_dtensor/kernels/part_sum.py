@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from cp_dtensor.kernels import MAX_PARTS
+from cp_dtensor.kernels.launching import Facts, Launch, facts, kept
 from cp_dtensor.layouts import Span
 
 _NO_PART_SIZES = (0, 0, 0, 0, 0, 0, 0)
@@ -73,18 +74,24 @@ def launch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[tuple[Span
         parts: `(rows, stack)` with stack (N, B, H, rows, D).
     """
     assert len(parts) <= MAX_PARTS
+    stacks = [stack for _, stack in parts] + [base] * (MAX_PARTS - len(parts))
+    launch = _launch(facts(out), facts(base), tuple((span, facts(stack)) for span, stack in parts))
+    launch(out, base, *stacks)
+
+
+@kept
+def _launch(out: Facts, base: Facts, parts: tuple[tuple[Span, Facts], ...]) -> Launch:
+    """For tensors such as these."""
     batch, heads, rows, head_dim = out.shape
-    stacks: list[torch.Tensor] = []
     sizes: list[int] = []
     for span, stack in parts:
-        stacks.append(stack)
-        sizes += (stack.size(0), *span, *stack.stride()[:4])
-    for _ in range(MAX_PARTS - len(parts)):
-        stacks.append(base)
-        sizes += _NO_PART_SIZES
+        sizes += (stack.shape[0], *span, *stack.strides[:4])
+    sizes += _NO_PART_SIZES * (MAX_PARTS - len(parts))
     block_dim = triton.next_power_of_2(head_dim)
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
-    part_sum_kernel[triton.cdiv(rows, block_rows), heads, batch](
-        out, base, *stacks, rows, head_dim, *out.stride()[:3], *base.stride()[:3], *sizes,
-        PARTS=len(parts), BLOCK_ROWS=block_rows, BLOCK_DIM=block_dim,
-    )  # fmt: skip
+    return Launch(
+        part_sum_kernel,
+        (triton.cdiv(rows, block_rows), heads, batch),
+        (rows, head_dim, *out.strides[:3], *base.strides[:3], *sizes),
+        {"PARTS": len(parts), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
+    )
