@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.extras import Extras
+from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.masked_attention import attention_delta
 from cp_dtensor.sinks import sinks_gradient
 from cp_dtensor.tensors import no_autocast, on_device_of
@@ -91,7 +91,7 @@ class Attention(torch.autograd.Function):
             out, lse, saved = call.forward(q, k, v, extras, needs_lse)
         of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         ctx.save_for_backward(extras.bias, extras.seed, *of_sinks, *saved)
-        ctx.extras = replace(extras, bias=None, seed=None, sinks=None)
+        ctx.extras = extras if extras is NO_EXTRAS else replace(extras, bias=None, seed=None, sinks=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -100,7 +100,7 @@ class Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         bias, seed, sinks, out, lse, *saved = ctx.saved_tensors
-        extras = replace(ctx.extras, bias=bias, seed=seed)
+        extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         with no_autocast(grad_out):
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)

@@ -18,6 +18,7 @@ import torch
 from cp_dtensor.kernels import TRITON_AVAILABLE
 from cp_dtensor.kernels.attention_arguments import check_attention
 from cp_dtensor.kernels.attention_bias_gradient import bias_gradient_twin
+from cp_dtensor.kernels.attention_configs import has_tensor_cores
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
@@ -271,12 +272,8 @@ def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 def uses_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels compute this rather than their twins."""
-    return (
-        TRITON_AVAILABLE
-        and q.is_cuda
-        and max(q.size(3), v.size(3)) <= _MAX_HEAD_DIM.get(q.dtype, 0)
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
+    head_dim = max(q.size(3), v.size(3))
+    return TRITON_AVAILABLE and q.is_cuda and head_dim <= _MAX_HEAD_DIM.get(q.dtype, 0) and has_tensor_cores(q.device)
 
 
 def _empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:

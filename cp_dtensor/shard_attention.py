@@ -40,7 +40,9 @@ def attend(
     """
     ranks = settings.ranks
     q, scale = positive_scale(q, softmax_scale(q, scale))
-    extras = replace(extras_of(q, attn_mask, dropout_p, sinks), first_batch=first[0], first_head=first[1])
+    extras = extras_of(q, attn_mask, dropout_p, sinks)
+    if any(first):
+        extras = replace(extras, first_batch=first[0], first_head=first[1])
     if _torch_private.is_traced(q):
         recipe = ShardRecipe.of(settings)
         mask = mask if recipe.finds_mask else with_mask_of(settings, mask)

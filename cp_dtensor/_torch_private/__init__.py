@@ -51,7 +51,7 @@ from cp_dtensor._torch_private.sdpa import (
     user_sdpa_priority,
 )
 from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
-from cp_dtensor._torch_private.tensors import no_dispatch_modes, swap_identities, version_of
+from cp_dtensor._torch_private.tensors import current_stream_handle, no_dispatch_modes, swap_identities, version_of
 from cp_dtensor._torch_private.threads import (
     current_backward,
     get_thread_state,
@@ -73,6 +73,7 @@ __all__ = [
     "compiled_code_kept_apart",
     "constant_in_trace",
     "current_backward",
+    "current_stream_handle",
     "dtensor_dispatcher",
     "dtensor_tables",
     "expand_strategies",

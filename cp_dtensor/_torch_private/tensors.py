@@ -1,4 +1,4 @@
-"""The identity of tensors, what is written to them, and who sees what is done with them."""
+"""The identity of tensors, what is written to them, who sees what is done with them, and on which stream it is done."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
 def version_of(tensor: torch.Tensor) -> int | None:
     """Counts what has been written to a tensor; None for inference tensors, where nobody does."""
     return None if tensor.is_inference() else tensor._version
+
+
+def current_stream_handle(device: torch.device) -> int:
+    """CUDA's handle of `torch.cuda.current_stream(device)`, which takes several microseconds to make an object."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
 
 
 def no_dispatch_modes() -> AbstractContextManager[object]:

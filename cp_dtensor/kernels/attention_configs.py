@@ -158,6 +158,12 @@ def padded(head_dim: int) -> int:
 
 
 @cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU has those for bfloat16, for which the kernels are made."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
 def _is_large(device: torch.device) -> bool:
     """Whether it is a GPU with descriptors and Hopper's shared memory; the interpreter takes anything."""
     return device.type != "cuda" or (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
+from cp_dtensor._torch_private import current_stream_handle
+
 _Derived = TypeVar("_Derived")
 
 
@@ -29,7 +31,7 @@ class Intervals:
         if self.lo.is_cuda:
             if torch.cuda.is_current_stream_capturing() != self._captured:
                 return compute()
-            key = (torch.cuda.current_stream(self.lo.device).cuda_stream, *key)
+            key = (current_stream_handle(self.lo.device), *key)
         if key not in self._derived:
             self._derived[key] = compute()
         result: _Derived = self._derived[key]

@@ -102,7 +102,7 @@ class _PulledKv(KvTransfers):
         workspace = self._workspace
         workspace.follow(self._stream)
         workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
-        rows = workspace.kv().view(k.dtype)
+        rows = workspace.kv(k.dtype)
         for span in self._plan.given_spans:
             pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
         workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)

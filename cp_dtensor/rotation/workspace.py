@@ -56,6 +56,7 @@ class Workspace:
     """What users of this memory keep on the device, with addresses in it."""
     captured: list[Any] = field(default_factory=list)
     """Those of them that captured graphs read."""
+    _kv_views: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _last_stream: list[torch.cuda.Stream] = field(default_factory=list)
 
     def wait(self, flag: Flag) -> FlagOperations:
@@ -93,9 +94,13 @@ class Workspace:
         """Address of a flag in `holder`'s memory."""
         return self.addresses[holder] + 4 * (flag * self.world_size + raised_by)
 
-    def kv(self) -> torch.Tensor:
-        """The bytes in which this rank publishes rows of K/V."""
-        return self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
+    def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The memory in which this rank publishes rows of K/V, flat."""
+        view = self._kv_views.get(dtype)
+        if view is None:
+            memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
+            view = self._kv_views[dtype] = memory.view(dtype)
+        return view
 
     def grads(self) -> torch.Tensor:
         """The bytes in which this rank publishes its contributions to everybody's gradients."""
