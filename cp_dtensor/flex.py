@@ -17,8 +17,9 @@ from cp_dtensor.compiled_op import token_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
 from cp_dtensor.flex_mods import ScoreMod, local_mask_mod, local_score_mod
-from cp_dtensor.flex_ops import check_mask_lengths, division_of, traced_tables
-from cp_dtensor.flex_tables import LocalRows, Tables, local_tables, mask_lengths
+from cp_dtensor.flex_ops import check_mask_lengths, finds_layout, traced_tables, world_size
+from cp_dtensor.flex_rows import LocalRows
+from cp_dtensor.flex_tables import Tables, local_tables, mask_lengths
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Full
@@ -198,9 +199,14 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
     told = lengths is not None
     lengths = lengths or of_mask or (-1, -1)
     lengths = index(lengths[0]), index(lengths[1])
+    if lengths[1] < 0 and _finds_layout(token):
+        raise NotImplementedError(
+            "in a compiled function, FlexAttention in a layout that is made for one length, such as PerDocument and "
+            "Balanced, needs a block mask of the whole sequence, which says how long it is: got none"
+        )
     batch_size, q_local, _ = index(call.q.size(0)), index(call.q.size(2)), index(call.k.size(2))
-    keys, values, positions, total, _ = torch.ops.cp_dtensor.flex_keys(
-        call.q, call.k, call.v, token, *lengths, told, softmax_scale(call.q, call.scale)
+    keys, values, positions, total, found = torch.ops.cp_dtensor.flex_keys(
+        call.q, call.k, call.v, token, *lengths, told, softmax_scale(call.q, call.scale), torch.is_grad_enabled()
     )
     kv_total = total if lengths[1] < 0 else None
     if mask is None and kv_total is not None:
@@ -209,7 +215,8 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
         tables = _tables_of(mask)
         if of_mask is not None:
             block_size = index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1])
-            tables = traced_tables(tables, token, lengths, batch_size, block_size, mask.q_indices is not None)
+            with_q = mask.q_indices is not None
+            tables = traced_tables(tables, found, token, lengths, batch_size, q_local, block_size, with_q)
         elif kv_total is not None and mask.full_kv_num_blocks is not None:
             raise NotImplementedError(
                 "in a compiled function, a block mask of one block that is full needs seq_len, since keys behind the "
@@ -262,4 +269,9 @@ def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
 
 @_torch_private.constant_in_trace
 def _world_size(token: str) -> int:
-    return division_of(token)[0].size
+    return world_size(token)
+
+
+@_torch_private.constant_in_trace
+def _finds_layout(token: str) -> bool:
+    return finds_layout(token)

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from cp_dtensor import _torch_private
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import WholeKeys, most_tokens
-from cp_dtensor.flex_tables import LocalRows, Tables, local_tables, table_shapes
+from cp_dtensor.flex_rows import LocalRows
+from cp_dtensor.flex_tables import Tables, general_shapes, local_tables, table_shapes
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Full
+from cp_dtensor.masks import Full, Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.shard_recipe import ShardRecipe
+from cp_dtensor.traced_masks import Found, found_numbers, outstanding
 
 
 def shard_recipe(token: str) -> ShardRecipe:
@@ -27,20 +30,34 @@ def shard_recipe(token: str) -> ShardRecipe:
     return recipe
 
 
-def division_of(token: str) -> tuple[SequenceRanks, Layout]:
-    """Over whom, and how.
+def _division_of(token: str, what: Found | None = None) -> tuple[SequenceRanks, Layout]:
+    """Over whom, and how; the layout is the one that was found, if there is any."""
+    settings = shard_recipe(token).settings()
+    return settings.ranks, settings.layout if what is None or what.layout is None else what.layout
 
-    Raises:
-        NotImplementedError: a layout that is only found where compiled code runs.
-    """
-    recipe = shard_recipe(token)
-    if recipe.finds_mask:
+
+def _found_in(found: torch.Tensor | None) -> Found | None:
+    """What a call of `flex_keys` has found besides lengths."""
+    return None if found is None or found.numel() < 2 else found_numbers.of(int(found[1]))
+
+
+def world_size(token: str) -> int:
+    """Of the ranks that share the sequence."""
+    return shard_recipe(token).settings().ranks.size
+
+
+def finds_layout(token: str) -> bool:
+    """Whether the layout is only found where compiled code runs, being one of those made for one length."""
+    return shard_recipe(token).finds_mask
+
+
+def check_context_mask(mask: Mask | None) -> None:
+    """Refuses contexts with a mask."""
+    if mask is not None:
         raise NotImplementedError(
-            "compiled FlexAttention does not take layouts that are made for one length, such as PerDocument and "
-            "Balanced: use another layout, or do not compile it"
+            f"FlexAttention does not take the mask of its context, got {mask!r}: give flex_attention a block_mask, "
+            "in a context without a mask"
         )
-    settings = recipe.settings()
-    return settings.ranks, settings.layout
 
 
 def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | None) -> None:
@@ -53,29 +70,64 @@ def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | No
 
 
 def _keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, q_len: int, kv_len: int, told: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: str,
+    q_len: int,
+    kv_len: int,
+    told: bool,
+    scale: float,
+    needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     known = (q_len, kv_len) if q_len >= 0 else None
     decider = shard_recipe(recipe)
     said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
-    lengths, _ = decider.resolve(q, k, v, Full(), NO_EXTRAS, scale, said)
+    lengths, what = decider.resolve(q, k, v, Full(), NO_EXTRAS, scale, said)
     check_mask_lengths(lengths, known)
-    ranks, layout = division_of(recipe)
+    if what.ambient is not None:
+        check_context_mask(what.ambient[0])
+        if needs_backward and _torch_private.current_backward() is None:
+            outstanding.begin(what.ambient)
+    ranks, layout = _division_of(recipe, what)
+    if decider.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
+        raise NotImplementedError(
+            "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
+            f"{layout}"
+        )
     rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)
     keys, values = WholeKeys(ranks, layout, lengths[1], rows).gathered(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
-    # Lengths that were found are handed to backward, which then needs no region and no communication to know them.
-    found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor(lengths[1])
-    return keys, values, positions.clone(), keys.new_full((1,), lengths[1], dtype=torch.int32), found
+    # What was found is handed to backward, which then needs no region and no communication to know it.
+    if decider.finds_mask:
+        found = torch.tensor([lengths[1], found_numbers.number_of(what)], device="cpu")
+    else:
+        found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
+    return (
+        keys,
+        values,
+        positions.clone(),
+        keys.new_full((1,), lengths[1], dtype=torch.int32),
+        found,
+    )
 
 
 def _fake_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, q_len: int, kv_len: int, told: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: str,
+    q_len: int,
+    kv_len: int,
+    told: bool,
+    scale: float,
+    needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ranks, layout = division_of(recipe)
+    (ranks, layout), finds = _division_of(recipe), finds_layout(recipe)
     rows = kv_len if kv_len >= 0 else most_tokens(layout, int(k.size(2)), ranks.rank, ranks.size)
-    per_row = () if len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
-    found = q.new_empty(0, dtype=torch.int64) if q_len >= 0 else torch.empty((), dtype=torch.int64, device="cpu")
+    per_row = () if finds or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
+    numbers = 2 if finds else 0 if q_len >= 0 else 1
+    found = torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
     return (
         k.new_empty(*k.shape[:2], rows, k.size(3)),
         v.new_empty(*v.shape[:2], rows, v.size(3)),
@@ -88,8 +140,11 @@ def _fake_keys(
 def _keys_backward(
     grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks, layout = division_of(recipe)
-    keys = WholeKeys(ranks, layout, int(found) if kv_len < 0 else kv_len, grad_k.size(2))
+    what = _found_in(found)
+    if what is not None and what.ambient is not None:
+        outstanding.end(what.ambient)
+    ranks, layout = _division_of(recipe, what)
+    keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)
 
 
@@ -100,7 +155,7 @@ def _fake_keys_backward(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, recipe, _, kv_len, _, _ = inputs
+    _, k, _, recipe, _, kv_len, *_ = inputs
     *_, positions, total, found = output
     ctx.save_for_backward(found)
     ctx.settings = recipe, kv_len, k.size(2)
@@ -109,14 +164,17 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 def _gradients(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *ctx.saved_tensors, *ctx.settings)
-    return None, *grads, *[None] * 5
+    return None, *grads, *[None] * 6
 
 
 def traced_tables(
-    mask: Tables, recipe: str, lengths: tuple[int, int], batch_size: int, block_size: tuple[int, int], with_q: bool
-) -> Tables:
-    """`local_tables` in a program that is being captured."""
-    made = list(torch.ops.cp_dtensor.flex_tables(*mask[:4], recipe, *lengths, batch_size, *block_size, with_q))
+    mask: Tables, found: torch.Tensor, recipe: str, lengths: tuple[int, int], batch_size: int, local: int,
+    block_size: tuple[int, int], with_q: bool,
+) -> Tables:  # fmt: skip
+    """`local_tables` in a program that is being captured; `found` is by `flex_keys`, `local` counts its queries."""
+    made = list(
+        torch.ops.cp_dtensor.flex_tables(*mask[:4], found, recipe, *lengths, batch_size, local, *block_size, with_q)
+    )
     has_full = mask.full_kv_indices is not None
     parts = [True, has_full, with_q, has_full and with_q]
     several = len(made) > 2 * sum(parts)
@@ -126,26 +184,33 @@ def traced_tables(
 
 def _tables(
     kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, full_kv_num_blocks: torch.Tensor | None,
-    full_kv_indices: torch.Tensor | None, recipe: str, q_len: int, kv_len: int, batch_size: int, q_block: int,
-    kv_block: int, with_q: bool,
+    full_kv_indices: torch.Tensor | None, found: torch.Tensor, recipe: str, q_len: int, kv_len: int, batch_size: int,
+    local: int, q_block: int, kv_block: int, with_q: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    ranks, layout = division_of(recipe)
+    ranks, layout = _division_of(recipe, _found_in(found))
     rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
     whole = Tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    made = local_tables(whole, (q_block, kv_block), kv_len, rows, with_q)
+    general = finds_layout(recipe)
+    made = [
+        table for table in local_tables(whole, (q_block, kv_block), kv_len, rows, with_q, general) if table is not None
+    ]
     # In new memory, since compiled code may write to it when it has done with it.
-    return [table.clone(memory_format=torch.contiguous_format) for table in made if table is not None]
+    return [table.clone(memory_format=torch.contiguous_format) for table in made]
 
 
 def _fake_tables(
     kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, full_kv_num_blocks: torch.Tensor | None,
-    full_kv_indices: torch.Tensor | None, recipe: str, q_len: int, kv_len: int, batch_size: int, q_block: int,
-    kv_block: int, with_q: bool,
+    full_kv_indices: torch.Tensor | None, found: torch.Tensor, recipe: str, q_len: int, kv_len: int, batch_size: int,
+    local: int, q_block: int, kv_block: int, with_q: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    ranks, layout = division_of(recipe)
-    rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
-    mask_shape = tuple(int(size) for size in kv_indices.shape)
-    shapes = table_shapes(mask_shape, full_kv_indices is not None, (q_block, kv_block), kv_len, rows, with_q)
+    mask_shape, has_full = tuple(int(size) for size in kv_indices.shape), full_kv_indices is not None
+    block_size, lengths = (q_block, kv_block), (q_len, kv_len)
+    if finds_layout(recipe):
+        shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
+    else:
+        ranks, layout = _division_of(recipe)
+        rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
+        shapes = table_shapes(mask_shape, has_full, block_size, kv_len, rows, with_q)
     return [
         kv_indices.new_empty(shape, dtype=torch.int8 if name == "kinds" else torch.int32)
         for name, shape in zip(Tables._fields, shapes, strict=True)
@@ -156,7 +221,8 @@ def _fake_tables(
 def _defined() -> torch.library.Library:
     library = torch.library.Library("cp_dtensor", "FRAGMENT")
     library.define(
-        "flex_keys(Tensor q, Tensor k, Tensor v, str recipe, int q_len, int kv_len, bool told, float scale) "
+        "flex_keys(Tensor q, Tensor k, Tensor v, str recipe, int q_len, int kv_len, bool told, float scale, "
+        "bool needs_backward) "
         "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor found)"
     )
     library.define(
@@ -165,7 +231,8 @@ def _defined() -> torch.library.Library:
     )
     library.define(
         "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
-        "str recipe, int q_len, int kv_len, int batch_size, int q_block, int kv_block, bool with_q) -> Tensor[]"
+        "Tensor found, str recipe, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
+        "bool with_q) -> Tensor[]"
     )
     for name, implementation, fake in (
         ("flex_keys", _keys, _fake_keys),

@@ -9,7 +9,6 @@ what all of them see so, and of the others each query what its own global block 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import ref
 
@@ -18,52 +17,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_dtensor import _torch_private
-from cp_dtensor.flex_keys import capturing, for_everybody, kept, shard_lengths
-from cp_dtensor.layouts import Layout
-from cp_dtensor.tensors import positions_of
+from cp_dtensor.flex_keys import capturing, for_everybody, kept
+from cp_dtensor.flex_rows import LocalRows
 
 PARTIAL, FULL = 1, 2
 """What `Tables.kinds` says of blocks that are seen."""
-
-
-@dataclass(frozen=True)
-class LocalRows:
-    """The queries of one rank."""
-
-    layout: Layout
-    seq_len: int
-    rank: int
-    world_size: int
-    batch_size: int
-    """1 where all batch rows are divided alike."""
-
-    @classmethod
-    def of(cls, layout: Layout, seq_len: int, rank: int, world_size: int, batch_size: int) -> LocalRows:
-        """Those of a batch."""
-        differ = len(layout.batch_groups(batch_size)) > 1
-        return cls(layout, seq_len, rank, world_size, batch_size if differ else 1)
-
-    @property
-    def count(self) -> int:
-        """How many there are in each batch row."""
-        return shard_lengths(self.layout, self.seq_len, self.world_size)[self.rank]
-
-    @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """The batch rows that share their positions."""
-        return self.layout.batch_groups(self.batch_size)
-
-    def check_batch_size(self, of_mask: int) -> None:
-        """Refuses masks that do not have a row for each of the batch, where these differ."""
-        if of_mask not in (1, self.batch_size) and len(self.groups) > 1:
-            raise ValueError(
-                f"{self.layout} divides batch rows differently, so it needs a block mask of one batch row or of "
-                f"{self.batch_size}, got one of {of_mask}"
-            )
-
-    def positions(self, device: torch.device) -> torch.Tensor:
-        """(rows,) int32, or (batch, rows) where batch rows differ; not to be written to."""
-        return kept(_positions, self, device)
 
 
 class Tables(NamedTuple):
@@ -106,7 +64,9 @@ def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
     return mask.seq_lengths[0], mask.seq_lengths[1]
 
 
-def local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
+def local_tables(
+    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, general: bool = False
+) -> Tables:
     """The tables of one rank's mask, int32 but for `kinds`; remembered as long as the whole mask's tables exist.
 
     Args:
@@ -115,13 +75,14 @@ def local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: L
         kv_len: global number of keys.
         rows: the queries, one at least.
         with_q: also those of queries, which backward needs.
+        general: in shapes that are the same for all layouts that divide batch rows alike (`general_shapes`).
     """
     made = cache.made_of(mask)
-    key = (block_size, kv_len, rows, with_q)
+    key = (block_size, kv_len, rows, with_q, general)
     tables = made.get(key)
     if tables is None:
         with for_everybody():
-            tables = _local_tables(mask, block_size, kv_len, rows, with_q)
+            tables = _local_tables(mask, block_size, kv_len, rows, with_q, general)
         if not capturing():
             made[key] = tables
     return tables
@@ -140,16 +101,33 @@ def table_shapes(
     if several:
         columns = -(-kv_len // block_size[1])
     blocks = touched.blocks.size(1)
-    of_keys, of_queries = ([(batch, heads, a), (batch, heads, a, b)] for a, b in ((blocks, columns), (columns, blocks)))
     per_row = (rows.count,) if len(rows.groups) == 1 else (batch, rows.count)
     return (
-        *of_keys,
-        *(of_keys if has_full else [None] * 2),
-        *(of_queries if with_q else [None] * 2),
-        *(of_queries if with_q and has_full else [None] * 2),
+        *_shapes_of_pairs((batch, heads), blocks, columns, has_full, with_q),
         (batch, heads, touched.unique.size(1), columns) if several else None,
         per_row if several else None,
     )
+
+
+def general_shapes(
+    mask_shape: tuple[int, ...], has_full: bool, block_size: tuple[int, int], lengths: tuple[int, int], local: int,
+    with_q: bool,
+) -> tuple[tuple[int, ...] | None, ...]:  # fmt: skip
+    """Those of `general` tables of `local` queries, whose blocks may lie anywhere."""
+    (q_blocks, columns), first = (-(-a // b) for a, b in zip(lengths, block_size, strict=True)), mask_shape[:2]
+    return (
+        *_shapes_of_pairs(first, -(-local // block_size[0]), columns, has_full, with_q),
+        (*first, q_blocks, columns),
+        (local,),
+    )
+
+
+def _shapes_of_pairs(
+    first: tuple[int, ...], blocks: int, columns: int, has_full: bool, with_q: bool
+) -> list[tuple[int, ...] | None]:
+    of_keys, of_queries = ([(*first, a), (*first, a, b)] for a, b in ((blocks, columns), (columns, blocks)))
+    needed = ((of_keys, True), (of_keys, has_full), (of_queries, with_q), (of_queries, with_q and has_full))
+    return [shape if there else None for pair, there in needed for shape in pair]
 
 
 class _TableCache:
@@ -181,22 +159,9 @@ class _TableCache:
 cache = _TableCache()
 
 
-def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:
-    of_groups = _group_positions(rows, device)
-    if len(of_groups) == 1:
-        return of_groups[0].int()
-    spans = zip(of_groups, rows.groups, strict=True)
-    return torch.cat([positions.expand(stop - start, -1) for positions, (start, stop) in spans]).int()
-
-
-def _group_positions(rows: LocalRows, device: torch.device) -> list[torch.Tensor]:
-    segments = [rows.layout.segments(rows.seq_len, rows.rank, rows.world_size, g) for g in range(len(rows.groups))]
-    return [positions_of(each, device) for each in segments]
-
-
 def _touched(rows: LocalRows, block: int) -> _Touched:
     of_groups, cpu = [], torch.device("cpu")
-    for positions in _group_positions(rows, cpu):
+    for positions in rows.group_positions(cpu):
         unique, row = torch.unique(positions // block, return_inverse=True)
         local = torch.arange(rows.count, device=cpu) // block
         pairs = torch.unique(local * unique.numel() + row)
@@ -214,12 +179,16 @@ def _touched(rows: LocalRows, block: int) -> _Touched:
     )
 
 
-def _local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
+def _local_tables(
+    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, general: bool
+) -> Tables:
     assert mask.kv_indices is not None
     rows.check_batch_size(mask.kv_indices.size(0))
     device = mask.kv_indices.device
     touched = kept(_touched, rows, block_size[0])
-    several, columns = touched.blocks.size(2) > 1, -(-kv_len // block_size[1])
+    if general:
+        touched = _among_all(touched, -(-rows.seq_len // block_size[0]))
+    several, columns = general or touched.blocks.size(2) > 1, -(-kv_len // block_size[1])
     parts = []
     for (start, stop), blocks, unique in zip(rows.groups, *(t.to(device) for t in touched[:2]), strict=True):
         whole = Tables(*(_of_batch(table, start, stop, rows) for table in mask[:4]))
@@ -233,6 +202,13 @@ def _local_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: 
         row = torch.cat([line.expand(stop - start, -1) for line, (start, stop) in lines])
         made = made._replace(kinds_row=row if len(rows.groups) > 1 else row[0].contiguous())
     return made
+
+
+def _among_all(touched: _Touched, blocks: int) -> _Touched:
+    """The same, with all global blocks for those in which there is a local row."""
+    row = torch.stack([unique[of_group] for unique, of_group in zip(touched.unique, touched.row, strict=True)])
+    unique = torch.arange(blocks, device=row.device).expand(touched.unique.size(0), blocks)
+    return _Touched(touched.blocks, unique, row.int())
 
 
 def _of_batch(table: torch.Tensor | None, start: int, stop: int, rows: LocalRows) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch_private
 from cp_dtensor.flex import FlexCall, flex_of_shards, traced_flex
+from cp_dtensor.flex_ops import check_context_mask
 from cp_dtensor.region import CAPTURED_BEFORE, attends_alone, current_region, innermost_region
 
 
@@ -59,11 +60,7 @@ def _region_token() -> str:
     region = current_region()
     if region is None:
         return ""
-    if region.settings.mask is not None:
-        raise NotImplementedError(
-            f"FlexAttention does not take the mask of its context, got {region.settings.mask!r}: give flex_attention a "
-            "block_mask, in a context without a mask"
-        )
+    check_context_mask(region.settings.mask)
     if attends_alone(region):
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "

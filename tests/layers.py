@@ -37,6 +37,7 @@ LAYERS = {
     "flex_keys": 3,
     "flex_mods": 3,
     "flex_ops": 3,
+    "flex_rows": 3,
     "flex_tables": 3,
     "mask_arguments": 3,
     "traced_masks": 3,

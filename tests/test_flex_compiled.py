@@ -18,11 +18,15 @@ from flex_checks import SCALE, block_mask, dense_attention, distance, documents,
 from problems import shard
 from processes import Processes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
+    Balanced,
     HeadTail,
     Layout,
     MirroredBatch,
+    PerDocument,
+    SlidingWindow,
     Striped,
     _torch_private,
     context_parallel_flex_attention,
@@ -92,6 +96,34 @@ def test_whole_models_and_the_function_itself(
 ) -> None:
     """Compiled once, whatever the context; `fullgraph=True` all the way. One token: a rank has none."""
     two_processes.run(forward, layout, length, options, number)
+
+
+def layouts_of_one_length(rank: int) -> None:
+    """Each context has documents of its own, and a layout made for them; what is compiled knows neither."""
+    fresh()
+    whole, mask = draw(64), block_mask(documents, 64)
+    expected = on_one_device(whole, documents, distance)
+    code = compiled(model)
+    layouts = (PerDocument([0, 13, 26, 64]), PerDocument([0, 40, 64]), Balanced(SlidingWindow(9, 0), 64), HeadTail())
+    for again, layout in enumerate(layouts):
+        *local, _ = (shard(tensor, layout, rank, 2) for tensor in whole)
+        recompiles = again in (0, 3)  # the last one is part of the code
+        with torch.no_grad(), warnings.catch_warnings() if recompiles else no_compilation(), region(layout=layout):
+            equal(code(*local, mask, distance), shard(expected[0], layout, rank, 2), layout)
+    with mock.patch.object(_torch_private, "original_flex_attention", traceable):
+        code = compiled(lambda *args: checkpoint(model, *args, use_reentrant=False))
+        for again, layout in enumerate(layouts[:3]):
+            *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
+            inputs = [tensor.clone().requires_grad_() for tensor in local]
+            with no_compilation() if again else warnings.catch_warnings(), region(layout=layout):
+                out = code(*inputs, mask, distance)
+            results = (out, *torch.autograd.grad(out, inputs, grad))  # computed again, after the context
+            for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
+                equal(got, shard(wanted, layout, rank, 2), (layout, name))
+
+
+def test_layouts_that_change_from_step_to_step(two_processes: Processes) -> None:
+    two_processes.run(layouts_of_one_length)
 
 
 def outside_and_inside(rank: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from cp_dtensor import ContextParallel, HeadTail, Layout, _torch_private
+from cp_dtensor import Causal, ContextParallel, HeadTail, Layout, PerDocument, _torch_private
 from cp_dtensor.compiled_op import token_of
 from cp_dtensor.integrations.unified import RingAttnMode
 from cp_dtensor.settings import AttentionSettings
@@ -46,6 +46,14 @@ def refusals(rank: int) -> None:
         one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
         full = BlockMask.from_kv_blocks(one - 1, zero, one, zero, BLOCK_SIZE=_torch_private.WHOLE_BLOCK)
         fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
+    of_one_length = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
+    layout = PerDocument([0, 16])
+    with region(layout=layout):
+        fails("needs a block mask of the whole sequence", lambda: of_one_length(q, None))
+        with torch.no_grad():
+            of_one_length(q, block_mask(window, 16))
+    with region(layout=layout, mask=Causal()):  # of an equal token
+        fails("does not take the mask of its context", lambda: of_one_length(q, block_mask(window, 16)))
     module = parallelize_module(Attention(), dist.group.WORLD, ContextParallel())  # type: ignore[arg-type]
     for backend in ("eager", "aot_eager"):
         code = compiled(module, backend=backend)
@@ -90,7 +98,8 @@ def operators(rank: int) -> None:
     mask, whole = block_mask(documents, 61), draw(61)
     q, k, v = (shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3])
     tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    arguments = (*tables, token, 61, 61, 2, 8, 8, True)
+    nothing_found = torch.empty(0, dtype=torch.int64)
+    arguments = (*tables, nothing_found, token, 61, 61, 2, q.size(2), 8, 8, True)
     checks = ("test_schema", "test_faketensor")
     operator = torch.ops.cp_dtensor.flex_tables.default
     torch.library.opcheck(operator, arguments, test_utils=checks)
@@ -101,7 +110,7 @@ def operators(rank: int) -> None:
     assert all(torch.equal(again, table) for again, table in zip(operator(*arguments), kept, strict=True))
     for lengths in ((61, 61), (-1, -1)):
         torch.library.opcheck(
-            torch.ops.cp_dtensor.flex_keys.default, (q, k, v, token, *lengths, False, 0.5), test_utils=checks
+            torch.ops.cp_dtensor.flex_keys.default, (q, k, v, token, *lengths, False, 0.5, True), test_utils=checks
         )
 
 

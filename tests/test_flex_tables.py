@@ -16,15 +16,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.flex import block_mask_of_rows
 from cp_dtensor.flex_keys import most_tokens
-from cp_dtensor.flex_tables import LocalRows, Tables, local_tables, table_shapes
+from cp_dtensor.flex_rows import LocalRows
+from cp_dtensor.flex_tables import Tables, general_shapes, local_tables, table_shapes
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
 
-def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows) -> BlockMask:
+def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, general: bool = False) -> BlockMask:
     """The mask of one rank's queries."""
     positions = rows.positions(torch.device("cpu"))
-    tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
+    tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None, general)
     return block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions, None)
 
 
@@ -48,9 +49,9 @@ def sparse_masks(draw: Any) -> tuple[BlockMask, tuple[int, int], int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(sparse_masks(), LAYOUTS, st.integers(1, 5))
+@given(sparse_masks(), LAYOUTS, st.integers(1, 5), st.booleans())
 def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
-    given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int
+    given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int, general: bool
 ) -> None:
     mask, lengths, batch = given_mask
     whole = visible(mask, batch, 2, *lengths)
@@ -58,15 +59,18 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
         rows = LocalRows.of(layout, lengths[0], rank, world_size, batch)
         if not rows.count:
             continue
-        local = of_rows(mask, lengths, rows)
+        general = general and len(rows.groups) == 1
+        local = of_rows(mask, lengths, rows, general)
         assert torch.equal(visible(local, batch, 2, rows.count, lengths[1]), shard(whole, layout, rank, world_size))
         assert local.seq_lengths == (rows.count, lengths[1])
         partial, full = listed_blocks(local, batch, 2)
         assert not (partial & full).any(), "kernels would add what is listed twice"
-        tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, True)
-        shapes = table_shapes(
-            tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE, lengths[1], rows, True
-        )
+        tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, True, general)
+        of_mask = tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE
+        if general:
+            shapes = general_shapes(*of_mask, lengths, rows.count, True)
+        else:
+            shapes = table_shapes(*of_mask, lengths[1], rows, True)
         assert [None if table is None else tuple(table.shape) for table in tables] == list(shapes)
         for name, table in zip(Tables._fields, tables, strict=True):
             if table is not None:
