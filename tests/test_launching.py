@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,9 +14,7 @@ launching = pytest.importorskip("cp_dtensor.kernels.launching")
 direct_launch = pytest.importorskip("cp_dtensor.kernels.direct_launch")
 import triton  # noqa: E402
 
-Parameters, Described, MapFormat = direct_launch.Parameters, direct_launch.Described, direct_launch.MapFormat
 Unknown = direct_launch.Unknown
-FORMAT = MapFormat(element_type=9, element_bytes=2, block=(1, 1, 64, 64), swizzle=3)
 
 
 class Kernel(triton.runtime.JITFunction):  # type: ignore[misc]
@@ -162,54 +159,3 @@ def test_launches_are_kept_by_what_they_are_made_of() -> None:
     assert make(of(x), 1.0) == make(of(x.clone()), 1.0) == 1
     assert [make(of(other), 1.0) for other in others] == [2, 3, 4, 5, 6]
     assert make(of(x), 2.0) == 7
-
-
-def test_parameters_are_where_a_compiler_has_them() -> None:
-    signature = ["*bf16", "*fp32", "tensordesc<bf16[1,1,64,64]>", "i32", "constexpr", "fp32", "i64", "i32", "constexpr"]
-    described = Described((2, 8, 100, 64), (51200, 6400, 64, 1))
-    parameters = Parameters(signature, [None, None, described, 3, 1, 0.5, 2**40, -1], [FORMAT])
-    sizes = [(192 + 4 * i, 4) for i in range(4)]
-    strides = [(208 + 8 * i, 8) for i in range(4)]
-    last = [(240, 4), (244, 4), (248, 8), (256, 4), (264, 8), (272, 8)]
-    assert parameters.places == [(0, 8), (8, 8), (64, 128), *sizes, *strides, *last]
-    assert parameters.bytes == 280
-
-
-def test_numbers_are_packed_as_their_types_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def tensor_map(*arguments: object) -> bytes:
-        asked.append(arguments)
-        return b"m" * 128
-
-    monkeypatch.setattr(direct_launch, "_tensor_map", tensor_map)
-    described = Described((7,), (1,))
-    parameters = Parameters(
-        ["*i8", "tensordesc<i8[16]>", "*i8", "i32", "fp32"], [None, described, None, -2, 0.5], [FORMAT]
-    )
-    expected = struct.pack("<Q56x128siq", 4096, b"m" * 128, 7, 1)
-    assert asked == []
-    packed = parameters.packed([4096, 512, 8192])
-    assert asked == [(512, described, FORMAT)]
-    assert packed[: 64 + 128 + 4] == expected[: 64 + 128 + 4]
-    assert packed[200:] == struct.pack("<qQif2Q", 1, 8192, -2, 0.5, 0, 0)
-    with pytest.raises(ValueError, match="zip"):
-        parameters.packed([4096, 512])
-
-
-@pytest.mark.parametrize(
-    ("signature", "arguments", "maps"),
-    [
-        pytest.param(["fp16"], [0.5], [], id="a type that is packed in another way"),
-        pytest.param(["i1"], [True], [], id="a boolean"),
-        pytest.param([("i32", "i32")], [(1, 2)], [], id="a tuple"),
-        pytest.param(["*fp32"], [3], [], id="a number for a pointer"),
-        pytest.param(["i32"], [None], [], id="a pointer for a number"),
-        pytest.param(["tensordesc<bf16[64]>"], [Described((1,), (1,))], [], id="a descriptor that is not one"),
-        pytest.param(["*fp32"], [None], [FORMAT], id="a pointer that is a descriptor"),
-        pytest.param(["i64"] * 600, [0] * 600, [], id="more than there may be"),
-    ],
-)
-def test_what_is_not_known_is_refused(signature: list[Any], arguments: list[Any], maps: list[Any]) -> None:
-    with pytest.raises((Unknown, AttributeError)):
-        Parameters(signature, arguments, maps)
