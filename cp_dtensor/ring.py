@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import label
-from cp_dtensor.accumulate import Accumulator, Addition, LseMerge, Part, place_sums
+from cp_dtensor.accumulate import Accumulator, LseMerge, Part
 from cp_dtensor.attention_call import AttentionCall, cleaned_up_on_error
 from cp_dtensor.extras import NO_EXTRAS, Extras, bias_part
 from cp_dtensor.layouts import Span
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.by_row import ByRowAttention
+from cp_dtensor.masked_attention import attention_delta
 from cp_dtensor.plan import Plan, Step
-from cp_dtensor.rotation.base import KvTransfers, Rotation
+from cp_dtensor.ring_gradients import KeyValueGradients, gradient_accumulator
+from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.rows import unpack_rows
 from cp_dtensor.sinks import with_sinks
 from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
@@ -54,6 +56,10 @@ class RingCall(AttentionCall):
     @property
     def saves_rows_of_others(self) -> bool:
         return False
+
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor) -> GradTransfers | None:
+        """The transfers of dK and dV; None where nothing travels."""
+        return None if self.group is None else self.rotation.start_grads(k, v, self.plan, self.group)
 
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
@@ -159,13 +165,18 @@ def _backward(
     extras: Extras,
     grad_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_q = gradient_accumulator(q, call)
-    grad_kv = KeyValueGradients(k, v, call)
+    grad_q = gradient_accumulator(q, call.state_dtype)
+    grad_kv = KeyValueGradients(k, v, call.state_dtype, call.start_grads(k, v))
     transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
+    delta = None
+    if isinstance(call.backend, ByRowAttention):  # torch's kernels compute it themselves, for each tile
+        delta = attention_delta(grad_out, out)
     for step in call.plan.backward:
         heads = _query_heads(step.heads, q, k)
         of_queries = (grad_out, q, out, lse)
-        parts_q, parts_k, parts_v = _backward_step(step, heads, transfers, of_queries, k, v, call, extras, grad_bias)
+        parts_q, parts_k, parts_v = _backward_step(
+            step, heads, transfers, of_queries, delta, k, v, call, extras, grad_bias
+        )
         grad_kv.add(step, parts_k, parts_v)
         with label("sum dQ"):
             grad_q.add(heads, parts_q, step.is_last)
@@ -178,6 +189,7 @@ def _backward_step(
     heads: Span,
     transfers: KvTransfers | None,
     of_queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    delta: torch.Tensor | None,
     k: torch.Tensor,
     v: torch.Tensor,
     call: RingCall,
@@ -191,7 +203,7 @@ def _backward_step(
         tile_grad_out, tile_q, tile_out, tile_lse = (cut(x, tile.batch, heads, tile.q) for x in of_queries)
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            backend = _backend(call, tile, heads, extras)
+            backend = _backend(call, tile, heads, extras, delta)
             inputs = (tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale)
             grads = backend.backward(*inputs)
             if grad_bias is not None:
@@ -203,71 +215,18 @@ def _backward_step(
     return parts_q, parts_k, parts_v
 
 
-def _backend(call: RingCall, tile: Tile, heads: Span, extras: Extras) -> LocalAttention:
+def _backend(
+    call: RingCall, tile: Tile, heads: Span, extras: Extras, delta: torch.Tensor | None = None
+) -> LocalAttention:
     """The backend, with what a tile has besides its mask."""
-    if not extras.concern_tiles:
+    if not isinstance(call.backend, ByRowAttention):
+        assert not extras.concern_tiles, "calls with a bias or dropout mask by row"
         return call.backend
-    assert isinstance(call.backend, ByRowAttention), "calls with a bias or dropout mask by row"
-    return replace(call.backend, extras=extras.part(tile.batch, heads, tile.q))
-
-
-def gradient_accumulator(of: torch.Tensor, call: RingCall) -> Accumulator:
-    """Sums what tiles and ranks contribute to the gradient of a tensor."""
-    return Accumulator(Addition(call.state_dtype), tuple(of.shape), of, call.state_dtype, may_overwrite=True)
-
-
-class KeyValueGradients:
-    """dK and dV of this rank: from its own tiles, and, one step later, what the other ranks contribute."""
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, call: RingCall) -> None:
-        self._k, self._v = k, v
-        self._state_dtype = call.state_dtype
-        self._sums = [gradient_accumulator(x, call) for x in (k, v)]
-        self._transfers = None if call.group is None else call.rotation.start_grads(k, v, call.plan, call.group)
-        self._in_flight: Step | None = None
-
-    def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        """Adds what the tiles of a step give, or sends it home."""
-        if step.transfer is None:
-            self._add_own(step, parts_k, parts_v)
-            return
-        assert self._transfers is not None
-        with label("pack dK/dV"):
-            buffer = self._transfers.buffer()
-            if step.has_gaps:
-                buffer.zero_()
-            for rows, parts in zip(unpack_rows(buffer, self._k, self._v, step.heads), (parts_k, parts_v), strict=True):
-                place_sums(rows, parts, self._state_dtype)
-        parts_k.clear()  # the memory is needed for what comes home
-        parts_v.clear()
-        self._transfers.send()
-        self._take_home()
-        self._in_flight = step
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dK and dV, complete."""
-        self._take_home()
-        return self._sums[0].result()[0], self._sums[1].result()[0]
-
-    def _take_home(self) -> None:
-        step, self._in_flight = self._in_flight, None
-        if step is None:
-            return
-        assert self._transfers is not None
-        batch = (0, self._k.size(0))
-        parts_k, parts_v = [], []
-        with label("wait for dK/dV"):
-            contributions = self._transfers.receive()
-        for rows, stack in contributions:
-            stack_k, stack_v = unpack_rows(stack, self._k, self._v, step.heads)
-            parts_k.append(Part(batch, rows, (stack_k,)))
-            parts_v.append(Part(batch, rows, (stack_v,)))
-        self._add_own(step, parts_k, parts_v)
-
-    def _add_own(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        with label("sum dK/dV"):
-            self._sums[0].add(step.heads, parts_k, step.is_last)
-            self._sums[1].add(step.heads, parts_v, step.is_last)
+    return replace(
+        call.backend,
+        extras=extras.part(tile.batch, heads, tile.q) if extras.concern_tiles else extras,
+        delta=None if delta is None else cut(delta, tile.batch, heads, tile.q),
+    )
 
 
 def keys_and_values(

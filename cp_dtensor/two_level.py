@@ -17,14 +17,13 @@ from cp_dtensor.extras import Extras
 from cp_dtensor.local_attention.by_row import ByRowAttention
 from cp_dtensor.plan import Step
 from cp_dtensor.ring import (
-    KeyValueGradients,
     RingCall,
     abandoned_on_error,
-    gradient_accumulator,
     keys_and_values,
     ring_backward,
     ring_forward,
 )
+from cp_dtensor.ring_gradients import KeyValueGradients, gradient_accumulator
 from cp_dtensor.rotation.base import KvTransfers
 from cp_dtensor.sinks import with_sinks
 from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
@@ -68,8 +67,8 @@ class TwoLevelCall(AttentionCall):
         everything = (0, q.size(0)), (0, q.size(2))
         with on_device_of(q), abandoned_on_error(outer):
             grad_out = in_order_of(out, grad_out)
-            grad_q = gradient_accumulator(q, outer)
-            grad_kv = KeyValueGradients(k, v, outer)
+            grad_q = gradient_accumulator(q, outer.state_dtype)
+            grad_kv = KeyValueGradients(k, v, outer.state_dtype, outer.start_grads(k, v))
             transfers = outer.rotation.start_kv(k, v, outer.plan, True, outer.group)
             for step, inner in zip(outer.plan.backward, self.inner, strict=True):
                 step_k, step_v = self._keys_and_values(step, transfers, k, v)

@@ -47,6 +47,7 @@ LAYERS = {
     "compiled_op": 3,
     "kept_rows": 3,
     "ring": 3,
+    "ring_gradients": 3,
     "ulysses": 3,
     "two_level": 3,
     "decisions": 3,

@@ -1,12 +1,14 @@
 """Every mask, bias, layout, length and method: out, lse and all gradients equal dense attention."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_checks import MaskedCase, check_masked, masked_cases
 from masked_problems import MaskedProblem
 
-from cp_dtensor import Causal, Full, PerDocument
+from cp_dtensor import Causal, Full, HeadTail, PerDocument, SlidingWindow
+from cp_dtensor.masked_attention import attention_delta
 
 few = settings(max_examples=5, deadline=None)
 
@@ -44,3 +46,22 @@ def test_plain_masks_over_layouts_of_many_pieces(method: str) -> None:
     layout = PerDocument(range(0, 121, 3))
     problems = [MaskedProblem(120, 120, mask) for mask in (Causal(), Full())]
     check_masked([MaskedCase(problem, layout, (("method", method),), 1) for problem in problems], (3,))
+
+
+def test_delta_is_computed_once_for_all_tiles_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rings, however many tiles there are: each rank's backward reads out and its gradient once."""
+    computed: list[tuple[int, ...]] = []
+
+    def counted(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        computed.append(tuple(out.shape))
+        return attention_delta(grad_out, out)
+
+    for module in ("ring", "masked_attention"):
+        monkeypatch.setattr(f"cp_dtensor.{module}.attention_delta", counted)
+    problem = MaskedProblem(24, 24, SlidingWindow(17, 0))
+    for rotate_method in ("alltoall", "allgather"):
+        computed.clear()
+        options = (("method", "ring"), ("rotate_method", rotate_method))
+        check_masked([MaskedCase(problem, HeadTail(), options, 1)], (3,))
+        assert len(computed) == 3  # one on each rank
+        assert {shape[2] for shape in computed} == {8}

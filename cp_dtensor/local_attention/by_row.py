@@ -13,7 +13,6 @@ from cp_dtensor.masked_attention import (
     Dropout,
     attention_backward,
     attention_bias_gradient,
-    attention_delta,
     attention_forward,
 )
 from cp_dtensor.tile_masks import IntervalMask, TileMask
@@ -28,6 +27,8 @@ class ByRowAttention(LocalAttention):
 
     extras: Extras = NO_EXTRAS
     """Of the tile that is computed."""
+    delta: torch.Tensor | None = None
+    """(B, H, S) of its rows, for backward: the same for all tiles of a row, so computed by who has all rows."""
 
     @property
     def name(self) -> str:
@@ -55,8 +56,9 @@ class ByRowAttention(LocalAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _rows(mask, q)
         dq, dk, dv, _ = attention_backward(
-            grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows)
-        )
+            grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), delta=self.delta,
+            dropout=self._dropout(rows),
+        )  # fmt: skip
         return dq, dk, dv
 
     def add_bias_gradient(
@@ -75,8 +77,9 @@ class ByRowAttention(LocalAttention):
         rows = _rows(mask, q)
         bias = self._bias(rows)
         assert bias is not None
+        assert self.delta is not None
         share = attention_bias_gradient(
-            grad_out, q, k, v, lse, rows.mask, scale, bias=bias, delta=attention_delta(grad_out, out),
+            grad_out, q, k, v, lse, rows.mask, scale, bias=bias, delta=self.delta,
             dropout=self._dropout(rows), grad_dtype=total.dtype,
         )  # fmt: skip
         rows.add_to_bias_columns(total, share)
