@@ -99,7 +99,8 @@ class Workspace:
         view = self._kv_views.get(dtype)
         if view is None:
             memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
-            view = self._kv_views[dtype] = memory.view(dtype)
+            with torch.inference_mode(False):  # see `_map`
+                view = self._kv_views[dtype] = memory.view(dtype)
         return view
 
     def grads(self) -> torch.Tensor:
@@ -234,6 +235,8 @@ def allocated_bytes(device: torch.device) -> int:
     return _workspaces.allocated_bytes(device)
 
 
+# Training may follow inference on the same memory, and nobody may write to tensors that inference mode has made.
+@torch.inference_mode(False)
 def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
     buffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
     made = Workspace(
