@@ -157,7 +157,7 @@ def test_tiles_share_a_denominator_and_a_sink() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     q, k, v = draw(5, 7)
-    short = torch.zeros(4, dtype=torch.int32)
+    short, row = (torch.zeros(length, dtype=torch.int32) for length in (4, q.size(2)))
     for tensors, mask, scale, options in (
         ((q, k, v[:, :, 1:]), RowMask(), 1.0, {}),
         ((q[:, :3], k, v), RowMask(), 1.0, {}),
@@ -165,6 +165,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q, k, v), RowMask(), 0.0, {}),
         ((q, k, v), RowMask(lo=short, hi=short), 1.0, {}),
         ((q, k, v), window(torch.zeros(3, 5), 1, 1), 1.0, {}),
+        ((q, k, v), RowMask(lo=row, hi=row.expand(q.size(0), -1)), 1.0, {}),
         ((q, k, v), RowMask(), 1.0, {"sinks": torch.zeros(3)}),
         ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(1, 1, 1, 5, 7)}),
         ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(5, 5)}),

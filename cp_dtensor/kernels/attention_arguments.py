@@ -27,9 +27,13 @@ def check_attention(
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}: masks are applied before it")
-    for x in () if intervals is None else (intervals.lo, intervals.hi):
-        if x.dtype != torch.int32 or x.shape not in ((rows,), (batch, rows)):
-            raise ValueError(f"lo and hi must be int32 of ({rows},) or ({batch}, {rows}), got {x.dtype} {x.shape}")
+    if intervals is not None:
+        lo, hi = intervals.lo, intervals.hi
+        if not lo.dtype == hi.dtype == torch.int32 or lo.shape != hi.shape or lo.shape not in ((rows,), (batch, rows)):
+            raise ValueError(
+                f"lo and hi must both be int32 of ({rows},) or ({batch}, {rows}), "
+                f"got {lo.dtype} {tuple(lo.shape)} and {hi.dtype} {tuple(hi.shape)}"
+            )
     shape = (batch, heads, rows, columns)
     if bias is not None and (
         bias.dim() > 4 or any(size not in (1, full) for size, full in zip(bias.shape[::-1], shape[::-1], strict=False))
