@@ -93,7 +93,6 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(direct_launch, "_driver", lambda: driver)
-    monkeypatch.setattr(direct_launch.triton, "__version__", "3.6.0+git1")
     return driver
 
 
@@ -157,14 +156,13 @@ def test_a_function_with_other_parameters_is_left_to_triton(driver: Driver, size
         DirectLaunch(Compiled(), ARGUMENTS)
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0", "unknown"])
-def test_versions_that_nobody_has_read_are_left_to_triton(
-    driver: Driver, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    DirectLaunch(Compiled(), ARGUMENTS)
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [("3.6.0+git1", True), ("3.9.1", True), ("3.5.1", False), ("3.10.0", False), ("4.0.0", False), ("unknown", False)],
+)
+def test_versions_that_somebody_has_read(version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_launch.triton, "__version__", version)
-    with pytest.raises(Unknown, match="version"):
-        DirectLaunch(Compiled(), ARGUMENTS)
+    assert direct_launch.version_is_known() == is_known
 
 
 def test_where_there_is_no_driver() -> None:

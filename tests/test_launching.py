@@ -20,6 +20,8 @@ Unknown = direct_launch.Unknown
 class Kernel(triton.runtime.JITFunction):  # type: ignore[misc]
     """Is called as a kernel is, and compiles nothing."""
 
+    __name__ = "kernel"
+
     def __init__(self, events: list[Any]) -> None:
         self.events, self.pre_run_hooks = events, []
 
@@ -121,6 +123,46 @@ def test_whoever_wants_to_be_told_is(world: World, monkeypatch: pytest.MonkeyPat
     launch._kernel.pre_run_hooks.append(print)
     launch(Address(32))
     assert world.kinds() == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name", "value"),
+    [
+        ("runtime", "debug", True),
+        ("compilation", "instrumentation_mode", "fpsan"),
+        ("runtime", "add_stages_inspection_hook", lambda *_: ("key", "hash")),
+    ],
+)
+def test_whoever_debugs_gets_a_kernel_of_his_own(
+    knobs: str, name: str, value: Any, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither the one that was found before, nor found by those who come after."""
+    launch = launch_of(world)
+    for at in (32, 40):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(triton.knobs, knobs), name, value)
+            launch(Address(at))
+            launch(Address(at))
+            assert world.kinds() == ["triton", "triton"]
+        for expected in (["triton"], ["made", "direct"], ["direct"]):
+            launch(Address(at))
+            assert world.kinds() == expected
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0", "unknown"])
+def test_of_other_tritons_nothing_is_asked(version: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_launch.triton, "__version__", version)
+    launch = launch_of(world)
+    monkeypatch.delattr(triton, "knobs")
+    monkeypatch.delattr(triton.runtime, "driver")
+    for _ in range(3):
+        launch(Address(32))
+        assert world.kinds() == ["triton"]
+
+
+def test_a_grid_without_programs(world: World) -> None:
+    launching.Launch(Kernel(world.events), (0, 2, 1), (), {})(Address(32))
+    assert world.kinds() == []
 
 
 def test_what_cannot_be_launched_is_left_to_triton(world: World) -> None:

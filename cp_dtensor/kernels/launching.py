@@ -8,6 +8,7 @@ depends on no more than that and on whether addresses are multiples of 16, so it
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,8 +16,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cp_dtensor.kernels.direct_launch import Described, DirectLaunch, Unknown
+from cp_dtensor.kernels.direct_launch import Described, DirectLaunch, Unknown, version_is_known
 
+_log = logging.getLogger("cp_dtensor")
 _MOST_KEPT = 2048
 """Launches of each launcher: of ragged documents, every step may want some of its own."""
 _ALIGNMENT = 16  # what Triton compiles for
@@ -70,7 +72,8 @@ class Launch:
         """
         self._kernel, self._grid = kernel, grid
         self._numbers, self._constants, self._blocks = tuple(numbers), dict(constants), tuple(blocks)
-        self._is_compiled = isinstance(kernel, triton.runtime.JITFunction)  # not by the interpreter
+        self._may_be_direct = isinstance(kernel, triton.runtime.JITFunction) and version_is_known()
+        """Not by the interpreter, nor by a Triton of which nothing here is known."""
         self._found: dict[tuple[int, object], _Compiled | DirectLaunch | str] = {}
         """By device and alignments: the same as it is launched directly, or why it is not."""
 
@@ -79,7 +82,9 @@ class Launch:
 
         The tensors are of the shapes, strides and dtypes that this launch was made for, at any addresses.
         """
-        if not self._is_compiled or not tensors[0].is_cuda or _is_watched(self._kernel):
+        if 0 in self._grid:
+            return
+        if not self._may_be_direct or not tensors[0].is_cuda or _needs_triton(self._kernel):
             self._launch_by_triton(tensors)
             return
         addresses = [x.data_ptr() for x in tensors]
@@ -110,7 +115,8 @@ class Launch:
                 arguments[index] = Described(tuple(tensors[index].shape), tensors[index].stride())
         try:
             return DirectLaunch(compiled, [*arguments, *self._numbers])
-        except (Unknown, AttributeError, KeyError) as error:  # a Triton that is not like those that are known
+        except (Unknown, AttributeError, KeyError, TypeError) as error:  # it is not like those that are known
+            _log.debug("Triton launches %s, which takes the host longer: %r", self._kernel.__name__, error)
             return repr(error)
 
 
@@ -127,10 +133,16 @@ def _alignments(addresses: Sequence[int]) -> object:
     return tuple(address % _ALIGNMENT == 0 for address in addresses)
 
 
-def _is_watched(kernel: Any) -> bool:
-    """Whether somebody, such as Triton's profiler, wants to be told of launches."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+def _needs_triton(kernel: Any) -> bool:
+    """Whether what Triton has compiled may not be launched without it: somebody else has to do with launches now.
+
+    Those who debug want the kernel compiled in another way than the one that was found when nobody did; profilers want
+    to be told of launches.
+    """
+    knobs = triton.knobs
+    if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
+        return True
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
             return True
     return bool(kernel.pre_run_hooks)
