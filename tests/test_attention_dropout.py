@@ -232,6 +232,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"seed": torch.zeros(2, dtype=torch.int64)}, "int64"),
         ({"q_positions": torch.arange(23)}, "int32"),
         ({"kv_positions": torch.zeros(29, 2, dtype=torch.int32).mT}, "int32"),
+        ({"kv_positions": torch.zeros(1, dtype=torch.int32).expand(29)}, "contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(good, **change)

@@ -73,7 +73,7 @@ def launch_attention_forward(
     bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
     seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
     state_out, state_lse = (out, lse) if state is None else state
-    others = (bias, lse if sinks is None else sinks, seed, q_position, kv_position)
+    others = (bias, lse if sinks is None else sinks.contiguous(), seed, q_position, kv_position)
     launch = _launch(
         facts(out), facts(lse), facts(q), facts(k), facts(v), facts(state_out), facts(state_lse),
         tuple([x.dtype for x in others]), (mask, offset, intervals_stride), (bias_kind, *bias_strides), tuple(drop),
