@@ -153,6 +153,21 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
 
 
+def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
+    """Refuses DTensors among the arguments of functions of shards, where plain operations would meet them half-way.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    for name, tensor in tensors.items():
+        placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
+        if placements is not None:
+            raise TypeError(
+                f"expected {name} to be a plain tensor, this rank's own, got a DTensor placed {placements}: "
+                "pass what is local of it (to_local()); F.scaled_dot_product_attention takes whole DTensors"
+            )
+
+
 def _refuse_unfit(
     shapes: tuple[torch.Size, ...],
     dtypes: tuple[torch.dtype, ...],

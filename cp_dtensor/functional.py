@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len
+from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len, refuse_dtensors
 from cp_dtensor.captured_values import Parts, made_of, parts_of
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention_by_tokens
 from cp_dtensor.layouts import Layout
@@ -105,9 +105,10 @@ def context_parallel_attention(
         extras = extras_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
         out, lse = traced_attention_by_tokens(
             q, k, v, extras.bias, extras.seed, extras.sinks, extras.dropout_p, token, backends, shown, scale, lengths,
-            return_lse,
+            return_lse or extras.need_lse,
         )  # fmt: skip
         return (out, lse) if return_lse else out
+    refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     out, lse = attend(
         q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,

@@ -11,6 +11,8 @@ from collectives import errors_by_rank, kinds, recorded_collectives
 from masked_checks import MaskedCase, check_masked
 from masked_problems import MaskedProblem
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import Causal, Documents, Full, HeadTail, Striped, context_parallel_attention, varlen_attention
@@ -133,6 +135,23 @@ def test_bad_ones_are_refused_alike_before_any_collective(
 ) -> None:
     with recorded_collectives() as collectives, pytest.raises(error, match=message):
         run_ranks(RANKS, lambda _: attend(sinks, seq_len=seq_len))
+    assert not collectives
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask", "sinks"])
+def test_dtensors_are_refused_before_any_collective(name: str) -> None:
+    """A parameter of a tensor-parallel module is one."""
+
+    def body(_rank: int) -> None:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        q, k, v = drawn((4, 4, 4))
+        local = {"q": q, "k": k, "v": v, "attn_mask": torch.zeros(LENGTH), "sinks": torch.zeros(4)}
+        local[name] = DTensor.from_local(local[name], mesh, [Replicate()], run_check=False)
+        context_parallel_attention(**local, mesh=mesh, seq_len=LENGTH)
+
+    message = rf"expected {name} to be a plain tensor, .* got a DTensor placed \(Replicate\(\),\)"
+    with recorded_collectives() as collectives, pytest.raises(TypeError, match=message):
+        run_ranks(RANKS, body)
     assert not collectives
 
 
