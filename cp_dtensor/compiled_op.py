@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, gradient_of_sinks, new_grad_bias
@@ -85,7 +86,7 @@ def traced_attention(
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
     return traced_attention_by_tokens(
         q, k, v, extras.bias, extras.seed, extras.sinks, extras.dropout_p, token, backends, mask_tokens.token_of(mask),
-        scale, lengths, needs_lse,
+        scale, lengths, needs_lse or extras.need_lse,
     )  # fmt: skip
 
 
@@ -94,9 +95,8 @@ def traced_attention_by_tokens(
     sinks: torch.Tensor | None, dropout_p: float, token: str, backends: str, mask: str, scale: float,
     lengths: tuple[int, int] | None, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Likewise, where all that is no tensor is a constant already."""
+    """Likewise, where all that is no tensor is a constant already; `needs_lse` also if the extras need it."""
     q_len, kv_len = (-1, -1) if lengths is None else lengths
-    needs_lse = needs_lse or sinks is not None  # for their gradient
     out, lse, _ = torch.ops.cp_dtensor.attention(
         q, k, v, bias, seed, sinks, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse,
         torch.is_grad_enabled(),
@@ -212,6 +212,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(lse, found)
 
 
+@once_differentiable
 def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
     *grads, grad_bias, grad_sinks = torch.ops.cp_dtensor.attention_backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cp_dtensor import _torch_private
 from cp_dtensor.compiled_op import recipe_of
@@ -162,6 +163,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(positions, total, found)
 
 
+@once_differentiable
 def _gradients(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *ctx.saved_tensors, *ctx.settings)
     return None, *grads, *[None] * 6

@@ -1,14 +1,13 @@
 """What a compiled forward pass hands to its backward besides the results of its operator.
 
 Compiled code keeps tensors whose shapes it knows, which those of exchanged heads are not. So they are kept by a tensor
-that it does keep, as an attribute: autograd and AOTAutograd save that very tensor, with its Python object, and all is
-freed with it. Where another tensor arrives (a copy, of offloading hooks say, or what a CUDA graph has written), there
-is nothing on it, and backward decides the call and brings the rows together again.
+that it does keep, as an attribute of its storage: autograd, AOTAutograd and checkpoint policies save that very tensor
+or an alias of it, and all is freed with the last of these. Where another tensor arrives (a copy, of offloading hooks
+say, or what a CUDA graph has written), there is nothing on it, and backward decides the call and brings the rows
+together again.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -19,14 +18,11 @@ _NAME = "_cp_dtensor_kept"
 
 
 class Kept:
-    """A call that has run forward, and what it has saved, or nothing if that is not to be kept; copies have neither."""
+    """A call that has run forward, and what it has saved, or nothing if that is not to be kept."""
 
     def __init__(self, call: AttentionCall | None = None, rows: Tensors = ()) -> None:
         self.call = call
         self.rows = rows
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
-        return Kept()
 
 
 def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
@@ -39,12 +35,11 @@ def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
 
 
 def keep(keeper: torch.Tensor, call: AttentionCall, rows: Tensors) -> None:
-    """Keeps a call, and what it has saved if that is to be kept, as long as `keeper`."""
-    setattr(keeper, _NAME, Kept(call, rows))
-    setattr(keeper, "__getstate__", dict)  # noqa: B010  # what is pickled of a tensor besides its data: nothing
+    """Keeps a call, and what it has saved if that is to be kept, as long as the memory of `keeper`."""
+    setattr(keeper.untyped_storage(), _NAME, Kept(call, rows))
 
 
 def kept(keeper: torch.Tensor) -> Kept:
-    """What the tensor keeps: nothing if it is not the one that forward has returned."""
-    found: Kept | None = getattr(keeper, _NAME, None)
+    """What the tensor keeps: nothing if it is not the one that forward has returned, or an alias of it."""
+    found: Kept | None = getattr(keeper.untyped_storage(), _NAME, None)
     return found or Kept()

@@ -1,10 +1,9 @@
 """Compiled Ulysses keeps for backward what forward has exchanged, no longer than autograd keeps what it saves."""
 
-import gc
+import copy
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from compile_checks import Function, Shards, compiled, fresh
+from kept_rows_checks import AGAIN, BACKWARD, FORWARD, LSE, alive, watched
 from processes import Processes
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,48 +25,8 @@ from cp_dtensor import (
     compiled_op,
     context_parallel,
     context_parallel_attention,
-    kept_rows,
     ulysses_attention,
 )
-from cp_dtensor.rotation.head_exchange import CollectiveHeads
-
-Rows = list[weakref.ref[torch.Tensor]]
-
-
-@contextmanager
-def watched() -> Iterator[tuple[list[int], Rows]]:
-    """Lists how many tensors each exchange brings to heads, or (negative) home, and all that is kept."""
-    exchanges: list[int] = []
-    rows: Rows = []
-    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.Kept.__init__
-
-    def counted(self: Any, bundles: Any, *args: Any) -> Any:
-        exchanges.append(sum(map(len, bundles)))
-        return to_heads(self, bundles, *args)
-
-    def counted_home(self: Any, bundles: Any, *args: Any) -> Any:
-        exchanges.append(-sum(map(len, bundles)))
-        return to_rows(self, bundles, *args)
-
-    def noted(self: Any, call: Any = None, kept: Any = ()) -> None:
-        rows.extend(map(weakref.ref, kept))
-        keep(self, call, kept)
-
-    with (
-        mock.patch.object(CollectiveHeads, "to_heads", counted),
-        mock.patch.object(CollectiveHeads, "to_rows", counted_home),
-        mock.patch.object(kept_rows.Kept, "__init__", noted),
-    ):
-        yield exchanges, rows
-
-
-FORWARD, LSE, BACKWARD = [3, -1], [-1], [1, -3]  # q, k and v, then out comes home; LSE too; the gradients
-AGAIN = [3, 1, 1]  # q, k and v; out; LSE
-
-
-def alive(rows: Rows) -> int:
-    gc.collect()
-    return sum(each() is not None for each in rows)
 
 
 def ulysses(mesh: Any, method: str = "ulysses") -> Function:
@@ -153,13 +113,14 @@ def checkpointed_calls(rank: int) -> None:
     def inside(**options: Any) -> Function:
         return compiled(lambda *qkv: checkpoint(attention, *qkv, use_reentrant=False, **options))
 
-    def around() -> Function:
-        return lambda *qkv: checkpoint(compiled(attention), *qkv, use_reentrant=False)
+    def around(**options: Any) -> Function:
+        return lambda *qkv: checkpoint(compiled(attention), *qkv, use_reentrant=False, **options)
 
     cases: list[tuple[Callable[[], Function], list[int], bool]] = [
         (inside, [*FORWARD, *FORWARD, *BACKWARD], False),
         (lambda: inside(context_fn=selective), [*FORWARD, *BACKWARD], True),
         (around, [*FORWARD, *FORWARD, *BACKWARD], False),
+        (lambda: around(context_fn=selective), [*FORWARD, *BACKWARD], True),  # which keeps aliases
     ]
     for make, expected, keeps in cases:
         fresh()
@@ -179,7 +140,7 @@ def test_activation_checkpointing(two_processes: Processes) -> None:
 
 
 def other_tensors_arrive(rank: int) -> None:
-    """What hooks have packed and unpacked are copies, on which nothing is kept."""
+    """What hooks have packed and unpacked: on copies nothing is kept, on aliases everything."""
     fresh()
     shards = Shards(rank)
     function = compiled(ulysses(init_device_mesh("cpu", (2,))))
@@ -192,17 +153,21 @@ def other_tensors_arrive(rank: int) -> None:
             torch.save(tensor, path)
             return path
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone()
-
-        for hooks in (saved_tensors_hooks(copied, lambda x: x), saved_tensors_hooks(to_disk, torch.load)):
+        cases = [
+            (torch.clone, torch.clone, FORWARD),  # without LSE, attention is computed again
+            (copy.deepcopy, copy.deepcopy, FORWARD),
+            (to_disk, torch.load, FORWARD),
+            (torch.detach, torch.detach, []),  # aliases
+        ]
+        for pack, unpack, again in cases:
             with watched() as (exchanges, rows):
                 inputs = shards.inputs()
-                with hooks:
+                with saved_tensors_hooks(pack, unpack):
                     out = function(*inputs)
-                assert alive(rows) == 0
+                assert bool(alive(rows)) == (not again)
                 shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-                assert exchanges == [*FORWARD, *FORWARD, *BACKWARD]  # without LSE, attention is computed again
+                assert exchanges == [*FORWARD, *again, *BACKWARD]
+                assert alive(rows) == 0
 
 
 def test_saved_tensor_hooks(two_processes: Processes) -> None:
@@ -223,8 +188,35 @@ def with_lse(rank: int) -> None:
             assert exchanges == [*FORWARD, *LSE, *again, *BACKWARD]
 
 
-def test_lse_that_is_asked_for(two_processes: Processes) -> None:
-    two_processes.run(with_lse)
+def lse_comes_home(rank: int) -> None:
+    """If it is asked for, and for the gradient of sinks, which takes that of this rank's rows."""
+    fresh()
+    shards = Shards(rank)
+    options = {"mesh": init_device_mesh("cpu", (2,)), "is_causal": True, "enable_gqa": True}
+    asking = compiled(lambda q, k, v: ulysses_attention(q * 2.0, k, v, return_lse=True, **options)[0] * 3.0)
+    plain = compiled(lambda q, k, v, sinks: ulysses_attention(q * 2.0, k, v, sinks=sinks, **options) * 3.0)
+    frozen, learned = (torch.full((4,), -torch.inf, dtype=torch.float64).requires_grad_(each) for each in (False, True))
+    copies = saved_tensors_hooks(torch.clone, torch.clone)
+    cases = [
+        (asking, (), nullcontext(), [*FORWARD, *LSE, *BACKWARD]),
+        (asking, (), copies, [*FORWARD, *LSE, *AGAIN, *BACKWARD]),
+        (plain, (frozen,), nullcontext(), [*FORWARD, *BACKWARD]),
+        (plain, (learned,), nullcontext(), [*FORWARD, *LSE, *BACKWARD]),
+    ]
+    for function, sinks, hooks, expected in cases:
+        with watched() as (exchanges, _):
+            inputs = shards.inputs()
+            with hooks:
+                out = function(*inputs, *sinks)
+            shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+            assert exchanges == expected
+    with watched() as (exchanges, _), torch.no_grad():
+        shards.check_results(plain(*shards.inputs(), learned))
+        assert exchanges == FORWARD
+
+
+def test_lse_comes_home_where_it_is_needed(two_processes: Processes) -> None:
+    two_processes.run(lse_comes_home)
 
 
 def in_graphs_or_not(rank: int) -> None:

@@ -21,6 +21,7 @@ from cp_dtensor import (
     Documents,
     HeadTail,
     MirroredBatch,
+    SlidingWindow,
     context_parallel,
     context_parallel_attention,
     enable_context_parallel_dispatcher,
@@ -69,6 +70,22 @@ def refusals(rank: int) -> None:
 
 def test_refusals(two_processes: Processes) -> None:
     two_processes.run(refusals)
+
+
+def second_derivatives(rank: int) -> None:
+    """Of operators that run as they are; what AOTAutograd traces has none."""
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = Shards(rank).inputs()
+    options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
+    function = compiled(lambda q, k, v: ring_attention(q, k, v, **options), backend="eager")
+    (grad_q,) = torch.autograd.grad(function(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad_q.sum().backward()
+
+
+def test_second_derivatives(two_processes: Processes) -> None:
+    two_processes.run(second_derivatives)
 
 
 def other_threads(rank: int) -> None:
