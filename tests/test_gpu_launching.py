@@ -125,14 +125,16 @@ def test_merges_and_sums(kind: str, by_triton: list[str]) -> None:
         assert turn == 0 or not by_triton or not direct_launch.version_is_known()
 
 
-def warm(call: Callable[[], object]) -> None:
-    for _ in range(3):
+def warm(call: Callable[[], object], calls: int = 3) -> None:
+    for _ in range(calls):
         call()
 
 
-def test_a_captured_graph_replays_it() -> None:
-    tensors, mask = drawn(128), masks(128)[2]
-    warm(lambda: attended(tensors, mask))
+@pytest.mark.parametrize(("rows", "calls"), [(128, 3), (144, 1)])
+def test_a_captured_graph_replays_it(rows: int, calls: int) -> None:
+    """After a single call, direct launches are made while the graph is captured."""
+    tensors, mask = drawn(rows), masks(rows)[2]
+    warm(lambda: attended(tensors, mask), calls)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

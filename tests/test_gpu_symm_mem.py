@@ -12,7 +12,7 @@ from gpu_checks import WORLD_SIZE, Tensors, attend, delay, different_layers, rep
 from problems import Problem, reference, shard
 from processes import Processes
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import Staging
 from cp_dtensor.rotation.choice import METHODS
@@ -46,6 +46,25 @@ def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[f
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_equals_one_device_in_float64(gpus: Processes, problem: Problem, layout: Layout, staged: bool) -> None:
     for errors in gpus.run(_errors, problem, layout, staged):
+        assert max(errors) < 1e-10, errors
+
+
+def _trained_after_inference(rank: int) -> list[float]:
+    problem = Problem(96, 96, 1, 4, 2, 32, is_causal=True)
+    group = dist.new_group(range(WORLD_SIZE))  # which has no memory yet: it is mapped in inference mode
+    local = shards(problem, 3, HeadTail(), rank)
+    options = {"mesh": group, "seq_len": 96, "is_causal": True, "enable_gqa": True}
+    with torch.inference_mode():
+        context_parallel_attention(*local[:3], method="ring", rotate_method="symm_mem", **options)
+        context_parallel_attention(*local[:3], method="ulysses", **options)
+    expected = [shard(tensor, HeadTail(), rank, WORLD_SIZE) for tensor in reference(problem, *problem.draw(3, "cuda"))]
+    results = attend(local, problem, HeadTail(), group, method="ring", rotate_method="symm_mem")
+    results += attend(local, problem, HeadTail(), group, method="ulysses")
+    return [(ours - want).abs().max().item() for ours, want in zip(results, [*expected, *expected], strict=True)]
+
+
+def test_training_after_inference(gpus: Processes) -> None:
+    for errors in gpus.run(_trained_after_inference):
         assert max(errors) < 1e-10, errors
 
 
