@@ -160,7 +160,7 @@ def _backward(
     if found.numel():
         q_len, kv_len, number = found.tolist()
         what = found_numbers.of(number)
-    if what.ambient is not None:
+    if what.ambient is not None and not _torch_private.backward_may_come_again():
         outstanding.end(what.ambient)
     extras = Extras(bias, dropout_p, seed, sinks=sinks)
     of_forward = kept(found)

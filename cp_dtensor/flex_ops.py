@@ -142,8 +142,9 @@ def _keys_backward(
     grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
-    if what is not None and what.ambient is not None:
-        outstanding.end(what.ambient)
+    ambient = None if what is None else what.ambient
+    if ambient is not None and not _torch_private.backward_may_come_again():
+        outstanding.end(ambient)
     ranks, layout = _division_of(recipe, what)
     keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)

@@ -82,7 +82,7 @@ class Outstanding:
             self._passes[ambient] += 1
 
     def end(self, ambient: Ambient) -> None:
-        """Its backward has come."""
+        """Its backward has come, for the last time."""
         with self._lock:
             if self._passes[ambient] <= 1:
                 del self._passes[ambient]

@@ -216,6 +216,8 @@ def recomputed(rank: int) -> None:
         check(out, leaves, grad_out, expected, "checkpoint around compiled code")
     with context_parallel(mesh, mask=MASKS[0]):
         out = function(*leaves)
+    for grad in torch.autograd.grad(out, leaves, torch.zeros_like(grad_out), retain_graph=True):
+        assert not grad.any()
     with context_parallel(mesh, mask=MASKS[1]):
         function(*leaves)
         with pytest.raises(RuntimeError, match="several such regions whose backward has not come"):

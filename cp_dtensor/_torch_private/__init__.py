@@ -53,6 +53,7 @@ from cp_dtensor._torch_private.sdpa import (
 from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
 from cp_dtensor._torch_private.tensors import current_stream_handle, no_dispatch_modes, swap_identities, version_of
 from cp_dtensor._torch_private.threads import (
+    backward_may_come_again,
     current_backward,
     get_thread_state,
     in_autograd_thread,
@@ -67,6 +68,7 @@ __all__ = [
     "OpHandler",
     "SymmetricBuffer",
     "all_gather_single",
+    "backward_may_come_again",
     "bound_arguments",
     "captured_flex_attention_checked",
     "checkpointed_functions_bound",

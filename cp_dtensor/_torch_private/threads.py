@@ -54,6 +54,12 @@ def current_backward() -> int | None:
     return None if identity == -1 else identity
 
 
+def backward_may_come_again() -> bool:
+    """Whether the backward that is running in this thread keeps its graph for another one (`retain_graph=True`)."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return current_backward() is not None and keeps
+
+
 def in_main_thread() -> bool:
     """Whether this is the thread that the interpreter started in."""
     return threading.current_thread() is threading.main_thread()
