@@ -30,6 +30,7 @@ from cp_dtensor import (
     planning,
     ring,
     ring_attention,
+    ring_gradients,
 )
 from cp_dtensor import plan as plans
 from cp_dtensor.division import CallShape, LayoutDivision
@@ -123,7 +124,7 @@ def test_transfers_are_under_way_while_tiles_are_computed(
         steps.setdefault(dist.get_rank(), []).append("tile" if "tile" in text else text)
         return nullcontext()
 
-    for module in (ring, exchange):
+    for module in (ring, ring_gradients, exchange):
         monkeypatch.setattr(module, "label", recorded)
     monkeypatch.setitem(METHODS, "allgather", method)
     problem = Problem(24, 24)
