@@ -22,7 +22,7 @@ from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
 from cp_dtensor.tokens import Tokens
-from cp_dtensor.traced_masks import Found, found_numbers, mask_tokens, outstanding
+from cp_dtensor.traced_masks import NOT_IN_BACKWARD, Found, found_numbers, mask_tokens, outstanding
 
 
 class Recipe(ABC):
@@ -51,7 +51,9 @@ class Recipe(ABC):
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
 
 
-_recipes = Tokens[Recipe]("attention by")
+_OPERATORS = 2
+"""Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
+_recipes = Tokens[Recipe]("attention by", f"operators {_OPERATORS}, ")
 
 
 def token_of(recipe: Recipe) -> str:
@@ -118,11 +120,10 @@ def _forward(
     gives_lse = needs_lse or (needs_backward and not keeps)
     with no_autocast(q):
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
-    if found.ambient is not None and needs_backward and _torch_private.current_backward() is None:
-        outstanding.begin(found.ambient)
+    begun_in = outstanding.begin(found.ambient) if found.ambient is not None and needs_backward else NOT_IN_BACKWARD
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if known is None or decider.finds_mask:
-        numbers = torch.tensor([*lengths, found_numbers.number_of(found)], device="cpu")
+        numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
     if needs_backward:
@@ -146,7 +147,7 @@ def _fake_forward(
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
     finds = _finds(recipe, q_len)
-    found = torch.empty(3 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
+    found = torch.empty(4 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
     return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
 
 
@@ -158,10 +159,10 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     what = Found(mask_tokens.of(mask), None)
     if found.numel():
-        q_len, kv_len, number = found.tolist()
+        q_len, kv_len, number, begun_in = found.tolist()
         what = found_numbers.of(number)
-    if what.ambient is not None and not _torch_private.backward_may_come_again():
-        outstanding.end(what.ambient)
+        if what.ambient is not None:
+            outstanding.end(what.ambient, begun_in)
     extras = Extras(bias, dropout_p, seed, sinks=sinks)
     of_forward = kept(found)
     call = of_forward.call or _recipes.of(recipe).decide(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from cp_dtensor import _torch_private
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import WholeKeys, most_tokens
@@ -21,7 +20,7 @@ from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Full, Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.shard_recipe import ShardRecipe
-from cp_dtensor.traced_masks import Found, found_numbers, outstanding
+from cp_dtensor.traced_masks import NOT_IN_BACKWARD, Found, found_numbers, outstanding
 
 
 def shard_recipe(token: str) -> ShardRecipe:
@@ -88,8 +87,6 @@ def _keys(
     check_mask_lengths(lengths, known)
     if what.ambient is not None:
         check_context_mask(what.ambient[0])
-        if needs_backward and _torch_private.current_backward() is None:
-            outstanding.begin(what.ambient)
     ranks, layout = _division_of(recipe, what)
     if decider.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(
@@ -101,7 +98,8 @@ def _keys(
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if decider.finds_mask:
-        found = torch.tensor([lengths[1], found_numbers.number_of(what)], device="cpu")
+        begun_in = outstanding.begin(what.ambient) if what.ambient is not None and needs_backward else NOT_IN_BACKWARD
+        found = torch.tensor([lengths[1], found_numbers.number_of(what), begun_in], device="cpu")
     else:
         found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
     return (
@@ -127,7 +125,7 @@ def _fake_keys(
     (ranks, layout), finds = _division_of(recipe), finds_layout(recipe)
     rows = kv_len if kv_len >= 0 else most_tokens(layout, int(k.size(2)), ranks.rank, ranks.size)
     per_row = () if finds or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
-    numbers = 2 if finds else 0 if q_len >= 0 else 1
+    numbers = 3 if finds else 0 if q_len >= 0 else 1
     found = torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
     return (
         k.new_empty(*k.shape[:2], rows, k.size(3)),
@@ -142,9 +140,8 @@ def _keys_backward(
     grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
-    ambient = None if what is None else what.ambient
-    if ambient is not None and not _torch_private.backward_may_come_again():
-        outstanding.end(ambient)
+    if what is not None and what.ambient is not None:
+        outstanding.end(what.ambient, int(found[2]))
     ranks, layout = _division_of(recipe, what)
     keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)

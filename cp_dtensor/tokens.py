@@ -16,14 +16,15 @@ class Tokens(Generic[V]):
     1.5
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, prefix: str = "") -> None:
         self._what = what  # the values are, in messages
+        self._prefix = prefix
         self._lock = threading.Lock()
         self._by_token: dict[str, V] = {}
 
     def token_of(self, value: V) -> str:
         """What stands for a value."""
-        token = name = repr(value)
+        token = name = f"{self._prefix}{value!r}"
         with self._lock:
             others = 1
             while self._by_token.setdefault(token, value) != value:  # values of somebody's own that look alike

@@ -6,11 +6,13 @@ import threading
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
+from cp_dtensor import _torch_private
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Causal, Full, Mask
 from cp_dtensor.tokens import Tokens
 
 _MOST_NUMBERS = 4096
+NOT_IN_BACKWARD = -1
 
 
 Ambient = tuple[Mask | None, Layout]
@@ -76,13 +78,25 @@ class Outstanding:
         self._lock = threading.Lock()
         self._passes: Counter[Ambient] = Counter()
 
-    def begin(self, ambient: Ambient) -> None:
-        """A forward pass whose backward may come."""
+    def begin(self, ambient: Ambient) -> int:
+        """A forward pass whose backward may come, unless it is a recompute, in the backward of one.
+
+        Returns:
+            which backward that is, to be told to `end`.
+        """
+        running = _torch_private.current_backward()
+        if running is not None:
+            return running
         with self._lock:
             self._passes[ambient] += 1
+        return NOT_IN_BACKWARD
 
-    def end(self, ambient: Ambient) -> None:
-        """Its backward has come, for the last time."""
+    def end(self, ambient: Ambient, begun_in: int) -> None:
+        """Its backward has come, and may keep its graph for another one."""
+        # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
+        is_reentrant = begun_in not in (NOT_IN_BACKWARD, _torch_private.current_backward())
+        if is_reentrant or _torch_private.backward_may_come_again():
+            return
         with self._lock:
             if self._passes[ambient] <= 1:
                 del self._passes[ambient]

@@ -1,5 +1,8 @@
 """torch.compile(fullgraph=True) with masks, biases and dropout: as eager, without a compilation for each mask."""
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
 from cp_dtensor.documents import Documents
 from cp_dtensor.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
+from cp_dtensor.traced_masks import outstanding
 
 RANKS = 2
 LENGTH = 13
@@ -224,5 +228,31 @@ def recomputed(rank: int) -> None:
             torch.autograd.grad(out, leaves, grad_out)
 
 
-def test_masks_of_recomputed_attention(two_processes: Processes) -> None:
-    two_processes.run(recomputed)
+def reentrant(rank: int) -> None:
+    """Reentrant checkpoints run forward without gradients: their backward is of no pass that others wait for."""
+    fresh()
+    mesh = world()
+
+    def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return checkpoint(sdpa, q, k, v, use_reentrant=False)
+
+    leaves, grad_out, _ = leaves_of(problem(MASKS[0]), rank, 5)
+    function, around = compiled(inside), compiled(sdpa)
+    with context_parallel(mesh, mask=MASKS[0]):
+        out = function(*leaves)
+        checkpoint(around, *leaves, use_reentrant=True).backward(grad_out)
+    with context_parallel(mesh, mask=MASKS[1]):
+        function(*leaves)
+        with pytest.raises(RuntimeError, match="several such regions whose backward has not come"):
+            torch.autograd.grad(out, leaves, grad_out)
+
+
+def with_nothing_outstanding(rank: int, body: Callable[[int], None]) -> None:
+    """Processes are shared, and passes whose backward is refused stay outstanding."""
+    with mock.patch.dict(outstanding._passes, clear=True):
+        body(rank)
+
+
+@pytest.mark.parametrize("body", [recomputed, reentrant])
+def test_masks_of_recomputed_attention(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(with_nothing_outstanding, body)
