@@ -1,7 +1,7 @@
 """Layouts: which global token positions each rank owns, in which local order.
 
 A layout is a frozen value of integers: no tensors, no process group. Everything else in the library (sharding of
-buffers, schedules, positions for RoPE, the pictures in the docs) reads layouts through the two methods of `Layout`.
+buffers, schedules, positions for RoPE, the pictures in the docs) reads layouts through the methods of `Layout`.
 """
 
 from __future__ import annotations

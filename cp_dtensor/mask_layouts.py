@@ -67,7 +67,7 @@ class PerDocument(_OneLength):
 
     A rank has up to two blocks of every document, and needs the keys of nearly all others' blocks; for many documents
     `Balanced` has fewer blocks and moves less. To plan a call takes the longer the more blocks there are: 0.2 s for 300
-    documents on 8 ranks with a mask of documents, and minutes with a plain causal mask across them.
+    documents on 8 ranks.
 
     Args:
         cu_seqlens: ascending positions, one more than documents; integers or a tensor (see `Documents`).
