@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_dtensor import _torch_private
-from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len
+from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len, refuse_dtensors
 from cp_dtensor.captured_values import made_of, parts_of
 from cp_dtensor.compiled_op import token_of
 from cp_dtensor.extras import NO_EXTRAS
@@ -100,6 +100,7 @@ def context_parallel_flex_attention(
     if traced:
         result = traced_flex(call, _token(mesh, parts_of(layout), debug), lengths)
     else:
+        refuse_dtensors(q=q, k=k, v=v)
         result = flex_of_shards(call, AttentionSettings.of(mesh, "auto", layout, None, debug=debug), lengths)
     return (result[0], result[1].lse) if return_lse else result
 

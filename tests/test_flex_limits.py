@@ -133,6 +133,8 @@ def test_what_does_not_fit_is_refused() -> None:
             replicated = DTensor.from_local(q, mesh, [Replicate()])
             with pytest.raises(NotImplementedError, match="takes plain tensors inside of a context-parallel region"):
                 flex_attention(replicated, replicated, replicated)
+            with pytest.raises(TypeError, match=r"expected k to be a plain tensor, .* placed \(Replicate\(\),\)"):
+                context_parallel_flex_attention(q, replicated, replicated, mesh=mesh)
             nested = torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged)
             with pytest.raises(NotImplementedError, match="nested tensors"):
                 flex_attention(nested, nested, nested)
