@@ -26,7 +26,8 @@ class context_parallel(ContextDecorator):
     On entry, `buffers` are sharded in place: each tensor holds this rank's tokens, in `layout` order. Inside,
     `F.scaled_dot_product_attention` on plain tensors means "these are my shards" and attends to the whole sequence;
     so do torch's modules that call it, such as `nn.MultiheadAttention(..., need_weights=False)` and
-    `nn.TransformerEncoderLayer`. On exit, also after an exception, buffers are restored bit for bit.
+    `nn.TransformerEncoderLayer`. SDPA under `torch.vmap` is refused. On exit, also after an exception, buffers are
+    restored bit for bit.
 
     Only the thread that enters is in the region, and the threads in which autograd runs its backward. Backward may run
     inside or after; recomputation under `torch.utils.checkpoint` likewise, in either mode. Contexts nest: the inner

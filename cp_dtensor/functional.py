@@ -73,8 +73,8 @@ def context_parallel_attention(
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
         deterministic: on GPUs too, equal inputs give equal bits, forward and backward: plain masks as well are computed
-            by our own kernels then. The same as `torch.use_deterministic_algorithms(True)` around forward, for this
-            call alone.
+            by our own kernels then, slower than by cuDNN's (docs/masks.md). The same as
+            `torch.use_deterministic_algorithms(True)` around forward, for this call alone.
         return_lse: also return the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the groups have a CPU backend).
