@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -71,6 +72,40 @@ def cleaned_up_on_error(clean_up: Callable[[], None]) -> Iterator[None]:
         raise
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """A gradient, and an error for whoever differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, _differentiable: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "trying to differentiate twice: attention of sequence shards has first derivatives only, got "
+            "create_graph=True and then a derivative of its gradients"
+        )
+
+
+def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
+    """A backward whose gradients cannot be differentiated, and say so.
+
+    torch's `once_differentiable` says so only if the incoming gradients can be differentiated themselves. Those of
+    `out.sum()` cannot, and a second derivative would silently lack what comes through q, k and v.
+    """
+
+    @wraps(backward)
+    def first_only(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return found
+        made = torch.zeros((), requires_grad=True)
+        return tuple(None if grad is None else _NoSecondDerivative.apply(grad, made) for grad in found)
+
+    return first_only
+
+
 class Attention(torch.autograd.Function):
     """Autograd node of an `AttentionCall`. Second derivatives are not defined."""
 
@@ -97,7 +132,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         bias, seed, sinks, out, lse, *saved = ctx.saved_tensors
         extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)

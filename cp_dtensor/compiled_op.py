@@ -12,10 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cp_dtensor import _torch_private
-from cp_dtensor.attention_call import AttentionCall, gradient_of_sinks, new_grad_bias
+from cp_dtensor.attention_call import AttentionCall, differentiated_once, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
 from cp_dtensor.kept_rows import Kept, keep, keeps_rows, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
@@ -213,7 +212,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(lse, found)
 
 
-@once_differentiable
+@differentiated_once
 def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
     *grads, grad_bias, grad_sinks = torch.ops.cp_dtensor.attention_backward(

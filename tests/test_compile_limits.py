@@ -73,15 +73,25 @@ def test_refusals(two_processes: Processes) -> None:
 
 
 def second_derivatives(rank: int) -> None:
-    """Of operators that run as they are; what AOTAutograd traces has none."""
+    """Refused, compiled (as operators that run as they are; what AOTAutograd traces has none) and not.
+
+    Also those of a plain sum, whose own gradient is a constant.
+    """
     fresh()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = Shards(rank).inputs()
     options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
-    function = compiled(lambda q, k, v: ring_attention(q, k, v, **options), backend="eager")
-    (grad_q,) = torch.autograd.grad(function(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad_q.sum().backward()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_attention(q, k, v, **options)
+
+    for function in (attend, compiled(attend, backend="eager")):
+        for loss in (lambda out: out.square().sum(), lambda out: out.sum()):
+            (first,) = torch.autograd.grad(loss(function(q, k, v)), q)
+            (grad_q,) = torch.autograd.grad(loss(function(q, k, v)), q, create_graph=True)
+            equal(grad_q.detach(), first, "the first derivative is as it was")
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                grad_q.sum().backward()
 
 
 def test_second_derivatives(two_processes: Processes) -> None:
