@@ -164,7 +164,8 @@ def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
         if placements is not None:
             raise TypeError(
                 f"expected {name} to be a plain tensor, this rank's own, got a DTensor placed {placements}: "
-                "pass what is local of it (to_local()); F.scaled_dot_product_attention takes whole DTensors"
+                "pass what is local of it (to_local()); "
+                "F.scaled_dot_product_attention takes q, k, v and attn_mask as DTensors"
             )
 
 

@@ -21,7 +21,8 @@ class Documents(Mask):
     cross-attention: queries of document d see keys of document d.
 
     Args:
-        cu_seqlens: ascending positions, one more than documents; integers or a tensor. Of a tensor on a GPU the numbers
+        cu_seqlens: ascending positions, one more than documents, and no lengths (`Documents.from_lengths` takes these);
+            integers or a tensor. Of a tensor on a GPU the numbers
             are read, which waits for the GPU: pass one on the CPU.
         cu_seqlens_k: those of the keys if they differ.
         within: a mask inside of each document, with positions counted from its start.
@@ -54,7 +55,10 @@ class Documents(Mask):
         >>> Documents.from_lengths([2, 3]).cu_seqlens
         (0, 2, 5)
         """
-        return cls([0, *accumulate(int(length) for length in lengths)], within=within)
+        numbers = _as_lists(lengths)
+        if not isinstance(numbers, list) or any(int(length) != length or length < 0 for length in numbers):
+            raise ValueError(f"Documents expects lengths to be one list of integers >= 0, got {lengths!r}")
+        return cls([0, *accumulate(map(int, numbers))], within=within)
 
     @classmethod
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
@@ -64,6 +68,8 @@ class Documents(Mask):
         (0, 2, 3)
         """
         ids = _as_lists(ids)
+        if not isinstance(ids, list):
+            raise ValueError(f"Documents expects ids to be a list or a tensor, (S,) or (B, S), got {ids!r}")
         if ids and isinstance(ids[0], list):
             return Batched([cls.from_ids(row, within=within) for row in ids])
         return cls.from_lengths((sum(1 for _ in run) for _, run in groupby(ids)), within=within)
@@ -112,12 +118,15 @@ def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
         ValueError: anything else; `owner` and `name` say whose argument it is.
     """
     numbers = _as_lists(values)
-    if not numbers or not all(map(is_integer, numbers)):
+    if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
         raise ValueError(f"{owner} expects {name} to be one list of integers, got {values!r}")
     if numbers[0] < 0 or any(one > other for one, other in pairwise(numbers)):
         raise ValueError(f"{owner} expects {name} to be >= 0 and ascending, got {numbers}")
     return tuple(numbers)
 
 
-def _as_lists(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+def _as_lists(values: Any) -> Any:
+    """A list, of lists if there are more dims; what is no sequence stays as it is, for the caller to refuse."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return list(values) if isinstance(values, Iterable) else values

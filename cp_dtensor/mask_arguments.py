@@ -9,6 +9,8 @@ import torch
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Causal, Full, Mask
 
+_TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
+
 
 def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
     """Refuses what fused operators cannot have on sequence shards, where SDPA itself can, rather than ignoring it."""
@@ -95,9 +97,11 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         size in (1, full) for size, full in zip(attn_mask.shape[-2::-1], q.shape[2::-1], strict=False)
     )
     if not fits or attn_mask.dim() < 1:
+        of_other_rows = attn_mask.dim() > 1 and attn_mask.size(-2) not in (1, q.size(2))
+        hint = f". {_TO_SHARD}" if of_other_rows else ""
         raise ValueError(
             "expected attn_mask to broadcast to (batch, heads, this rank's queries, keys of the whole sequence); "
-            f"{received}"
+            f"{received}{hint}"
         )
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
@@ -118,10 +122,12 @@ def check_bias(
         return
     q_len, kv_len = lengths
     if bias.size(3) not in (1, kv_len):
+        hint = _TO_SHARD
+        if bias.size(2) == 1 < q.size(2):  # of padding, say: there are no rows to shard
+            hint = "One that is the same for all queries is passed whole"
         raise ValueError(
             f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
-            f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. "
-            "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
+            f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. {hint}"
         )
     if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return

@@ -145,6 +145,8 @@ class Batched(Mask):
     masks: tuple[Mask, ...]
 
     def __init__(self, masks: Iterable[Mask]) -> None:
+        if isinstance(masks, Mask):
+            raise ValueError(f"Batched expects a list, of a mask for each row of the batch, got one mask: {masks}")
         masks = tuple(masks)
         if not masks or any(not isinstance(mask, Mask) or mask.batch_size is not None for mask in masks):
             raise ValueError(f"Batched expects a mask for each row of the batch, got {masks}")

@@ -38,8 +38,9 @@ class ContextParallel(ParallelStyle):
         layout: which rank owns which tokens, `HeadTail()` if None.
         rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default (at
             the time of parallelize_module) if None.
-        seq_len: global number of tokens, if it is always the same. On GPUs, without it, the ranks exchange their local
-            lengths in one small collective per call; on CPUs they always do.
+        seq_len: global number of tokens, if it is always the same. It saves an exchange, and checks nothing: on GPUs,
+            without it and for other lengths, the ranks exchange their local lengths in one small collective per call;
+            on CPUs they always do.
         debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
 
     Raises:

@@ -232,6 +232,7 @@ def test_ranks_of_an_inner_axis_are_balanced_together(mask: Mask) -> None:
     [
         (lambda: PerDocument([0, 4, 2]), "PerDocument expects cu_seqlens to be >= 0 and ascending"),
         (lambda: PerDocument([0, 4.5]), "PerDocument expects cu_seqlens to be one list of integers"),
+        (lambda: PerDocument(Documents([0, 4])), r"PerDocument expects cu_seqlens to be .*, got Documents\("),
         (lambda: PerDocument([0, 4], seq_len=3), "PerDocument expects seq_len >= 4, where the documents end; got 3"),
         (lambda: PerDocument([0, 4], seq_len=True), "PerDocument expects seq_len >= 4"),
         (lambda: Balanced(Causal(), -1), "Balanced expects seq_len to be an integer >= 0, got -1"),

@@ -131,10 +131,10 @@ OF_RANK: dict[str, Bad] = {
     "rows of all ranks": (
         {"attn_mask": torch.ones(24, 24)},
         ValueError,
-        rf"{NO_FIT}.* \(24, 24\) .* q \(2, 4, 8, 16\)",
+        rf"{NO_FIT}.* \(24, 24\) .* q \(2, 4, 8, 16\).*context_parallel_shard\(mesh, \[attn_mask\], \[-2\]\)",
     ),
     "another batch": ({"attn_mask": torch.ones(3, 1, 8, 24)}, ValueError, rf"{NO_FIT}.*\(3, 1, 8, 24\)"),
-    "other heads": ({"attn_mask": torch.ones(2, 8, 24)}, ValueError, rf"{NO_FIT}.*\(2, 8, 24\)"),
+    "other heads": ({"attn_mask": torch.ones(2, 8, 24)}, ValueError, rf"{NO_FIT}.*\(2, 8, 24\).*16\)$"),
     "dropout above 1": ({"dropout_p": 1.5}, ValueError, "expected dropout_p between 0 and 1, got 1.5"),
     "dropout below 0": ({"dropout_p": -0.1}, ValueError, "expected dropout_p between 0 and 1, got -0.1"),
     "dropout NaN": ({"dropout_p": float("nan")}, ValueError, "expected dropout_p between 0 and 1, got nan"),
@@ -174,6 +174,9 @@ COLUMNS = (
 OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
     "keys of this rank": ({"attn_mask": torch.ones(8, 8)}, rf"{COLUMNS}.*got \(1, 1, 8, 8\).*context_parallel_shard"),
     "one key too many": ({"attn_mask": torch.ones(2, 1, 1, 25).bool()}, rf"{COLUMNS}.*got \(2, 1, 1, 25\)"),
+    "padding of this rank": (
+        {"attn_mask": torch.ones(2, 1, 1, 8).bool()}, rf"{COLUMNS}.*the same for all queries is passed whole"
+    ),
     "a mask for three rows": ({"mask": Batched([Full(), Causal(), Full()])}, "of 3 batch rows, got a batch of 2"),
     "two layers of three rows": (
         {"mask": Batched([Full(), Causal(), Full()]) & SlidingWindow(3, 0)},
