@@ -54,7 +54,7 @@ def context_parallel_unshard(
         mesh: as for `context_parallel_shard`.
         buffers: this rank's shards; lengths may differ between ranks as the layout says.
         seq_dims: the sequence dim of each.
-        layout: the layout they were sharded in, `HeadTail()` if None.
+        layout: the layout they were sharded in, `HeadTail()` if None, also inside of a context that has another.
         grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
             and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
             the ranks.

@@ -11,6 +11,7 @@ from ranks import run_ranks
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MASKS = ROOT / "docs" / "masks.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -31,6 +32,11 @@ def test_programs_about_masks_run_on_four_ranks(number: int) -> None:
     """They compare with one device themselves."""
     program = compile(blocks(MASKS, "python")[number], MASKS.name, "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
+
+
+def test_the_program_about_decoding_runs_on_four_ranks() -> None:
+    (program,) = (block for block in blocks(CHOOSING, "python") if "bottom_right" in block)
+    run_ranks(4, lambda _rank: exec(compile(program, CHOOSING.name, "exec"), {}))
 
 
 @each_document
