@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from cp_dtensor.bands import Band, Layer, Layers, within
 from cp_dtensor.layouts import Layout, Segment, Span
-from cp_dtensor.masks import Mask, layers_of
+from cp_dtensor.masks import Mask, is_integer, layers_of
 
 
 class Areas:
@@ -110,7 +110,8 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> floa
         world_size: number of ranks.
 
     Raises:
-        ValueError: a mask or a layout that is not of this length.
+        TypeError: no layout or no mask, or values of them in the other's place.
+        ValueError: a mask or a layout that is not of this length; no number of ranks.
 
     >>> from cp_dtensor import Causal, Contiguous, HeadTail
     >>> imbalance(Contiguous(), Causal(), seq_len=4, world_size=2)  # 3 and 7 pairs, 5 on average
@@ -118,6 +119,12 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> floa
     >>> imbalance(HeadTail(), Causal(), seq_len=4, world_size=2)
     0.0
     """
+    if not isinstance(layout, Layout) or not isinstance(mask, Mask):
+        raise TypeError(
+            f"imbalance expects a layout and a mask, such as HeadTail(), Causal(); got {layout!r}, {mask!r}"
+        )
+    if not is_integer(world_size) or world_size < 1:
+        raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
     areas = areas_by_rank(layout, mask, seq_len, world_size)
     total = sum(areas)
     return (max(areas) * world_size - total) / total if total else 0.0

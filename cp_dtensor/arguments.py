@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     """
     if isinstance(mesh, dist.ProcessGroup):
         return SequenceRanks(mesh)
+    if mesh is cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # some object, of which type torch does not say
+        raise ValueError("this rank is not part of the process group: new_group returned no group here")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             "expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "

@@ -94,7 +94,7 @@ class context_parallel(ContextDecorator):
             Buffer(tensor, dim, layout, rank, world_size, restore=id(tensor) not in kept_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        self._seq_lens = frozenset(checked_length(length) for length in seq_lens)
+        self._seq_lens = frozenset(checked_length(length) for length in checked_sequence("seq_lens", seq_lens))
         for length in self._seq_lens:
             refuse_other_lengths(layout, length, "seq_lens")
         self._open: ExitStack | None = None

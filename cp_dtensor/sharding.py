@@ -114,7 +114,7 @@ def local_positions(
     return torch.cat(rows)
 
 
-def checked_sequence(what: str, values: Sequence[Any]) -> list[Any]:
+def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
     """`values` as a list.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from drawn_masks import LONGEST, any_mask, keys_seen, of_one_row
@@ -51,3 +52,17 @@ def test_imbalance_by_hand() -> None:
     assert imbalance(MirroredBatch(), Causal(), 16, 4) == 0.0
     assert imbalance(MirroredBatch(), Batched([Causal(), Full()]), 4, 2) == pytest.approx(15 / 13 - 1)
     assert imbalance(HeadTail(), Documents([3, 3]), 4, 2) == 0.0  # nobody has anything to do
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((Causal(), HeadTail(), 16, 4), TypeError, r"a layout and a mask, .* got Causal\(.*, HeadTail\(\)"),
+        ((HeadTail, Causal(), 16, 4), TypeError, r"a layout and a mask"),
+        ((HeadTail(), Causal(), 16, "mesh"), ValueError, "world_size to be a number of ranks >= 1, got 'mesh'"),
+        ((HeadTail(), Causal(), 16, 0), ValueError, "world_size to be a number of ranks >= 1, got 0"),
+    ],
+)
+def test_imbalance_of_what_is_none_is_refused(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        imbalance(*arguments)

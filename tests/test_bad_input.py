@@ -162,6 +162,11 @@ def test_a_mesh_that_the_rank_is_not_part_of_is_refused() -> None:
     assert "DeviceMesh" in run_ranks(RANKS, body)[2]
 
 
+def test_a_group_that_the_rank_is_not_part_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="this rank is not part of the process group"):
+        ring_attention(tensor(), tensor(), tensor(), mesh=dist.GroupMember.NON_GROUP_MEMBER, seq_len=16)
+
+
 # What rank 1 does otherwise than the others: its arguments, and what the message says of it.
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "batch size": ({name: tensor(batch=1) for name in "qkv"}, "batch_size: rank 1 says 1, the others 2"),

@@ -202,6 +202,7 @@ def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
             {"buffers": [torch.arange(4)], "buffer_seq_dims": [0], "no_restore_buffers": torch.arange(4)},
             "no_restore_buffers to be a collection",
         ),
+        ({"seq_lens": 30}, "seq_lens to be a sequence"),
     ],
 )
 def test_a_single_value_where_several_are_expected_is_refused(options: dict[str, Any], message: str) -> None:

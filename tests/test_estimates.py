@@ -185,3 +185,8 @@ def test_one_rank_alone_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) 
 def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_ranks(2, lambda rank: explain(dist.group.WORLD, **{"seq_len": 8, **arguments}))  # type: ignore[arg-type]
+
+
+def test_explain_refuses_the_name_of_a_dtype() -> None:
+    with pytest.raises(TypeError, match=r"expected dtype to be a torch\.dtype, got 'bfloat16'"):
+        run_ranks(2, lambda rank: explain(dist.group.WORLD, seq_len=8, q_heads=4, dtype="bfloat16"))  # type: ignore[arg-type]
