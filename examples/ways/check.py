@@ -61,4 +61,5 @@ def report(name: str, largest: float, device: str) -> None:
 def run(name: str, example: Callable[[], tuple[float, str]]) -> None:
     """Runs an example, which returns its error and the type of its device, and reports."""
     report(name, *example())
+    dist.barrier()  # a thread of gloo lets go of tensors late, and must not do so in a closing interpreter
     dist.destroy_process_group()
