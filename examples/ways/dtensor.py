@@ -15,7 +15,8 @@ from cp_dtensor import enable_context_parallel_dispatcher
 def main() -> tuple[float, str]:
     """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
-    whole = problem(mesh.device_type)
+    # As many tokens for each rank, since DTensor of torch 2.11 gathers the gradients of uneven shards.
+    whole = [tensor[:, :, :48] for tensor in problem(mesh.device_type)]
     placements = (Shard(2), Shard(2))  # of (batch, heads, tokens, head dim): contiguous parts of parts
     q, k, v, grad_out = (distribute_tensor(tensor, mesh, placements) for tensor in whole)
     for tensor in (q, k, v):
