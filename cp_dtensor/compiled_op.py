@@ -21,7 +21,7 @@ from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
 from cp_dtensor.tokens import Tokens
-from cp_dtensor.traced_masks import NOT_IN_BACKWARD, Found, found_numbers, mask_tokens, outstanding
+from cp_dtensor.traced_masks import Found, found_numbers, mask_tokens, outstanding
 
 
 class Recipe(ABC):
@@ -119,7 +119,7 @@ def _forward(
     gives_lse = needs_lse or (needs_backward and not keeps)
     with no_autocast(q):
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
-    begun_in = outstanding.begin(found.ambient) if found.ambient is not None and needs_backward else NOT_IN_BACKWARD
+    begun_in = outstanding.begin(found, needs_backward)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if known is None or decider.finds_mask:
         numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
@@ -160,8 +160,7 @@ def _backward(
     if found.numel():
         q_len, kv_len, number, begun_in = found.tolist()
         what = found_numbers.of(number)
-        if what.ambient is not None:
-            outstanding.end(what.ambient, begun_in)
+        outstanding.end(what, begun_in)
     extras = Extras(bias, dropout_p, seed, sinks=sinks)
     of_forward = kept(found)
     call = of_forward.call or _recipes.of(recipe).decide(

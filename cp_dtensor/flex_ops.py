@@ -20,7 +20,7 @@ from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Full, Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.shard_recipe import ShardRecipe
-from cp_dtensor.traced_masks import NOT_IN_BACKWARD, Found, found_numbers, outstanding
+from cp_dtensor.traced_masks import Found, found_numbers, outstanding
 
 
 def shard_recipe(token: str) -> ShardRecipe:
@@ -98,7 +98,7 @@ def _keys(
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if decider.finds_mask:
-        begun_in = outstanding.begin(what.ambient) if what.ambient is not None and needs_backward else NOT_IN_BACKWARD
+        begun_in = outstanding.begin(what, needs_backward)
         found = torch.tensor([lengths[1], found_numbers.number_of(what), begun_in], device="cpu")
     else:
         found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
@@ -140,8 +140,8 @@ def _keys_backward(
     grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
-    if what is not None and what.ambient is not None:
-        outstanding.end(what.ambient, int(found[2]))
+    if what is not None:
+        outstanding.end(what, int(found[2]))
     ranks, layout = _division_of(recipe, what)
     keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)

@@ -12,7 +12,7 @@ from cp_dtensor.masks import Causal, Full, Mask
 from cp_dtensor.tokens import Tokens
 
 _MOST_NUMBERS = 4096
-NOT_IN_BACKWARD = -1
+_NOT_IN_BACKWARD = -1
 
 
 Ambient = tuple[Mask | None, Layout]
@@ -78,8 +78,8 @@ class Outstanding:
         self._lock = threading.Lock()
         self._passes: Counter[Ambient] = Counter()
 
-    def begin(self, ambient: Ambient) -> int:
-        """A forward pass whose backward may come, unless it is a recompute, in the backward of one.
+    def begin(self, found: Found, needs_backward: bool) -> int:
+        """A forward pass whose backward may come; not counted if it is a recompute, in the backward of one.
 
         Returns:
             which backward that is, to be told to `end`.
@@ -87,15 +87,17 @@ class Outstanding:
         running = _torch_private.current_backward()
         if running is not None:
             return running
-        with self._lock:
-            self._passes[ambient] += 1
-        return NOT_IN_BACKWARD
+        if found.ambient is not None and needs_backward:
+            with self._lock:
+                self._passes[found.ambient] += 1
+        return _NOT_IN_BACKWARD
 
-    def end(self, ambient: Ambient, begun_in: int) -> None:
+    def end(self, found: Found, begun_in: int) -> None:
         """Its backward has come, and may keep its graph for another one."""
         # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
-        is_reentrant = begun_in not in (NOT_IN_BACKWARD, _torch_private.current_backward())
-        if is_reentrant or _torch_private.backward_may_come_again():
+        is_reentrant = begun_in not in (_NOT_IN_BACKWARD, _torch_private.current_backward())
+        ambient = found.ambient
+        if ambient is None or is_reentrant or _torch_private.backward_may_come_again():
             return
         with self._lock:
             if self._passes[ambient] <= 1:
