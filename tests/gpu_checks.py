@@ -15,6 +15,13 @@ Tensors = tuple[torch.Tensor, ...]
 WORLD_SIZE = 2
 """Of the fixture `gpus`."""
 LAYERS = 4
+NAMES = ("out", "dq", "dk", "dv")
+WAYS: dict[str, dict[str, str]] = {
+    "symm_mem": {"method": "ring", "rotate_method": "symm_mem"},
+    "allgather": {"method": "ring", "rotate_method": "allgather"},
+    "alltoall": {"method": "ring", "rotate_method": "alltoall"},
+    "ulysses": {"method": "ulysses"},
+}
 
 
 def shards(problem: Problem, seed: int, layout: Layout, rank: int, size: int = WORLD_SIZE) -> Tensors:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors
 from problems import shard
 from processes import Processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,16 +37,7 @@ from cp_dtensor.rotation import workspace
 from cp_dtensor.tools.balance import lognormal_documents
 
 pytestmark = pytest.mark.gpu(2)
-WORLD_SIZE = 2
 LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM = 1237, 2, 4, 2, 64
-NAMES = ("out", "dq", "dk", "dv")
-WAYS: dict[str, dict[str, str]] = {
-    "symm_mem": {"method": "ring", "rotate_method": "symm_mem"},
-    "allgather": {"method": "ring", "rotate_method": "allgather"},
-    "alltoall": {"method": "ring", "rotate_method": "alltoall"},
-    "ulysses": {"method": "ulysses"},
-}
-Tensors = tuple[torch.Tensor, ...]
 Positions = tuple[torch.Tensor, torch.Tensor]
 """Of queries, (S, 1), and of keys."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors
 from problems import shard
 from processes import Processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,21 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cp_dtensor import Causal, HeadTail, Mask, SlidingWindow, context_parallel_attention
 
 pytestmark = pytest.mark.gpu(2)
-WORLD_SIZE, LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2, 1237, 2, 4, 2, 64, 200
-NAMES = ("out", "dq", "dk", "dv")
-WAYS: dict[str, dict[str, str]] = {
-    "symm_mem": {"method": "ring", "rotate_method": "symm_mem"},
-    "allgather": {"method": "ring", "rotate_method": "allgather"},
-    "alltoall": {"method": "ring", "rotate_method": "alltoall"},
-    "ulysses": {"method": "ulysses"},
-}
+LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 1237, 2, 4, 2, 64, 200
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-Tensors = tuple[torch.Tensor, ...]
 
 
 def _draw(seed: int) -> Tensors:
