@@ -16,7 +16,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, differentiated_once, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
-from cp_dtensor.kept_rows import Kept, keep, keeps_rows, kept
+from cp_dtensor.kept_rows import Kept, keep, keeps_rows, keeps_until_backward, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
@@ -114,9 +114,8 @@ def _forward(
     extras = Extras(bias, dropout_p, seed, sinks=sinks)
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
-    # Of backward's inputs, LSE is the one that rows that are kept make superfluous; by heads, it would have to travel.
     keeps = needs_backward and keeps_rows(call, q)
-    gives_lse = needs_lse or (needs_backward and not keeps)
+    gives_lse = needs_lse or (needs_backward and not (keeps and keeps_until_backward(q)))
     with no_autocast(q):
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
     begun_in = outstanding.begin(found, needs_backward)

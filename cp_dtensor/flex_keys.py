@@ -6,8 +6,7 @@ for each axis, and are summed there in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -129,17 +128,9 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-@contextmanager
-def for_everybody() -> Iterator[None]:
-    """What is computed inside is plain tensors, of use to whoever comes by, whatever goes on around."""
-    with _torch_private.no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 @lru_cache(maxsize=32)  # of a million tokens each has megabytes
 def _kept(make: Callable[..., object], *key: Any) -> object:
-    with for_everybody():
-        return make(*key)
+    return _torch_private.prepared(lambda: make(*key))
 
 
 def _sources(

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_dtensor import _torch_private
-from cp_dtensor.flex_keys import capturing, for_everybody, kept
+from cp_dtensor.flex_keys import capturing, kept
 from cp_dtensor.flex_rows import LocalRows
 
 PARTIAL, FULL = 1, 2
@@ -81,8 +81,7 @@ def local_tables(
     key = (block_size, kv_len, rows, with_q, general)
     tables = made.get(key)
     if tables is None:
-        with for_everybody():
-            tables = _local_tables(mask, block_size, kv_len, rows, with_q, general)
+        tables = _torch_private.prepared(lambda: _local_tables(mask, block_size, kv_len, rows, with_q, general))
         if not capturing():
             made[key] = tables
     return tables

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cp_dtensor.attention_call import AttentionCall, Tensors, cleaned_up_on_error, new_grad_bias
 from cp_dtensor.extras import Extras
 from cp_dtensor.head_division import HeadDivision
-from cp_dtensor.rotation.head_exchange import CollectiveHeads, Departure, HeadExchange
+from cp_dtensor.rotation.head_exchange import Departure, HeadExchange
 from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.tensors import on_device_of
 from cp_dtensor.ulysses_bias import StageBias
@@ -47,7 +47,7 @@ class UlyssesCall(AttentionCall):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         out = _row_after_row(q, v.size(3))
-        lse = _row_after_row(q, 1, self.state_dtype) if needs_lse else q.new_empty(0, dtype=self.state_dtype)
+        lse = _row_after_row(q, self._lse_copies, self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
         stages = self.kinds
         of_stages = [self._of_stage(extras, of_queries, q.size(0))[0] for of_queries, _ in stages]
@@ -62,15 +62,17 @@ class UlyssesCall(AttentionCall):
                     saved += stage_saved  # among them what it allocates: kept until both streams have met again
                     if streams[0] is streams[1]:
                         _finish(leaving)
-                    leaving.append(self.exchange.to_rows([[stage_out]], [[out]], [of_queries], self.group, is_last))
-                    if needs_lse:
-                        of_lse = [[stage_lse.unsqueeze(3)]], [[lse]], [of_queries]
-                        leaving.append(CollectiveHeads().to_rows(*of_lse, self.group, is_last))
+                    results, targets = [[stage_out]], [[out]]
+                    if lse is not None:
+                        results.append([self._as_rows(stage_lse)])
+                        targets.append([lse])
+                    kinds = [of_queries] * len(results)
+                    leaving.append(self.exchange.to_rows(results, targets, kinds, self.group, is_last))
             _finish(leaving)
         if streams[0] is not None:
             for tensor in saved:  # the allocator of the side stream does not see who reads them in backward
                 tensor.record_stream(streams[0])
-        return out, lse.squeeze(3) if needs_lse else lse, tuple(saved)
+        return out, q.new_empty(0, dtype=self.state_dtype) if lse is None else lse[..., 0].contiguous(), tuple(saved)
 
     @contextmanager
     def _streams(self, q: torch.Tensor) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
@@ -124,22 +126,31 @@ class UlyssesCall(AttentionCall):
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:
-        of_queries = [of_stage[:1] for of_stage in self.kinds]
+        of_results = [of_stage[:1] * 2 for of_stage in self.kinds]
         with on_device_of(q), self._abandoned_on_error():
             # One exchange after the other: they share the memory in which ranks publish.
             arriving = self.exchange.to_heads([[q], [k, v]], self.kinds, self.group)
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
-            arriving = self.exchange.to_heads([[out]], of_queries, self.group)
-            outs = [arriving.receive()[0][0] for _ in self.inner]
-            arriving = CollectiveHeads().to_heads([[lse.unsqueeze(3)]], of_queries, self.group)
-            lses = [arriving.receive()[0][0].squeeze(3) for _ in self.inner]
+            arriving = self.exchange.to_heads([[out], [self._as_rows(lse)]], of_results, self.group)
+            results = [arriving.receive() for _ in self.inner]
             return tuple(
                 tensor
-                for inner, (stage_q, stage_k, stage_v), stage_out, stage_lse in zip(
-                    self.inner, inputs, outs, lses, strict=True
+                for inner, (stage_q, stage_k, stage_v), ((stage_out,), (stage_lse,)) in zip(
+                    self.inner, inputs, results, strict=True
                 )
-                for tensor in inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse, extras)
+                for tensor in inner.saved_again(
+                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), extras
+                )
             )
+
+    @property
+    def _lse_copies(self) -> int:
+        """How often LSE is in what travels of it."""
+        return max(1, self.exchange.granule // self.state_dtype.itemsize)
+
+    def _as_rows(self, lse: torch.Tensor) -> torch.Tensor:
+        """(B, H, S) to (B, H, S, copies), which is exchanged."""
+        return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
 
     def _of_stage(self, extras: Extras, of_queries: HeadRows, batch: int) -> tuple[Extras, StageBias | None]:
         """What a stage's heads of all rows have of the extras. With a bias, a collective."""

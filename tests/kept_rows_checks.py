@@ -42,8 +42,9 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
         yield exchanges, rows
 
 
-FORWARD, LSE, BACKWARD = [3, -1], [-1], [1, -3]  # q, k and v, then out comes home; LSE too; the gradients
-AGAIN = [3, 1, 1]  # q, k and v; out; LSE
+FORWARD, BACKWARD = [3, -1], [1, -3]  # q, k and v, then out comes home; that of out, then the gradients
+FORWARD_WITH_LSE = [3, -2]
+AGAIN = [3, 2]  # q, k and v; out and LSE
 
 
 def alive(rows: Rows) -> int:

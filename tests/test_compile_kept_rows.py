@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from compile_checks import Function, Shards, compiled, fresh
-from kept_rows_checks import AGAIN, BACKWARD, FORWARD, LSE, alive, watched
+from kept_rows_checks import AGAIN, BACKWARD, FORWARD, FORWARD_WITH_LSE, alive, watched
 from processes import Processes
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,7 +185,7 @@ def with_lse(rank: int) -> None:
             with hooks:
                 out = function(*inputs)
             shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-            assert exchanges == [*FORWARD, *LSE, *again, *BACKWARD]
+            assert exchanges == [*FORWARD_WITH_LSE, *again, *BACKWARD]
 
 
 def lse_comes_home(rank: int) -> None:
@@ -198,10 +198,10 @@ def lse_comes_home(rank: int) -> None:
     frozen, learned = (torch.full((4,), -torch.inf, dtype=torch.float64).requires_grad_(each) for each in (False, True))
     copies = saved_tensors_hooks(torch.clone, torch.clone)
     cases = [
-        (asking, (), nullcontext(), [*FORWARD, *LSE, *BACKWARD]),
-        (asking, (), copies, [*FORWARD, *LSE, *AGAIN, *BACKWARD]),
+        (asking, (), nullcontext(), [*FORWARD_WITH_LSE, *BACKWARD]),
+        (asking, (), copies, [*FORWARD_WITH_LSE, *AGAIN, *BACKWARD]),
         (plain, (frozen,), nullcontext(), [*FORWARD, *BACKWARD]),
-        (plain, (learned,), nullcontext(), [*FORWARD, *LSE, *BACKWARD]),
+        (plain, (learned,), nullcontext(), [*FORWARD_WITH_LSE, *BACKWARD]),
     ]
     for function, sinks, hooks, expected in cases:
         with watched() as (exchanges, _):
@@ -219,27 +219,35 @@ def test_lse_comes_home_where_it_is_needed(two_processes: Processes) -> None:
     two_processes.run(lse_comes_home)
 
 
+def patched_on(module: Any, name: str, answer: bool) -> Any:
+    return mock.patch.object(module, name, return_value=answer)
+
+
 def in_graphs_or_not(rank: int) -> None:
     """What a CUDA graph keeps from being kept, in forward, in backward or in both."""
     fresh()
     shards = Shards(rank)
     function = compiled(ulysses(init_device_mesh("cpu", (2,))))
     function(*shards.inputs())
-    kept_once, again, computed_again = [], [*LSE, *AGAIN], FORWARD
-    copies = saved_tensors_hooks(torch.clone, torch.clone)
+    kept_once, computed_again = FORWARD, [*FORWARD, *FORWARD]
+    again = [*FORWARD_WITH_LSE, *AGAIN]
+    originals, copies = nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)
+    # tensors that arrive, whether there are graphs at all, and rows are kept in forward and may be in backward
     cases = [
-        (nullcontext(), True, True, kept_once), (nullcontext(), False, False, again),
-        (nullcontext(), True, False, computed_again), (nullcontext(), False, True, again),
-        (copies, False, False, again), (copies, True, True, computed_again),
+        (originals, False, True, True, kept_once), (originals, True, False, False, again),
+        (originals, False, True, False, computed_again), (originals, True, False, True, again),
+        (copies, True, False, False, again), (copies, False, True, True, computed_again),
+        (originals, True, True, True, FORWARD_WITH_LSE), (copies, True, True, False, again),
+        (copies, True, True, True, [*FORWARD_WITH_LSE, *FORWARD]),
     ]  # fmt: skip
-    for hooks, in_forward, in_backward, expected in cases:
-        with watched() as (exchanges, _):
+    for hooks, has_graphs, in_forward, in_backward, expected in cases:
+        with watched() as (exchanges, _), patched_on(compiled_op, "keeps_until_backward", not has_graphs):
             inputs = shards.inputs()
-            with hooks, mock.patch.object(compiled_op, "keeps_rows", lambda *_, keeps=in_forward: keeps):
+            with hooks, patched_on(compiled_op, "keeps_rows", in_forward):
                 out = function(*inputs)
-            with mock.patch.object(compiled_op, "keeps_rows", lambda *_, keeps=in_backward: keeps):
+            with patched_on(compiled_op, "keeps_rows", in_backward):
                 shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-            assert exchanges == [*FORWARD, *expected, *BACKWARD]
+            assert exchanges == [*expected, *BACKWARD]
 
 
 def test_cuda_graphs_keep_nothing(two_processes: Processes) -> None:

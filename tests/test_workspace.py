@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,14 @@ import torch
 
 from cp_dtensor._torch_private import SymmetricBuffer
 from cp_dtensor.rotation import workspace as workspaces
+
+
+class SingleRank:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
 
 @pytest.fixture
@@ -23,10 +30,11 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], workspaces.Workspace
     monkeypatch.setattr(workspaces, "symmetric_buffer", symmetric_buffer)
     monkeypatch.setattr(workspaces.dist, "barrier", lambda group: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    return lambda: workspaces._map(group, torch.device("cpu"), 1024, 512)
+    group: Any = SingleRank()
+    return lambda: workspaces.workspace(group, torch.device("cpu"), 1024, 512)
 
 
 @pytest.mark.parametrize("maps_in_inference", [True, False])

@@ -10,12 +10,12 @@ from cp_dtensor._torch_private.collectives import (
 from cp_dtensor._torch_private.compiler import (
     compiled_code_kept_apart,
     constant_in_trace,
-    is_in_cuda_graph,
     is_traced,
     never_compiled,
     refuse_in_compiled_function,
     traced_inside,
 )
+from cp_dtensor._torch_private.cuda_graphs import inductor_makes_cuda_graphs, is_in_cuda_graph, prepared
 from cp_dtensor._torch_private.dtensor import (
     OpHandler,
     bound_arguments,
@@ -86,6 +86,7 @@ __all__ = [
     "has_cpu_backend",
     "in_autograd_thread",
     "in_main_thread",
+    "inductor_makes_cuda_graphs",
     "is_in_cuda_graph",
     "is_traced",
     "label",
@@ -98,6 +99,7 @@ __all__ = [
     "original_flex_attention",
     "original_sdpa",
     "override_sdpa",
+    "prepared",
     "propagated",
     "reduce_scatter_single",
     "refuse_in_compiled_function",

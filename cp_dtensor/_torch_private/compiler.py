@@ -170,23 +170,6 @@ def traced_inside(
     return dynamo_bypassing_wrapper(wrapper, function, *args, **kwargs)
 
 
-def is_in_cuda_graph(device: torch.device) -> bool:
-    """Whether what is launched and allocated on a CUDA device belongs to a CUDA graph that is being made.
-
-    That is while one is captured, and also when Inductor runs code for the last time before it does: it does so in the
-    graphs' memory, of which it wants to know everything that is kept.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return True
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    name = "tree_manager_containers"
-    if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
-        return False
-    container = trees.get_obj(trees.local, name).get(device.index)
-    manager = None if container is None else container.tree_manager
-    return manager is not None and manager.stream == torch.cuda.current_stream(device)
-
-
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, run as plain Python, with all that it calls, also when called from a `torch.compile`d function."""
     disabled: list[Callable[P, T]] = []

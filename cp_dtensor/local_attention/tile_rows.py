@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from cp_dtensor import _torch_private
 from cp_dtensor.bands import Layer
 from cp_dtensor.key_runs import KeyRun
 from cp_dtensor.masked_attention import RowMask
@@ -23,17 +24,17 @@ class TileRows:
         self._keys, self._kv = mask.keys, mask.kv
         self._device = device
         lo, hi = zip(*(self._intervals(layer) for layer in mask.layers), strict=True)
-        self.mask = RowMask(lo=self._on_device(lo), hi=self._on_device(hi))
+        self.mask = RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
 
     @cached_property
     def q_positions(self) -> torch.Tensor:
         """(S,), int32: positions of the rows in the whole sequence."""
-        return positions_of(self._queries, "cpu")[slice(*self._q)].to(self._device, torch.int32)
+        return self._on_device(positions_of(self._queries, "cpu")[slice(*self._q)])
 
     @cached_property
     def kv_positions(self) -> torch.Tensor:
         """(T,), int32: positions of the columns."""
-        return positions_of(self._keys.segments, "cpu")[slice(*self._kv)].to(self._device, torch.int32)
+        return self._on_device(positions_of(self._keys.segments, "cpu")[slice(*self._kv)])
 
     def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view where their positions are evenly spaced."""
@@ -77,9 +78,9 @@ class TileRows:
         sees = is_inside & (start < stop)
         return torch.where(sees, start, 0), torch.where(sees, stop, 0)
 
-    def _on_device(self, of_batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _on_device(self, *of_batch: torch.Tensor) -> torch.Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
-        return together.to(torch.int32).to(self._device)
+        return _torch_private.prepared(lambda: together.to(torch.int32).to(self._device))
 
 
 def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:

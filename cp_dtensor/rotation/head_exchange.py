@@ -39,6 +39,11 @@ class HeadExchange(ABC):
     def name(self) -> str:
         """What it is called in tables."""
 
+    @property
+    @abstractmethod
+    def granule(self) -> int:
+        """Bytes of which a row of a head has to have a multiple."""
+
     @abstractmethod
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
@@ -46,7 +51,7 @@ class HeadExchange(ABC):
         """Starts to bring heads together with all their rows.
 
         Args:
-            bundles: tensors (B, all heads, this rank's rows, D); those of a bundle share heads and rows.
+            bundles: tensors (B, all heads, this rank's rows, D); those of a bundle share heads, rows and dtype.
             stages: for each stage, the kind of each bundle.
             group: the ranks of the axis.
         """
@@ -87,6 +92,10 @@ class CollectiveHeads(HeadExchange):
     def name(self) -> str:
         return "all-to-all"
 
+    @property
+    def granule(self) -> int:
+        return 1
+
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
     ) -> Arrivals:
@@ -117,18 +126,27 @@ class _CollectiveArrivals(Arrivals):
             [_copied(tensor, kind.copies) for tensor in tensors]
             for tensors, kind in zip(bundles, stages[0], strict=True)
         ]
+        self._together = _travelling_together(bundles)
         self._waiting = list(stages)
         self._group = group
         self._next = self._start()
 
-    def _start(self) -> ToHeads | None:
-        return ToHeads(self._bundles, self._waiting.pop(0), self._group) if self._waiting else None
+    def _start(self) -> list[ToHeads]:
+        if not self._waiting:
+            return []
+        kinds = self._waiting.pop(0)
+        return [
+            ToHeads([self._bundles[i] for i in together], [kinds[i] for i in together], self._group)
+            for together in self._together
+        ]
 
     def receive(self) -> list[list[torch.Tensor]]:
-        assert self._next is not None
-        arrived = self._next.wait()
+        assert self._next, "as many as there are stages"
+        arrived: dict[int, list[torch.Tensor]] = {}
+        for together, heads in zip(self._together, self._next, strict=True):
+            arrived.update(zip(together, heads.wait(), strict=True))
         self._next = self._start()
-        return arrived
+        return [arrived[index] for index in range(len(arrived))]
 
 
 class _CollectiveDeparture(Departure):
@@ -139,11 +157,23 @@ class _CollectiveDeparture(Departure):
         kinds: Sequence[HeadRows],
         group: dist.ProcessGroup,
     ) -> None:
-        self._rows = ToRows(bundles, kinds, group)
-        self._targets = targets
+        self._rows = [
+            (
+                ToRows([bundles[i] for i in together], [kinds[i] for i in together], group),
+                [targets[i] for i in together],
+            )
+            for together in _travelling_together(bundles)
+        ]
 
     def wait(self) -> None:
-        self._rows.wait(self._targets)
+        for rows, targets in self._rows:
+            rows.wait(targets)
+
+
+def _travelling_together(bundles: Sequence[Tensors]) -> list[list[int]]:
+    """The numbers of bundles that are one collective, which has one dtype."""
+    dtypes = dict.fromkeys(tensors[0].dtype for tensors in bundles)
+    return [[i for i, tensors in enumerate(bundles) if tensors[0].dtype == dtype] for dtype in dtypes]
 
 
 def _copied(tensor: torch.Tensor, copies: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch_private import label
+from cp_dtensor._torch_private import label, prepared
 from cp_dtensor.division import CallShape
 from cp_dtensor.kernels import TRITON_AVAILABLE
 from cp_dtensor.rotation import workspace as workspaces
@@ -45,6 +45,10 @@ class SharedMemoryHeads(HeadExchange):
     @property
     def name(self) -> str:
         return "symm_mem"
+
+    @property
+    def granule(self) -> int:
+        return ALIGNMENT
 
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
@@ -92,19 +96,19 @@ def shared_memory_heads(
     if reason is not None:
         return reason
 
-    def published(of_queries: HeadRows, of_keys: HeadRows) -> list[Published]:
+    def published(of_queries: HeadRows, of_keys: HeadRows) -> list[list[Published]]:
         d, dv = (dim * shape.itemsize for dim in dims)
         units = shape.kv_heads * of_keys.copies
-        return [
-            Published(of_queries, shape.batch_size, shape.q_heads, max(d, dv)),  # q and dQ; grad_out and out
-            Published(of_keys, shape.batch_size, units, d),
-            Published(of_keys, shape.batch_size, units, dv),
-        ]
+        queries = Published(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
+        keys, values = (Published(of_keys, shape.batch_size, units, size) for size in (d, dv))
+        return [[queries, keys, values], [queries, Published(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)]]
 
-    by_stage = [published(*of_stage) for of_stage in kinds]
+    exchanged = [
+        tensors for of_stage in kinds for tensors in published(*of_stage)
+    ]  # out and LSE may be more than q, k, v
     return SharedMemoryHeads(
-        bytes_to_heads=offsets([each.whole_bytes for each in by_stage[0]])[-1],
-        bytes_to_rows=max(offsets([each.stage_bytes for each in of_stage])[-1] for of_stage in by_stage),
+        bytes_to_heads=max(offsets([each.whole_bytes for each in tensors])[-1] for tensors in exchanged),
+        bytes_to_rows=max(offsets([each.stage_bytes for each in tensors])[-1] for tensors in exchanged),
     )
 
 
@@ -254,7 +258,9 @@ def _table(
         fields = [piece[1:] for piece in pieces]
         table = _Table(
             pieces,
-            torch.tensor(fields, dtype=torch.int64, device=workspace.kv().device).view(-1, PIECE_FIELDS),
+            prepared(lambda: torch.tensor(fields, dtype=torch.int64, device=workspace.kv().device)).view(
+                -1, PIECE_FIELDS
+            ),
             max((piece.rows for piece in pieces), default=0),
             max((piece.row_bytes for piece in pieces), default=0),
             published,

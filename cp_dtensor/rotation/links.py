@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch_private import all_gather_single
+from cp_dtensor._torch_private import all_gather_single, prepared
 
 _MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
 _REPEATS = 4
@@ -42,7 +42,7 @@ class _Measured:
                     'rotate_method "auto" has to measure the links of this group, which a CUDA graph cannot '
                     "capture: run one call before capturing, or name a rotation"
                 )
-            links = _measure(group, device)  # a collective: other groups must not wait for it
+            links = prepared(lambda: _measure(group, device))  # a collective: other groups must not wait for it
             with self._lock:
                 self._links[group] = links
         return links

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch_private import SymmetricBuffer, symmetric_buffer
+from cp_dtensor._torch_private import SymmetricBuffer, prepared, symmetric_buffer
 from cp_dtensor.rotation.device_streams import FlagOperations, await_flags, raise_flags
 from cp_dtensor.rotation.sharing import GRANULE, why_unshared
 
@@ -99,7 +99,7 @@ class Workspace:
         view = self._kv_views.get(dtype)
         if view is None:
             memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
-            with torch.inference_mode(False):  # see `_map`
+            with torch.inference_mode(False):  # training may follow inference, and cannot write to what that has made
                 view = self._kv_views[dtype] = memory.view(dtype)
         return view
 
@@ -146,7 +146,7 @@ class _Workspaces:
                     "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
                     "one call before capturing"
                 )
-            reasons[device.type] = why_unshared(group, device)
+            reasons[device.type] = prepared(lambda: why_unshared(group, device))
         return reasons[device.type]
 
     def tell_fallback(self, group: dist.ProcessGroup, reason: str) -> None:
@@ -168,12 +168,10 @@ class _Workspaces:
             if held is not None:
                 kv_bytes, grad_bytes = _grown(kv_bytes, held.kv_bytes), _grown(grad_bytes, held.grad_bytes)
                 # Peers may be reading the old memory until all have come here.
-                torch.cuda.synchronize(device)
-                dist.barrier(group)
-                torch.cuda.synchronize(device)
+                prepared(lambda: _meet(group, device))
                 with self._lock:
                     del self._current[group], held
-            held = _map(group, device, _round_up(kv_bytes), _round_up(grad_bytes))
+            held = prepared(lambda: _map(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
             with self._lock:
                 self._current[group] = held
         if capturing:
@@ -235,8 +233,6 @@ def allocated_bytes(device: torch.device) -> int:
     return _workspaces.allocated_bytes(device)
 
 
-# Training may follow inference on the same memory, and nobody may write to tensors that inference mode has made.
-@torch.inference_mode(False)
 def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
     buffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
     made = Workspace(
@@ -257,10 +253,15 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
     words = made.buffer.bytes_of[made.rank][:_FLAG_BYTES].view(torch.int32)
     for flag in (Flag.KV_TAKEN, Flag.GRAD_TAKEN):
         words[flag * made.world_size : (flag + 1) * made.world_size] = 1
+    _meet(group, device)
+    return made
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Waits until all ranks have done what they have launched."""
     torch.cuda.synchronize(device)
     dist.barrier(group)
     torch.cuda.synchronize(device)
-    return made
 
 
 def _grown(needed: int, held: int) -> int:

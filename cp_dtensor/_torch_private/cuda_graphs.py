@@ -1,0 +1,72 @@
+"""Whose memory is allocated while CUDA graphs are made, by the user or by Inductor.
+
+Before Inductor captures code it runs it once in the memory of its graphs, and refuses tensors that are alive there
+afterwards and that the code did not return. What the first call of a kind prepares for all later ones is such a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from cp_dtensor._torch_private.tensors import no_dispatch_modes
+
+T = TypeVar("T")
+
+
+def is_in_cuda_graph(device: torch.device) -> bool:
+    """Whether what is launched and allocated on a CUDA device belongs to a CUDA graph that is being made."""
+    return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)
+
+
+def inductor_makes_cuda_graphs(device: torch.device) -> bool:
+    """Whether Inductor has begun to make CUDA graphs on a device, in this thread or for the backward that it runs.
+
+    What has run outside of them then may have a backward inside, and the other way round.
+    """
+    return _graphs_of(device) is not None
+
+
+def prepared(make: Callable[[], T]) -> T:
+    """`make()`, plain tensors that outlive the call and are of use to whoever comes by, whatever goes on around."""
+
+    def made() -> T:
+        with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            return make()
+
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return made()
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_current_stream_capturing() or not _is_in_memory_of_graphs(device):
+        return made()
+
+    def made_on_device() -> T:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # streams of other threads know nothing of what this one's launches need
+            result = made()
+            torch.cuda.synchronize()
+        return result
+
+    # Only what this thread allocates comes from the graphs' memory.
+    with ThreadPoolExecutor(1) as another_thread:
+        return another_thread.submit(made_on_device).result()
+
+
+def _is_in_memory_of_graphs(device: torch.device) -> bool:
+    """Whether Inductor runs code for the last time before it captures it, or captures it."""
+    graphs = _graphs_of(device)
+    return graphs is not None and bool(graphs.stream == torch.cuda.current_stream(device))
+
+
+def _graphs_of(device: torch.device) -> Any | None:
+    """What makes Inductor's graphs on a device."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    name = "tree_manager_containers"
+    if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
+        return None
+    container = trees.get_obj(trees.local, name).get(device.index)
+    return None if container is None else container.tree_manager

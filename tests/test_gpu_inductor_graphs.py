@@ -1,0 +1,66 @@
+"""`torch.compile(mode="reduce-overhead")` on two GPUs, from the very first call of a group on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_checks import WAYS, attend, shards
+from problems import Problem
+from processes import Processes
+
+from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel_attention
+
+pytestmark = pytest.mark.gpu(2)
+MASKS = {"causal": None, "documents": Documents((0, 100, 300, 512)) & Causal()}
+STEPS = 5
+
+
+def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, int]:
+    """The largest differences from uncompiled calls of other ways; how many graphs there are; how many there are not."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    torch.compiler.reset()
+    counters.clear()
+    problem = Problem(512, 512, 1, 8, 2, 64, is_causal=mask is None, dtype=torch.float32)
+    group = dist.new_group()  # of which nothing has been found out or prepared
+    masked: dict[str, Any] = {"is_causal": True} if mask is None else {"mask": mask}
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return context_parallel_attention(
+            q * 2.0, k, v, mesh=group, enable_gqa=True, seq_len=512, layout=HeadTail(), **WAYS[way], **masked
+        )
+
+    worst = []
+    for step in range(STEPS):
+        inputs = shards(problem, step, HeadTail(), rank)
+        torch.compiler.cudagraph_mark_step_begin()
+        q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
+        out = function(q, k, v)
+        out.backward(inputs[3])
+        results = [x.clone() for x in (out.detach(), q.grad, k.grad, v.grad)]
+        del out
+        other = "allgather" if way == "ulysses" else "ulysses"
+        options = WAYS[other] if mask is None else {**WAYS[other], "mask": mask}
+        expected = list(attend((inputs[0] * 2.0, *inputs[1:]), problem, HeadTail(), dist.group.WORLD, **options))
+        expected[1] = expected[1] * 2.0
+        worst += [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True)]
+    graphs = get_manager(torch.cuda.current_device()).new_graph_id().id
+    skipped = counters["inductor"]["cudagraph_skips"]
+    # A communicator cannot be destroyed while there are graphs with its collectives.
+    torch.compiler.reset()
+    dist.destroy_process_group(group)
+    return worst, graphs, skipped
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_first_calls_may_be_in_graphs(gpus: Processes, way: str, mask: str) -> None:
+    for worst, graphs, skipped in gpus.run(_steps, way, MASKS[mask]):
+        assert max(worst) < 1e-4, worst
+        assert graphs >= 2, "forward and backward"
+        assert not skipped
