@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compile_checks import fresh
 from gpu_checks import WAYS, attend, shards
 from problems import Problem
 from processes import Processes
@@ -14,16 +15,17 @@ from processes import Processes
 from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel_attention
 
 pytestmark = pytest.mark.gpu(2)
+WAYS = {**WAYS, "auto": {"method": "auto"}}  # which measures links at first
 MASKS = {"causal": None, "documents": Documents((0, 100, 300, 512)) & Causal()}
 STEPS = 5
 
 
 def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, int]:
-    """The largest differences from uncompiled calls of other ways; how many graphs there are; how many there are not."""
+    """The largest differences from uncompiled calls of other ways; how many graphs have been made, and have not."""
+    fresh()
     from torch._dynamo.utils import counters
     from torch._inductor.cudagraph_trees import get_manager
 
-    torch.compiler.reset()
     counters.clear()
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=mask is None, dtype=torch.float32)
     group = dist.new_group()  # of which nothing has been found out or prepared
