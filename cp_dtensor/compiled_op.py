@@ -1,13 +1,17 @@
-"""Attention as operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and its backward.
+"""Attention as operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
 
 Compiled code holds constants, not objects, and may be kept on disk. So process groups, layout and method of a call
 stand behind a `Recipe`, whose token is an argument of the operators; what is only known at run time (global lengths,
 and with them the plan) is decided there, by the code that eager calls go through. Eager calls do not come here.
+
+Calls of which something is only known at run time are the overload `found`, which Inductor leaves out of CUDA graphs:
+a replay would be of the lengths and the mask that there were when the graph was made.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +54,7 @@ class Recipe(ABC):
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
 
 
-_OPERATORS = 2
+_OPERATORS = 3
 """Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
 _recipes = Tokens[Recipe]("attention by", f"operators {_OPERATORS}, ")
 
@@ -87,18 +91,22 @@ def traced_attention(
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
     return traced_attention_by_tokens(
         q, k, v, extras.bias, extras.seed, extras.sinks, extras.dropout_p, token, backends, mask_tokens.token_of(mask),
-        scale, lengths, needs_lse or extras.need_lse,
+        scale, lengths, needs_lse or extras.need_lse, finds=lengths is None or _recipes.of(token).finds_mask,
     )  # fmt: skip
 
 
 def traced_attention_by_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
     sinks: torch.Tensor | None, dropout_p: float, token: str, backends: str, mask: str, scale: float,
-    lengths: tuple[int, int] | None, needs_lse: bool,
+    lengths: tuple[int, int] | None, needs_lse: bool, *, finds: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Likewise, where all that is no tensor is a constant already; `needs_lse` also if the extras need it."""
+    """Likewise, where all that is no tensor is a constant already; `needs_lse` also if the extras need it.
+
+    `finds`: each run finds out, or compares, something that is not known here.
+    """
     q_len, kv_len = (-1, -1) if lengths is None else lengths
-    out, lse, _ = torch.ops.cp_dtensor.attention(
+    overloads = torch.ops.cp_dtensor.attention
+    out, lse, _ = (overloads.found if finds else overloads.default)(
         q, k, v, bias, seed, sinks, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse,
         torch.is_grad_enabled(),
     )  # fmt: skip
@@ -210,49 +218,57 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(lse, found)
 
 
-@differentiated_once
-def _gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
-    *grads, grad_bias, grad_sinks = torch.ops.cp_dtensor.attention_backward(
-        grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias, needs_grad_sinks
-    )
-    of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
-    return (*grads, *of_extras, *[None] * (len(ctx.settings) + 1))
+def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """Backward of the overload of that name."""
+
+    @differentiated_once
+    def gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
+        *grads, grad_bias, grad_sinks = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
+            grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias, needs_grad_sinks
+        )
+        of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
+        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 1))
+
+    return gradients
 
 
 def _defined() -> torch.library.Library:
     extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
     settings = "str recipe, str backends, str mask, float dropout_p, float scale, "
     settings += "SymInt q_len, SymInt kv_len, bool needs_lse"
+    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_backward) "
+    forward += "-> (Tensor out, Tensor lse, Tensor found)"
+    backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
+    backward += f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
+    backward += "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
     library = torch.library.Library("cp_dtensor", "DEF")
-    library.define(
-        f"attention(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_backward) "
-        "-> (Tensor out, Tensor lse, Tensor found)"
-    )
-    library.define(
-        "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
-        f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
-        "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
-    )
-    for name, implementation, fake in (
-        ("attention", _forward, _fake_forward),
-        ("attention_backward", _backward, _fake_backward),
-    ):
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-    torch.library.register_autograd(
-        "cp_dtensor::attention", _gradients, setup_context=_keep_for_backward, lib=library
-    )  # fmt: skip
+    for overload, tags in (("default", ()), ("found", (torch.Tag.cudagraph_unsafe,))):
+        suffix = "" if overload == "default" else f".{overload}"
+        for name, schema, implementation, fake in (
+            (f"attention{suffix}", forward, _forward, _fake_forward),
+            (f"attention_backward{suffix}", backward, _backward, _fake_backward),
+        ):
+            library.define(f"{name}{schema}", tags=tags)
+            library.impl(name, implementation, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
+        torch.library.register_autograd(
+            f"cp_dtensor::attention{suffix}", _gradients_by(overload), setup_context=_keep_for_backward, lib=library
+        )
     return library
 
 
 _library = _defined()  # operators exist as long as this does
 
-ATTENTION_OPS = (torch.ops.cp_dtensor.attention.default, *_torch_private.FUSED_SDPA_OPS)
+ATTENTION_OPS = (
+    torch.ops.cp_dtensor.attention.default,
+    torch.ops.cp_dtensor.attention.found,
+    *_torch_private.FUSED_SDPA_OPS,
+)
 """What a policy of selective activation checkpointing keeps, so that attention is not computed again.
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
-compiled code attention of sharded sequences is the first of them, and is kept whole: a recompute neither computes nor
-communicates it. Uncompiled it consists of the others, tile by tile; their results are kept, and transfers and merges
-are done again.
+compiled code attention of sharded sequences is one of the first two, and is kept whole: a recompute neither computes
+nor communicates it. Uncompiled it consists of the others, tile by tile; their results are kept, and transfers and
+merges are done again.
 """

@@ -220,19 +220,23 @@ def _fake_tables(
 
 def _defined() -> torch.library.Library:
     library = torch.library.Library("cp_dtensor", "FRAGMENT")
+    apart = torch.Tag.cudagraph_unsafe  # lengths are found, or compared with those of masks, when the code runs
     library.define(
         "flex_keys(Tensor q, Tensor k, Tensor v, str recipe, int q_len, int kv_len, bool told, float scale, "
         "bool needs_backward) "
-        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor found)"
+        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor found)",
+        tags=apart,
     )
     library.define(
         "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor found, str recipe, int kv_len, SymInt local) "
-        "-> (Tensor grad_k, Tensor grad_v)"
+        "-> (Tensor grad_k, Tensor grad_v)",
+        tags=apart,
     )
     library.define(
         "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
         "Tensor found, str recipe, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
-        "bool with_q) -> Tensor[]"
+        "bool with_q) -> Tensor[]",
+        tags=apart,
     )
     for name, implementation, fake in (
         ("flex_keys", _keys, _fake_keys),

@@ -91,5 +91,5 @@ def counted_forwards() -> Iterator[list[str]]:
 
 def fresh() -> None:
     """Dynamo as in a new process, and torch's own deprecations quiet."""
-    torch._dynamo.reset()
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+    torch._dynamo.reset()

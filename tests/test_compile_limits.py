@@ -199,10 +199,10 @@ def backend(module, inputs):
 with context_parallel(dist.group.WORLD):
     compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=backend, fullgraph=True)
     compiled(q)
-    assert "cp_dtensor.attention.default" in targets, targets
+    assert "cp_dtensor.attention.found" in targets, targets
 targets.clear()
 compiled(q)
-assert targets and "cp_dtensor.attention.default" not in targets, targets
+assert targets and "cp_dtensor.attention.found" not in targets, targets
 from torch._dynamo import eval_frame
 assert eval_frame._callback_from_stance.__module__ == "torch._dynamo.eval_frame"
 """

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from compile_checks import fresh
-from gpu_checks import WAYS, attend, shards
+from gpu_checks import WAYS, WORLD_SIZE, attend, shards
 from problems import Problem
 from processes import Processes
+from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel_attention
+from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel, context_parallel_attention
 
 pytestmark = pytest.mark.gpu(2)
 WAYS = {**WAYS, "auto": {"method": "auto"}}  # which measures links at first
@@ -23,6 +26,7 @@ STEPS = 5
 def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, int]:
     """The largest differences from uncompiled calls of other ways; how many graphs have been made, and have not."""
     fresh()
+    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # one of torch's own
     from torch._dynamo.utils import counters
     from torch._inductor.cudagraph_trees import get_manager
 
@@ -66,3 +70,43 @@ def test_first_calls_may_be_in_graphs(gpus: Processes, way: str, mask: str) -> N
         assert max(worst) < 1e-4, worst
         assert graphs >= 2, "forward and backward"
         assert not skipped
+
+
+def _in_regions(rank: int, with_grad: bool) -> list[float]:
+    """The largest differences in a context whose documents are others in every step, with shapes that are not."""
+    fresh()
+    warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    problem = Problem(512, 512, 1, 8, 2, 64, dtype=torch.float32)
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q * 2.0, k, v, is_causal=True, enable_gqa=True) * 3.0
+
+    worst = []
+    for step in range(STEPS):
+        documents = Documents((0, 100 + 7 * step, 300 + step, 512))
+        inputs = shards(problem, step, HeadTail(), rank)
+        scaled = (inputs[0] * 2.0, *inputs[1:3], inputs[3] * 3.0)
+        out, dq, dk, dv = attend(
+            scaled, problem, HeadTail(), dist.group.WORLD, mask=documents & Causal(), **WAYS["allgather"]
+        )
+        expected = [out * 3.0, dq * 2.0, dk, dv]
+        torch.compiler.cudagraph_mark_step_begin()
+        q, k, v = (tensor.detach().requires_grad_(with_grad) for tensor in inputs[:3])
+        with context_parallel(mesh, mask=documents), torch.set_grad_enabled(with_grad):
+            out = function(q, k, v)
+            if with_grad:
+                out.backward(inputs[3])
+        results = [x.clone() for x in (out.detach(), q.grad, k.grad, v.grad) if x is not None]
+        del out
+        worst += [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=False)]
+    torch.compiler.reset()
+    return worst
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_masks_of_contexts_are_those_of_each_step(gpus: Processes, with_grad: bool) -> None:
+    """They are known when the code runs, so attention is left out of graphs."""
+    for worst in gpus.run(_in_regions, with_grad):
+        assert max(worst) < 1e-3, worst

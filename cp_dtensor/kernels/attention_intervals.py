@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from cp_dtensor._torch_private import current_stream_handle
+from cp_dtensor._torch_private import current_stream_handle, is_in_cuda_graph
 
 _Derived = TypeVar("_Derived")
 
@@ -23,13 +23,13 @@ class Intervals:
 
     def __init__(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
         self.lo, self.hi = lo, hi
-        self._captured = lo.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._captured = lo.is_cuda and is_in_cuda_graph(lo.device)
         self._derived: dict[Hashable, Any] = {}
 
     def derived(self, key: tuple[Hashable, ...], compute: Callable[[], _Derived]) -> _Derived:
         """What `compute` returns, from the first call with this key."""
         if self.lo.is_cuda:
-            if torch.cuda.is_current_stream_capturing() != self._captured:
+            if is_in_cuda_graph(self.lo.device) != self._captured:
                 return compute()
             key = (current_stream_handle(self.lo.device), *key)
         if key not in self._derived:
