@@ -24,17 +24,20 @@ class TileRows:
         self._keys, self._kv = mask.keys, mask.kv
         self._device = device
         lo, hi = zip(*(self._intervals(layer) for layer in mask.layers), strict=True)
-        self.mask = RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
+        # The mask too: what kernels derive from it is kept unless it is a mask of a CUDA graph.
+        self.mask = _torch_private.prepared(lambda: RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi)))
 
     @cached_property
     def q_positions(self) -> torch.Tensor:
         """(S,), int32: positions of the rows in the whole sequence."""
-        return self._on_device(positions_of(self._queries, "cpu")[slice(*self._q)])
+        positions = positions_of(self._queries, "cpu")[slice(*self._q)]
+        return _torch_private.prepared(lambda: self._on_device(positions))
 
     @cached_property
     def kv_positions(self) -> torch.Tensor:
         """(T,), int32: positions of the columns."""
-        return self._on_device(positions_of(self._keys.segments, "cpu")[slice(*self._kv)])
+        positions = positions_of(self._keys.segments, "cpu")[slice(*self._kv)]
+        return _torch_private.prepared(lambda: self._on_device(positions))
 
     def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view where their positions are evenly spaced."""
@@ -80,7 +83,7 @@ class TileRows:
 
     def _on_device(self, *of_batch: torch.Tensor) -> torch.Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
-        return _torch_private.prepared(lambda: together.to(torch.int32).to(self._device))
+        return together.to(torch.int32).to(self._device)
 
 
 def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
