@@ -90,36 +90,35 @@ def traced_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
     return traced_attention_by_tokens(
-        q, k, v, extras.bias, extras.seed, extras.sinks, extras.dropout_p, token, backends, mask_tokens.token_of(mask),
-        scale, lengths, needs_lse or extras.need_lse, finds=lengths is None or _recipes.of(token).finds_mask,
+        q, k, v, extras, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
+        finds=lengths is None or _recipes.of(token).finds_mask,
     )  # fmt: skip
 
 
 def traced_attention_by_tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, dropout_p: float, token: str, backends: str, mask: str, scale: float,
-    lengths: tuple[int, int] | None, needs_lse: bool, *, finds: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: str,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Likewise, where all that is no tensor is a constant already; `needs_lse` also if the extras need it.
+    """Likewise, where all that is no tensor is a constant already.
 
     `finds`: each run finds out, or compares, something that is not known here.
     """
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if finds else overloads.default)(
-        q, k, v, bias, seed, sinks, token, backends, mask, dropout_p, scale, q_len, kv_len, needs_lse,
-        torch.is_grad_enabled(),
+        q, k, v, extras.bias, extras.seed, extras.sinks, token, backends, mask, extras.dropout_p, extras.first_batch,
+        extras.first_head, scale, q_len, kv_len, needs_lse or extras.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
 
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool, needs_backward: bool,
+    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, first_batch: int,
+    first_head: int, scale: float, q_len: int, kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
-    extras = Extras(bias, dropout_p, seed, sinks=sinks)
+    extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     keeps = needs_backward and keeps_rows(call, q)
@@ -146,8 +145,8 @@ def _finds(recipe: str, q_len: int) -> bool:
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool, needs_backward: bool,
+    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, first_batch: int,
+    first_head: int, scale: float, q_len: int, kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -160,15 +159,15 @@ def _fake_forward(
 def _backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None, recipe: str,
-    backends: str, mask: str, dropout_p: float, scale: float, q_len: int, kv_len: int, needs_lse: bool,
-    needs_grad_bias: bool, needs_grad_sinks: bool,
+    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool, needs_grad_bias: bool, needs_grad_sinks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     what = Found(mask_tokens.of(mask), None)
     if found.numel():
         q_len, kv_len, number, begun_in = found.tolist()
         what = found_numbers.of(number)
         outstanding.end(what, begun_in)
-    extras = Extras(bias, dropout_p, seed, sinks=sinks)
+    extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
     of_forward = kept(found)
     call = of_forward.call or _recipes.of(recipe).decide(
         q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends)
@@ -235,8 +234,8 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
 
 def _defined() -> torch.library.Library:
     extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
-    settings = "str recipe, str backends, str mask, float dropout_p, float scale, "
-    settings += "SymInt q_len, SymInt kv_len, bool needs_lse"
+    settings = "str recipe, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
+    settings += "float scale, SymInt q_len, SymInt kv_len, bool needs_lse"
     forward = f"(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_backward) "
     forward += "-> (Tensor out, Tensor lse, Tensor found)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "

@@ -46,8 +46,6 @@ def attend(
     if _torch_private.is_traced(q):
         recipe = ShardRecipe.of(settings)
         mask = mask if recipe.finds_mask else with_mask_of(settings, mask)
-        if extras.dropout_p and any(first):
-            raise NotImplementedError("dropout of DTensors inside of a context cannot be compiled: use plain tensors")
         extras = extras.drawn(q.device)
         return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
     mask = with_mask_of(settings, mask)

@@ -172,29 +172,6 @@ def test_layouts_of_contexts_do_not_compile_again(two_processes: Processes) -> N
     two_processes.run(layouts)
 
 
-def dropped(rank: int) -> None:
-    fresh()
-    mesh = world()
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.4, enable_gqa=True)
-
-    leaves, grad_out, _ = leaves_of(problem(Full()), rank, 4)
-    results = []
-    for function in (attend, compiled(attend), compiled(attend)):
-        torch.manual_seed(7)
-        out = function(*leaves)
-        results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
-    for result in results[1:]:
-        for name, got, expected in zip(("out", "dq", "dk", "dv"), result, results[0], strict=True):
-            equal(got, expected, name)
-    assert not torch.equal(compiled(attend)(*leaves), results[0][0]), "another draw"
-
-
-def test_dropout_is_drawn_at_every_call(two_processes: Processes) -> None:
-    two_processes.run(dropped)
-
-
 def recomputed(rank: int) -> None:
     """Compiled code that recomputes is not told for which forward pass: refused where that could be several."""
     fresh()

@@ -5,6 +5,7 @@ from cp_dtensor._torch_private.collectives import (
     has_cpu_backend,
     reduce_scatter_single,
     start_all_to_all,
+    traced_broadcast,
     uses_nccl,
 )
 from cp_dtensor._torch_private.compiler import (
@@ -110,6 +111,7 @@ __all__ = [
     "symmetric_buffer",
     "tensor_inputs",
     "thread_state",
+    "traced_broadcast",
     "traced_inside",
     "user_sdpa_priority",
     "uses_nccl",

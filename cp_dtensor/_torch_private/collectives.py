@@ -14,6 +14,13 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor of the group's first rank, in a program that is being captured."""
+    from torch.distributed._functional_collectives import broadcast
+
+    return broadcast(tensor, 0, group)
+
+
 _uses_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 

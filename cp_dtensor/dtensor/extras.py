@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch_private
@@ -26,7 +27,6 @@ def local_extras(
 
     Raises:
         ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.
-        NotImplementedError: dropout in a program that is being captured.
     """
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p:
@@ -35,16 +35,18 @@ def local_extras(
     check_bias(q, bias, (q.size(2), kv_len))
     if not dropout_p:
         return Extras(bias)
-    if _torch_private.is_traced(q.to_local()):
-        raise NotImplementedError(
-            f"dropout_p={dropout_p} on DTensors that are sharded along the sequence cannot be compiled: use plain "
-            "shards in a context_parallel region, or 0.0"
-        )
-    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.to_local().device)
-    mesh = q.device_mesh
-    for axis in range(mesh.ndim):  # ranks that hold the same must drop the same
-        dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
-    return Extras(bias, dropout_p, seed, *first_of(q, plan))
+    return Extras(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, plan))
+
+
+def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The first rank's: ranks that hold the same must drop the same."""
+    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=local.device)
+    for axis in range(mesh.ndim):
+        if _torch_private.is_traced(local):
+            seed = _torch_private.traced_broadcast(seed, mesh.get_group(axis))
+        else:
+            dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
+    return seed
 
 
 def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
