@@ -285,6 +285,7 @@ def test_when_nothing_can_do_it_every_backend_says_why() -> None:
     assert "FLASH_ATTENTION: head dims of q and v differ (64 and 32)" in message
     for name in ("MATH", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
         assert f"{name} is disabled by sdpa_kernel" in message
+    assert len(message.splitlines()) == 1 + 4, "one line for each name, and flash has two implementations"
 
 
 @pytest.mark.parametrize(("backend", "device"), [pytest.param(*case.values, id=case.id) for case in BACKENDS])

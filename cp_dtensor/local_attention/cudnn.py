@@ -26,10 +26,6 @@ class CudnnAttention(LocalAttention):
         return "CUDNN_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cuda":
-            return f"the tensors are on {problem.device_type}, not cuda"
-        if problem.capability is not None and problem.capability < (8, 0):
-            return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
         return half_precision_refusal(problem, max_head_dim=128)
 
     def forward(

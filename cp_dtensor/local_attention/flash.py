@@ -21,10 +21,6 @@ class FlashAttention(LocalAttention):
         return "FLASH_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cuda":
-            return f"the tensors are on {problem.device_type}, not cuda"
-        if problem.capability is not None and problem.capability < (8, 0):
-            return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
         return half_precision_refusal(problem, max_head_dim=256)
 
     def forward(
@@ -53,6 +49,10 @@ class FlashAttention(LocalAttention):
 
 def half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
     """What the flash and cuDNN kernels refuse alike."""
+    if problem.device_type != "cuda":
+        return f"the tensors are on {problem.device_type}, not cuda"
+    if problem.capability is not None and problem.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bfloat16 or float16, got {problem.dtype}"
     if problem.head_dim != problem.v_head_dim:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,22 +16,18 @@ from cp_dtensor.local_attention.efficient import EfficientAttention
 from cp_dtensor.local_attention.flash import FlashAttention
 from cp_dtensor.local_attention.math import MathAttention
 
-_BACKENDS: tuple[LocalAttention, ...] = (
-    CudnnAttention(),
-    FlashAttention(),
-    EfficientAttention(),
-    CpuFlashAttention(),
-    MathAttention(),
-)
+_BACKENDS: dict[str, LocalAttention] = {
+    backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
+}
+_CPU_FLASH = CpuFlashAttention()
 _BY_ROW = ByRowAttention()
-_NAMES = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 class Allowed(NamedTuple):
     """What the process's settings ask of attention; read in forward, and the same for its backward."""
 
     enabled: tuple[bool, ...]
-    """Each backend of torch, in the order of `_NAMES`."""
+    """Each backend of torch, in the order of `_BACKENDS`."""
     order: tuple[str, ...] | None
     """The user's order of them, if there is one."""
     deterministic: bool = False
@@ -44,7 +39,7 @@ def allowed_backends() -> Allowed:
     `torch.use_deterministic_algorithms` say at this moment."""
     order = _torch_private.user_sdpa_priority()
     return Allowed(
-        tuple(map(_torch_private.sdpa_backend_enabled, _NAMES)),
+        tuple(map(_torch_private.sdpa_backend_enabled, _BACKENDS)),
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -67,34 +62,33 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAtt
     return _choose(problem, allowed.enabled, allowed.order)
 
 
+def backend_by_name(name: str, device_type: str) -> LocalAttention:
+    """The backend of an `SDPBackend` name, on a device type."""
+    return _CPU_FLASH if (name, device_type) == ("FLASH_ATTENTION", "cpu") else _BACKENDS[name]
+
+
 @lru_cache(maxsize=1024)
 def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> LocalAttention:
+    is_enabled = dict(zip(_BACKENDS, enabled, strict=True))
     refusals = []
-    for backend in sorted(_BACKENDS, key=_rank_by_preference(problem, user_order)):
-        if not enabled[_NAMES.index(backend.name)]:
-            refusals.append(f"{backend.name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
+    for name in _by_preference(problem, user_order):
+        if not is_enabled[name]:
+            refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
+        backend = backend_by_name(name, problem.device_type)
         reason = backend.refusal(problem)
         if reason is None:
             return backend
-        refusals.append(f"{backend.name}: {reason}")
+        refusals.append(f"{name}: {reason}")
     raise NotImplementedError(
         f"no allowed SDPA backend can compute this attention ({problem}):\n  " + "\n  ".join(refusals)
     )
 
 
-def backend_by_name(name: str, device_type: str) -> LocalAttention:
-    """The backend of an `SDPBackend` name, on a device type."""
-    return next(
-        backend
-        for backend in _BACKENDS
-        if backend.name == name and isinstance(backend, CpuFlashAttention) == (device_type == "cpu" and name != "MATH")
-    )
-
-
-def _rank_by_preference(problem: Problem, user_order: tuple[str, ...] | None) -> Callable[[LocalAttention], int]:
+def _by_preference(problem: Problem, user_order: tuple[str, ...] | None) -> list[str]:
+    """The names of all backends, the one to try first at the front."""
     if user_order is not None:
-        return lambda backend: user_order.index(backend.name)
-    hopper = problem.capability is not None and problem.capability >= (9, 0)
-    order = ["CUDNN_ATTENTION"] * hopper + ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"]
-    return lambda backend: order.index(backend.name)
+        return sorted(_BACKENDS, key=user_order.index)
+    others = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
+    is_hopper = problem.capability is not None and problem.capability >= (9, 0)
+    return ["CUDNN_ATTENTION", *others] if is_hopper else [*others, "CUDNN_ATTENTION"]
