@@ -9,13 +9,14 @@ import torch
 from cp_dtensor.arguments import Mesh, axis_names, checked_layout, checked_seq_len, ranks_and_method, sequence_ranks
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
+from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Causal, Full, Mask, layers_of
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.splitting import axes_of, has_shapes
+from cp_dtensor.splitting import axes_of, masking_of
 from cp_dtensor.tiling import Masking
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
@@ -133,17 +134,17 @@ def explain(
     lengths = checked_seq_len(seq_len)
     division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    by_shape = has_shapes(layout, shown, lengths, ranks.size)
+    masking = masking_of(shown, NO_EXTRAS, lengths, deterministic=False, layout=layout, world_size=ranks.size)
     shape = CallShape(
         division,
-        Causal() if by_shape and shown != Full() else shown,
+        Causal() if masking is Masking.BY_SHAPE and shown != Full() else shown,
         batch_size,
         q_heads,
         kv_heads,
         head_dim,
         head_dim,
         dtype.itemsize,
-        Masking.BY_SHAPE if by_shape else Masking.BY_ROW,
+        masking,
     )
     layers_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)

@@ -10,6 +10,7 @@ from cp_dtensor import agreement
 from cp_dtensor.arguments import refuse_other_lengths
 from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
+from cp_dtensor.local_attention.policy import allowed_backends, is_deterministic
 from cp_dtensor.masks import Mask
 from cp_dtensor.settings import AttentionSettings
 
@@ -48,7 +49,7 @@ def global_lengths(
         attn_mask=extras.described(q), sinks=extras.described_sinks(values=settings.debug),
         dropout_p=extras.dropout_p, scale=scale,
         layout=repr(layout), method=splitting.method, rotate_method=splitting.rotation.name,
-        deterministic=q.is_cuda and (splitting.deterministic or torch.are_deterministic_algorithms_enabled()),
+        deterministic=is_deterministic(q, allowed_backends(), splitting.deterministic),
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
     )  # fmt: skip

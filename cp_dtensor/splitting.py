@@ -17,7 +17,7 @@ from cp_dtensor.division import LayoutDivision
 from cp_dtensor.estimates import Axis, estimates, fastest
 from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
-from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend
+from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend, is_deterministic
 from cp_dtensor.masks import Causal, Full, Mask, is_plain
 from cp_dtensor.planning import (
     CallRequest,
@@ -84,11 +84,8 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    if splitting.deterministic:
-        allowed = allowed._replace(deterministic=True)
-    masking = masking_of(q, mask, extras, lengths, allowed)
-    if masking is Masking.BY_SHAPE and not has_shapes(splitting.layout, mask, lengths, ranks.size):
-        masking = Masking.BY_ROW
+    deterministic = is_deterministic(q, allowed, splitting.deterministic)
+    masking = masking_of(mask, extras, lengths, deterministic, splitting.layout, ranks.size)
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
     place = (ranks.rank, ranks.size, inner)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, masking, allowed, place)
@@ -113,24 +110,30 @@ def decide_call(
     return remembered(ranks.outer, key, make).call(ranks, scale)
 
 
-@lru_cache(maxsize=1024)
-def _segments(layout: Layout, seq_len: int, world_size: int) -> int:
-    return len(layout.segments(seq_len, 0, world_size))
+def masking_of(
+    mask: Mask,
+    extras: Extras,
+    lengths: tuple[int, int],
+    deterministic: bool,
+    layout: Layout | None = None,
+    world_size: int = 1,
+) -> Masking:
+    """How tiles are masked: by shape, which is fastest, where nothing forbids it.
 
-
-def has_shapes(layout: Layout, mask: Mask, lengths: tuple[int, int], world_size: int) -> bool:
-    """Whether tiles may be rectangles and triangles: for plain masks, and if they are not too many."""
-    return is_plain(mask, *lengths) and _segments(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
-
-
-def masking_of(q: torch.Tensor, mask: Mask, extras: Extras, lengths: tuple[int, int], allowed: Allowed) -> Masking:
-    """How tiles are masked: by shape, which is fastest, where nothing forbids it."""
+    `layout` None: every rank has one range of positions. `deterministic` is what `is_deterministic` says.
+    """
     if extras.bias is not None:
         return Masking.BY_ROW_UNBROKEN
-    if extras.dropout_p or not is_plain(mask, *lengths):
-        return Masking.BY_ROW
     # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
-    return Masking.BY_ROW if q.is_cuda and allowed.deterministic else Masking.BY_SHAPE
+    if extras.dropout_p or deterministic or not is_plain(mask, *lengths):
+        return Masking.BY_ROW
+    has_few_segments = layout is None or _segment_count(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
+    return Masking.BY_SHAPE if has_few_segments else Masking.BY_ROW
+
+
+@lru_cache(maxsize=1024)
+def _segment_count(layout: Layout, seq_len: int, world_size: int) -> int:
+    return len(layout.segments(seq_len, 0, world_size))
 
 
 def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:

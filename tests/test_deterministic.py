@@ -38,7 +38,6 @@ from cp_dtensor.local_attention.by_row import ByRowAttention
 from cp_dtensor.local_attention.policy import Allowed
 from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.shard_recipe import ShardRecipe
-from cp_dtensor.tiling import Masking
 
 RANKS = 2
 Options = dict[str, Any]
@@ -58,11 +57,11 @@ def calls_of_our_kernels() -> Iterator[list[str]]:
 
         return method
 
-    def as_on_gpus(_q: torch.Tensor, _mask: Any, _extras: Any, _lengths: Any, allowed: Allowed) -> Masking:
-        return Masking.BY_ROW if allowed.deterministic else Masking.BY_SHAPE
+    def as_on_gpus(_q: torch.Tensor, allowed: Allowed, asked: bool) -> bool:
+        return allowed.deterministic or asked
 
     with (
-        mock.patch("cp_dtensor.splitting.masking_of", as_on_gpus),
+        mock.patch("cp_dtensor.splitting.is_deterministic", as_on_gpus),
         mock.patch.object(ByRowAttention, "forward", recorded("forward")),
         mock.patch.object(ByRowAttention, "backward", recorded("backward")),
     ):
@@ -157,13 +156,13 @@ def deterministic_or_not(rank: int) -> None:
         return ulysses_attention(q * 2.0, k, v, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True) * 3.0
 
     function = compiled(attention)
-    masking_of, asked = splitting.masking_of, []
+    asked = []
 
-    def noted(*args: Any) -> Any:
-        asked.append(args[-1].deterministic)
-        return masking_of(*args)
+    def noted(_q: torch.Tensor, allowed: Allowed, _asked: bool) -> bool:
+        asked.append(allowed.deterministic)
+        return False
 
-    with mock.patch.object(splitting, "masking_of", noted):
+    with mock.patch.object(splitting, "is_deterministic", noted):
         for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
             for deterministic in (True, False, True):
                 inputs = shards.inputs()

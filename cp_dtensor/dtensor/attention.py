@@ -23,7 +23,7 @@ from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.interception import SdpaArguments
 from cp_dtensor.layouts import Segment
 from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend
+from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend, is_deterministic
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
@@ -98,7 +98,9 @@ def plan_dtensor_call(
     mask, lengths = checked_mask(None, is_causal), (q_len, kv_len)
     allowed = allowed_backends()
     # A fused operator that is called by its name masks by shape, whatever would be chosen for SDPA.
-    masking = Masking.BY_SHAPE if backend is not None else masking_of(q, mask, extras, lengths, allowed)
+    masking = Masking.BY_SHAPE
+    if backend is None:
+        masking = masking_of(mask, extras, lengths, is_deterministic(q, allowed))
     request = _request(q, k, v, division, rotation_by_name(None), mask, masking, backend, allowed)
     return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
@@ -166,7 +168,7 @@ class _DTensorRecipe(Recipe):
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
-        masking = masking_of(q, found.mask, extras, lengths, allowed)
+        masking = masking_of(found.mask, extras, lengths, is_deterministic(q, allowed))
         request = _request(q, k, v, division, self.rotation, found.mask, masking, None, allowed)
         groups = [_torch_private.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)

@@ -31,7 +31,7 @@ class Allowed(NamedTuple):
     order: tuple[str, ...] | None
     """The user's order of them, if there is one."""
     deterministic: bool = False
-    """Whether results must be the same in every run."""
+    """Whether torch is to be deterministic (see `is_deterministic`)."""
 
 
 def allowed_backends() -> Allowed:
@@ -43,6 +43,14 @@ def allowed_backends() -> Allowed:
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> bool:
+    """Whether kernels must be such that equal inputs give equal bits: torch is to be so, or the call has asked for it.
+
+    False on CPUs, where all of them are.
+    """
+    return q.is_cuda and (allowed.deterministic or asked)
 
 
 def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAttention:
