@@ -52,10 +52,10 @@ class UlyssesDecision(Decision):
     """Ulysses over the inner axis around a ring over the outer one; or over the only axis there is."""
 
     heads: HeadDivision
-    kinds: tuple[tuple[HeadRows, HeadRows], ...]
-    """For each stage of heads: of queries, and of keys and values."""
+    stages: tuple[tuple[HeadRows, HeadRows], ...]
+    """What the ranks have of each stage's heads: of queries, and of keys and values."""
     inner: tuple[RingDecision, ...]
-    """For each stage."""
+    """One for each stage."""
     exchange: HeadExchange
     overlaps_stages: bool
     state_dtype: torch.dtype
@@ -64,7 +64,7 @@ class UlyssesDecision(Decision):
         assert ranks is not None
         group, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
         inner = tuple(decision.call(ring, scale) for decision in self.inner)
-        return UlyssesCall(group, self.heads, self.kinds, inner, self.exchange, self.overlaps_stages, self.state_dtype)
+        return UlyssesCall(group, self.heads, self.stages, inner, self.exchange, self.overlaps_stages, self.state_dtype)
 
 
 @dataclass(frozen=True)

@@ -89,16 +89,15 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
     axis, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, ranks.outer)
     rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank()
     shape = request.shape
-    stages = DEFAULT_HEAD_STAGING.stages(shape, axis.size())
-    heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), stages)
+    heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), DEFAULT_HEAD_STAGING.stages(shape, axis.size()))
     united = UnitedDivision(request.division, axis.size())
     united_shape = replace(shape, division=united)
-    kinds = _kinds(heads, united, ring_rank)
+    stages = exchange_stages(heads, united, ring_rank)
     with on_device(request.device):
-        shared_memory = shared_memory_heads(shape, kinds, axis, request.device)
+        shared_memory = shared_memory_heads(shape, stages, axis, request.device)
     return UlyssesDecision(
         heads=heads,
-        kinds=kinds,
+        stages=stages,
         inner=tuple(
             _ring(with_heads(united_shape, heads, heads.units(rank, stage)), request, ring, ring_rank)
             for stage in range(heads.stages)
@@ -110,7 +109,9 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
 
 
 @lru_cache(maxsize=4096)  # one object for equal ones: what is kept on devices is looked up by identity
-def _kinds(heads: HeadDivision, united: UnitedDivision, ring_rank: int) -> tuple[tuple[HeadRows, HeadRows], ...]:
+def exchange_stages(
+    heads: HeadDivision, united: UnitedDivision, ring_rank: int
+) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage what the ranks have: of queries, and of keys and values."""
     query_rows, key_rows = united.query_rows(ring_rank), united.key_rows(ring_rank)
     by_stage = [tuple(heads.units(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)]

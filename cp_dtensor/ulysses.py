@@ -28,8 +28,8 @@ class UlyssesCall(AttentionCall):
 
     group: dist.ProcessGroup
     heads: HeadDivision
-    kinds: tuple[tuple[HeadRows, HeadRows], ...]
-    """For each stage: of queries, and of keys and values."""
+    stages: tuple[tuple[HeadRows, HeadRows], ...]
+    """What the ranks have of each stage's heads: of queries, and of keys and values."""
     inner: tuple[AttentionCall, ...]
     """One for each stage."""
     exchange: HeadExchange
@@ -49,16 +49,17 @@ class UlyssesCall(AttentionCall):
         out = _row_after_row(q, v.size(3))
         lse = _row_after_row(q, self._lse_copies, self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
-        stages = self.kinds
-        of_stages = [self._of_stage(extras, of_queries, q.size(0))[0] for of_queries, _ in stages]
-        arriving = self.exchange.to_heads([[q], [k, v]], stages, self.group)
+        extras_by_stage = [self._stage_extras(extras, queries, q.size(0))[0] for queries, _ in self.stages]
+        arriving = self.exchange.to_heads([[q], [k, v]], self.stages, self.group)
         leaving: list[Departure] = []
         with self._streams(q) as streams:
-            for index, ((of_queries, _), inner) in enumerate(zip(stages, self.inner, strict=True)):
-                is_last = index == len(stages) - 1
+            for index, ((queries, _), inner, stage_extras) in enumerate(
+                zip(self.stages, self.inner, extras_by_stage, strict=True)
+            ):
+                is_last = index == len(self.stages) - 1
                 with torch.cuda.stream(streams[index % 2]):
                     (stage_q,), (stage_k, stage_v) = arriving.receive()
-                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, of_stages[index], True)
+                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, stage_extras, True)
                     saved += stage_saved  # among them what it allocates: kept until both streams have met again
                     if streams[0] is streams[1]:
                         _finish(leaving)
@@ -66,7 +67,7 @@ class UlyssesCall(AttentionCall):
                     if lse is not None:
                         results.append([self._as_rows(stage_lse)])
                         targets.append([lse])
-                    kinds = [of_queries] * len(results)
+                    kinds = [queries] * len(results)
                     leaving.append(self.exchange.to_rows(results, targets, kinds, self.group, is_last))
             _finish(leaving)
         if streams[0] is not None:
@@ -97,17 +98,15 @@ class UlyssesCall(AttentionCall):
     def _backward(
         self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        stages = len(self.inner)
-        assert len(saved) % stages == 0, "every stage keeps as many tensors"
-        by_stage = [saved[len(saved) // stages * stage : len(saved) // stages * (stage + 1)] for stage in range(stages)]
-        q_like, k_like, v_like = by_stage[0][:3]  # some heads of all rows
+        saved_by_stage = self._by_stage(saved)
+        q_like, k_like, v_like = saved_by_stage[0][:3]  # some heads of all rows
         grad_q = _row_after_row(grad_out, q_like.size(3))
         grad_k, grad_v = (self._grad_of_units(like) for like in (k_like, v_like))
-        arriving = self.exchange.to_heads([[grad_out]], [of_stage[:1] for of_stage in self.kinds], self.group)
+        arriving = self.exchange.to_heads([[grad_out]], [stage[:1] for stage in self.stages], self.group)
         leaving: list[Departure] = []
-        for of_stage, inner, stage_saved in zip(self.kinds, self.inner, by_stage, strict=True):
+        for index, (stage, inner, stage_saved) in enumerate(zip(self.stages, self.inner, saved_by_stage, strict=True)):
             ((stage_grad_out,),) = arriving.receive()
-            stage_extras, stage_bias = self._of_stage(extras, of_stage[0], grad_out.size(0))
+            stage_extras, stage_bias = self._stage_extras(extras, stage[0], grad_out.size(0))
             stage_grad_bias = None if grad_bias is None or stage_bias is None else new_grad_bias(stage_bias.bias)
             stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_extras, stage_saved, stage_grad_bias)
             if grad_bias is not None and stage_bias is not None and stage_grad_bias is not None:
@@ -115,7 +114,8 @@ class UlyssesCall(AttentionCall):
             _finish(leaving)
             sums = [[stage_grad_q], stage_grad_kv]
             targets = [[grad_q], [grad_k, grad_v]]
-            leaving.append(self.exchange.to_rows(sums, targets, of_stage, self.group, inner is self.inner[-1]))
+            is_last = index == len(self.stages) - 1
+            leaving.append(self.exchange.to_rows(sums, targets, stage, self.group, is_last))
         _finish(leaving)
         return grad_q, self._summed(grad_k), self._summed(grad_v)
 
@@ -126,12 +126,12 @@ class UlyssesCall(AttentionCall):
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
     ) -> Tensors:
-        of_results = [of_stage[:1] * 2 for of_stage in self.kinds]
+        results_stages = [stage[:1] * 2 for stage in self.stages]
         with on_device_of(q), self._abandoned_on_error():
             # One exchange after the other: they share the memory in which ranks publish.
-            arriving = self.exchange.to_heads([[q], [k, v]], self.kinds, self.group)
+            arriving = self.exchange.to_heads([[q], [k, v]], self.stages, self.group)
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
-            arriving = self.exchange.to_heads([[out], [self._as_rows(lse)]], of_results, self.group)
+            arriving = self.exchange.to_heads([[out], [self._as_rows(lse)]], results_stages, self.group)
             results = [arriving.receive() for _ in self.inner]
             return tuple(
                 tensor
@@ -152,18 +152,24 @@ class UlyssesCall(AttentionCall):
         """(B, H, S) to (B, H, S, copies), which is exchanged."""
         return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
 
-    def _of_stage(self, extras: Extras, of_queries: HeadRows, batch: int) -> tuple[Extras, StageBias | None]:
+    def _stage_extras(self, extras: Extras, queries: HeadRows, batch: int) -> tuple[Extras, StageBias | None]:
         """What a stage's heads of all rows have of the extras. With a bias, a collective."""
-        heads = of_queries.heads[self.group.rank()]
-        bias = None if extras.bias is None else StageBias(extras.bias, of_queries, self.group)
+        heads = queries.heads[self.group.rank()]
+        bias = None if extras.bias is None else StageBias(extras.bias, queries, self.group)
         placed = replace(extras, bias=None).part((0, batch), heads)
         return replace(placed, bias=None if bias is None else bias.bias), bias
 
     def _abandoned_on_error(self) -> AbstractContextManager[None]:
         return cleaned_up_on_error(lambda: self.exchange.abandon(self.group))
 
+    def _by_stage(self, saved: Tensors) -> list[Tensors]:
+        """What each stage has saved, of what forward has strung together."""
+        count, rest = divmod(len(saved), len(self.stages))
+        assert rest == 0, "every stage saves equally many tensors"
+        return [saved[first : first + count] for first in range(0, len(saved), count)]
+
     def _grad_of_units(self, like: torch.Tensor) -> torch.Tensor:
-        rows = sum(self.kinds[0][1].rows.lengths[self.group.rank()])
+        rows = sum(self.stages[0][1].rows.lengths[self.group.rank()])
         return like.new_empty(like.size(0), rows, self.heads.unit_count, like.size(3)).transpose(1, 2)
 
     def _summed(self, grad_units: torch.Tensor) -> torch.Tensor:

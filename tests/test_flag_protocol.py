@@ -27,7 +27,7 @@ from cp_dtensor.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow, is_plain
 from cp_dtensor.plan import Stages, gathered_plan
-from cp_dtensor.planning import _kinds
+from cp_dtensor.planning import exchange_stages
 from cp_dtensor.ring import RingCall
 from cp_dtensor.rotation.device_streams import FlagOperations
 from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
@@ -104,7 +104,7 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         shape = shape_of(ranks, Contiguous(), Full())
         heads = divide_heads(shape.q_heads, shape.kv_heads, ranks, stages)
         assert heads.stages == stages
-        kinds = _kinds(heads, UnitedDivision(shape.division, ranks), 0)
+        kinds = exchange_stages(heads, UnitedDivision(shape.division, ranks), 0)
         exchange = shared_memory_heads(shape, kinds, rank, torch.device("cpu"))
         assert isinstance(exchange, SharedMemoryHeads)
         inner = tuple(Stage(rank) for _ in range(stages))

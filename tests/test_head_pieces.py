@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cp_dtensor.division import LayoutDivision
 from cp_dtensor.head_division import divide_heads
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.planning import _kinds
+from cp_dtensor.planning import exchange_stages
 from cp_dtensor.rotation.head_pieces import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
 from cp_dtensor.two_axes import UnitedDivision
 
@@ -70,7 +70,7 @@ def check(
         ]
         for mine in local
     ]
-    for kinds in _kinds(heads, united, 0):
+    for kinds in exchange_stages(heads, united, 0):
         everyone = [
             tuple(
                 Published(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True)

@@ -77,13 +77,13 @@ class SharedMemoryHeads(HeadExchange):
 
 
 def shared_memory_heads(
-    shape: CallShape, kinds: Sequence[tuple[HeadRows, HeadRows]], group: dist.ProcessGroup, device: torch.device
+    shape: CallShape, stages: Sequence[tuple[HeadRows, HeadRows]], group: dist.ProcessGroup, device: torch.device
 ) -> SharedMemoryHeads | str:
     """The exchange of a call, or why it cannot be done so; the same on every rank.
 
     Args:
         shape: of this rank's tensors, all their heads.
-        kinds: for each stage, of queries and of keys and values.
+        stages: for each, the kind of queries and of keys and values.
         group: the ranks of the axis. Its first call is a collective.
         device: of the tensors.
     """
@@ -103,9 +103,8 @@ def shared_memory_heads(
         keys, values = (Published(of_keys, shape.batch_size, units, size) for size in (d, dv))
         return [[queries, keys, values], [queries, Published(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)]]
 
-    exchanged = [
-        tensors for of_stage in kinds for tensors in published(*of_stage)
-    ]  # out and LSE may be more than q, k, v
+    # Of forward and of backward: out and LSE may be more than q, k and v.
+    exchanged = [tensors for stage in stages for tensors in published(*stage)]
     return SharedMemoryHeads(
         bytes_to_heads=max(offsets([each.whole_bytes for each in tensors])[-1] for tensors in exchanged),
         bytes_to_rows=max(offsets([each.stage_bytes for each in tensors])[-1] for tensors in exchanged),
