@@ -20,7 +20,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, differentiated_once, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
-from cp_dtensor.kept_rows import Kept, keep, keeps_rows, keeps_until_backward, kept
+from cp_dtensor.kept_rows import keep, keeps_rows, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
 from cp_dtensor.tensors import no_autocast
@@ -54,7 +54,7 @@ class Recipe(ABC):
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
 
 
-_OPERATORS = 3
+_OPERATORS = 4
 """Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
 _recipes = Tokens[Recipe]("attention by", f"operators {_OPERATORS}, ")
 
@@ -121,8 +121,8 @@ def _forward(
     extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
-    keeps = needs_backward and keeps_rows(call, q)
-    gives_lse = needs_lse or (needs_backward and not (keeps and keeps_until_backward(q)))
+    # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
+    gives_lse = needs_lse or needs_backward
     with no_autocast(q):
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
     begun_in = outstanding.begin(found, needs_backward)
@@ -132,10 +132,8 @@ def _forward(
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
     if needs_backward:
-        keep(numbers, call, saved if keeps else ())
-    if not gives_lse:
-        lse = lse.new_full(q.shape[:3], float("nan")) if needs_backward else lse.new_empty(0)
-    return _row_after_row(out), lse.contiguous(), numbers
+        keep(numbers, call, saved if keeps_rows(call, q) else ())
+    return _row_after_row(out), lse.contiguous() if gives_lse else lse.new_empty(0), numbers
 
 
 def _finds(recipe: str, q_len: int) -> bool:
@@ -160,7 +158,7 @@ def _backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None, recipe: str,
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool, needs_grad_bias: bool, needs_grad_sinks: bool,
+    kv_len: int, needs_grad_bias: bool, needs_grad_sinks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     what = Found(mask_tokens.of(mask), None)
     if found.numel():
@@ -175,24 +173,11 @@ def _backward(
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out):
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
-        saved = _saved(call, of_forward, q, k, v, out, lse, extras, needs_lse)
+        rows = of_forward.rows if keeps_rows(call, q) else ()
+        saved = rows or call.saved_again(q, k, v, out, lse, extras)
         grads = call.backward(grad_out, extras, saved, grad_bias)
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*map(_row_after_row, grads), of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
-
-
-def _saved(
-    call: AttentionCall, of_forward: Kept, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, extras: Extras, needs_lse: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """What forward has saved, as it was kept, or made again."""
-    keeps = keeps_rows(call, q)
-    if of_forward.rows and keeps:
-        return of_forward.rows
-    has_kept = keeps if of_forward.call is None else bool(of_forward.rows)
-    if has_kept and not needs_lse:  # then LSE has stayed where it was computed
-        return call.forward(q, k, v, extras, needs_lse=False)[2]
-    return call.saved_again(q, k, v, out, lse, extras)
 
 
 def _fake_backward(
@@ -211,7 +196,7 @@ def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, bias, seed, sinks, *ctx.settings, _needs_backward = inputs
+    q, k, v, bias, seed, sinks, *ctx.settings, _needs_lse, _needs_backward = inputs
     out, lse, found = output
     ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
     ctx.mark_non_differentiable(lse, found)
@@ -227,7 +212,7 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
             grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias, needs_grad_sinks
         )
         of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
-        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 1))
+        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 2))
 
     return gradients
 
@@ -235,8 +220,8 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
 def _defined() -> torch.library.Library:
     extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
     settings = "str recipe, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
-    settings += "float scale, SymInt q_len, SymInt kv_len, bool needs_lse"
-    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_backward) "
+    settings += "float scale, SymInt q_len, SymInt kv_len"
+    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_lse, bool needs_backward) "
     forward += "-> (Tensor out, Tensor lse, Tensor found)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
     backward += f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "

@@ -34,14 +34,6 @@ def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
     return call.saves_rows_of_others and not (q.is_cuda and _torch_private.is_in_cuda_graph(q.device))
 
 
-def keeps_until_backward(q: torch.Tensor) -> bool:
-    """Whether rows that are kept are all that backward needs, so that LSE, by heads then, need not travel.
-
-    Not where Inductor makes CUDA graphs: a backward may be in one though its forward was not, and finds nothing kept.
-    """
-    return not (q.is_cuda and _torch_private.inductor_makes_cuda_graphs(q.device))
-
-
 def keep(keeper: torch.Tensor, call: AttentionCall, rows: Tensors) -> None:
     """Keeps a call, and what it has saved if that is to be kept, as long as the memory of `keeper`."""
     setattr(keeper.untyped_storage(), _NAME, Kept(call, rows))

@@ -42,8 +42,8 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
         yield exchanges, rows
 
 
-FORWARD, BACKWARD = [3, -1], [1, -3]  # q, k and v, then out comes home; that of out, then the gradients
-FORWARD_WITH_LSE = [3, -2]
+FORWARD, BACKWARD = [3, -2], [1, -3]  # q, k and v, then out and LSE come home; the gradient of out, then the others
+FORWARD_WITHOUT_GRAD = [3, -1]
 AGAIN = [3, 2]  # q, k and v; out and LSE
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from compile_checks import Function, Shards, compiled, fresh
-from kept_rows_checks import AGAIN, BACKWARD, FORWARD, FORWARD_WITH_LSE, alive, watched
+from kept_rows_checks import AGAIN, BACKWARD, FORWARD, FORWARD_WITHOUT_GRAD, alive, watched
 from processes import Processes
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,9 +154,9 @@ def other_tensors_arrive(rank: int) -> None:
             return path
 
         cases = [
-            (torch.clone, torch.clone, FORWARD),  # without LSE, attention is computed again
-            (copy.deepcopy, copy.deepcopy, FORWARD),
-            (to_disk, torch.load, FORWARD),
+            (torch.clone, torch.clone, AGAIN),
+            (copy.deepcopy, copy.deepcopy, AGAIN),
+            (to_disk, torch.load, AGAIN),
             (torch.detach, torch.detach, []),  # aliases
         ]
         for pack, unpack, again in cases:
@@ -174,53 +174,33 @@ def test_saved_tensor_hooks(two_processes: Processes) -> None:
     two_processes.run(other_tensors_arrive)
 
 
-def with_lse(rank: int) -> None:
-    fresh()
-    shards = Shards(rank)
-    options = {"mesh": init_device_mesh("cpu", (2,)), "is_causal": True, "enable_gqa": True, "return_lse": True}
-    function = compiled(lambda q, k, v: ulysses_attention(q * 2.0, k, v, **options)[0] * 3.0)
-    for hooks, again in ((nullcontext(), []), (saved_tensors_hooks(torch.clone, torch.clone), AGAIN)):
-        with watched() as (exchanges, _):
-            inputs = shards.inputs()
-            with hooks:
-                out = function(*inputs)
-            shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-            assert exchanges == [*FORWARD_WITH_LSE, *again, *BACKWARD]
-
-
 def lse_comes_home(rank: int) -> None:
-    """If it is asked for, and for the gradient of sinks, which takes that of this rank's rows."""
+    """Wherever backward may come, since it may find no rows; else if it is asked for."""
     fresh()
     shards = Shards(rank)
     options = {"mesh": init_device_mesh("cpu", (2,)), "is_causal": True, "enable_gqa": True}
     asking = compiled(lambda q, k, v: ulysses_attention(q * 2.0, k, v, return_lse=True, **options)[0] * 3.0)
     plain = compiled(lambda q, k, v, sinks: ulysses_attention(q * 2.0, k, v, sinks=sinks, **options) * 3.0)
     frozen, learned = (torch.full((4,), -torch.inf, dtype=torch.float64).requires_grad_(each) for each in (False, True))
-    copies = saved_tensors_hooks(torch.clone, torch.clone)
-    cases = [
-        (asking, (), nullcontext(), [*FORWARD_WITH_LSE, *BACKWARD]),
-        (asking, (), copies, [*FORWARD_WITH_LSE, *AGAIN, *BACKWARD]),
-        (plain, (frozen,), nullcontext(), [*FORWARD, *BACKWARD]),
-        (plain, (learned,), nullcontext(), [*FORWARD_WITH_LSE, *BACKWARD]),
-    ]
-    for function, sinks, hooks, expected in cases:
-        with watched() as (exchanges, _):
-            inputs = shards.inputs()
-            with hooks:
-                out = function(*inputs, *sinks)
-            shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-            assert exchanges == expected
-    with watched() as (exchanges, _), torch.no_grad():
-        shards.check_results(plain(*shards.inputs(), learned))
-        assert exchanges == FORWARD
+    for function, sinks, without_grad in (
+        (asking, (), FORWARD),
+        (plain, (frozen,), FORWARD_WITHOUT_GRAD),
+        (plain, (learned,), FORWARD_WITHOUT_GRAD),
+    ):
+        for hooks, again in ((nullcontext(), []), (saved_tensors_hooks(torch.clone, torch.clone), AGAIN)):
+            with watched() as (exchanges, _):
+                inputs = shards.inputs()
+                with hooks:
+                    out = function(*inputs, *sinks)
+                shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+                assert exchanges == [*FORWARD, *again, *BACKWARD]
+        with watched() as (exchanges, _), torch.no_grad():
+            shards.check_results(function(*shards.inputs(), *sinks))
+            assert exchanges == without_grad
 
 
 def test_lse_comes_home_where_it_is_needed(two_processes: Processes) -> None:
     two_processes.run(lse_comes_home)
-
-
-def patched_on(module: Any, name: str, answer: bool) -> Any:
-    return mock.patch.object(module, name, return_value=answer)
 
 
 def in_graphs_or_not(rank: int) -> None:
@@ -229,29 +209,38 @@ def in_graphs_or_not(rank: int) -> None:
     shards = Shards(rank)
     function = compiled(ulysses(init_device_mesh("cpu", (2,))))
     function(*shards.inputs())
-    kept_once, computed_again = FORWARD, [*FORWARD, *FORWARD]
-    again = [*FORWARD_WITH_LSE, *AGAIN]
     originals, copies = nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)
-    # tensors that arrive, whether there are graphs at all, and rows are kept in forward and may be in backward
-    cases = [
-        (originals, False, True, True, kept_once), (originals, True, False, False, again),
-        (originals, False, True, False, computed_again), (originals, True, False, True, again),
-        (copies, True, False, False, again), (copies, False, True, True, computed_again),
-        (originals, True, True, True, FORWARD_WITH_LSE), (copies, True, True, False, again),
-        (copies, True, True, True, [*FORWARD_WITH_LSE, *FORWARD]),
-    ]  # fmt: skip
-    for hooks, has_graphs, in_forward, in_backward, expected in cases:
-        with watched() as (exchanges, _), patched_on(compiled_op, "keeps_until_backward", not has_graphs):
+    for hooks, in_forward, in_backward, again in (
+        (originals, True, True, []), (originals, False, False, AGAIN), (originals, True, False, AGAIN),
+        (originals, False, True, AGAIN), (copies, False, False, AGAIN), (copies, True, True, AGAIN),
+        (copies, True, False, AGAIN),
+    ):  # fmt: skip
+        with watched() as (exchanges, _):
             inputs = shards.inputs()
-            with hooks, patched_on(compiled_op, "keeps_rows", in_forward):
+            with hooks, mock.patch.object(compiled_op, "keeps_rows", return_value=in_forward):
                 out = function(*inputs)
-            with patched_on(compiled_op, "keeps_rows", in_backward):
+            with mock.patch.object(compiled_op, "keeps_rows", return_value=in_backward):
                 shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-            assert exchanges == [*expected, *BACKWARD]
+            assert exchanges == [*FORWARD, *again, *BACKWARD]
 
 
 def test_cuda_graphs_keep_nothing(two_processes: Processes) -> None:
     two_processes.run(in_graphs_or_not)
+
+
+def graphs_of_one_rank(rank: int) -> None:
+    """One rank alone has made CUDA graphs, of whatever: its forward sends what those of the others do."""
+    fresh()
+    shards = Shards(rank)
+    function = compiled(ulysses(init_device_mesh("cpu", (2,))))
+    with watched() as (exchanges, _), mock.patch.object(compiled_op, "keeps_rows", return_value=rank == 0):
+        out = function(*shards.inputs())
+    shards.check_results(out)
+    assert exchanges == FORWARD
+
+
+def test_what_a_forward_sends_is_no_affair_of_one_rank(two_processes: Processes) -> None:
+    two_processes.run(graphs_of_one_rank)
 
 
 def backward_in_another_thread(rank: int) -> None:

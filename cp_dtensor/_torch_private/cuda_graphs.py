@@ -23,14 +23,6 @@ def is_in_cuda_graph(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)
 
 
-def inductor_makes_cuda_graphs(device: torch.device) -> bool:
-    """Whether Inductor has begun to make CUDA graphs on a device, in this thread or for the backward that it runs.
-
-    What has run outside of them then may have a backward inside, and the other way round.
-    """
-    return _graphs_of(device) is not None
-
-
 def prepared(make: Callable[[], T]) -> T:
     """`make()`, plain tensors that outlive the call and are of use to whoever comes by, whatever goes on around."""
 
@@ -58,15 +50,10 @@ def prepared(make: Callable[[], T]) -> T:
 
 def _is_in_memory_of_graphs(device: torch.device) -> bool:
     """Whether Inductor runs code for the last time before it captures it, or captures it."""
-    graphs = _graphs_of(device)
-    return graphs is not None and bool(graphs.stream == torch.cuda.current_stream(device))
-
-
-def _graphs_of(device: torch.device) -> Any | None:
-    """What makes Inductor's graphs on a device."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     name = "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
-        return None
+        return False
     container = trees.get_obj(trees.local, name).get(device.index)
-    return None if container is None else container.tree_manager
+    graphs = None if container is None else container.tree_manager
+    return graphs is not None and bool(graphs.stream == torch.cuda.current_stream(device))
