@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, Tensors, cleaned_up_on_error, new_grad_bias
 from cp_dtensor.extras import Extras
 from cp_dtensor.head_division import HeadDivision
@@ -78,7 +79,8 @@ class UlyssesCall(AttentionCall):
     @contextmanager
     def _streams(self, q: torch.Tensor) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
         """Two streams on which stages are computed in turns, joined in the end; None is the current one."""
-        side = self.exchange.side_stream(q, self.group) if self.overlaps_stages else None
+        overlaps = self.overlaps_stages and not _torch_private.is_before_capture(q.device)
+        side = self.exchange.side_stream(q, self.group) if overlaps else None
         if side is None:
             yield None, None
             return

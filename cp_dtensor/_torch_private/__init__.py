@@ -16,7 +16,7 @@ from cp_dtensor._torch_private.compiler import (
     refuse_in_compiled_function,
     traced_inside,
 )
-from cp_dtensor._torch_private.cuda_graphs import is_in_cuda_graph, prepared
+from cp_dtensor._torch_private.cuda_graphs import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch_private.dtensor import (
     OpHandler,
     bound_arguments,
@@ -87,6 +87,7 @@ __all__ = [
     "has_cpu_backend",
     "in_autograd_thread",
     "in_main_thread",
+    "is_before_capture",
     "is_in_cuda_graph",
     "is_traced",
     "label",

@@ -23,6 +23,14 @@ def is_in_cuda_graph(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)
 
 
+def is_before_capture(device: torch.device) -> bool:
+    """Whether Inductor runs this code for the last time before it captures it.
+
+    This is known by the stream: who allocates, or prepares something, on another one meanwhile is not found out.
+    """
+    return _is_in_memory_of_graphs(device) and not torch.cuda.is_current_stream_capturing()
+
+
 def prepared(make: Callable[[], T]) -> T:
     """`make()`, plain tensors that outlive the call and are of use to whoever comes by, whatever goes on around."""
 
@@ -33,7 +41,7 @@ def prepared(make: Callable[[], T]) -> T:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return made()
     device = torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.is_current_stream_capturing() or not _is_in_memory_of_graphs(device):
+    if not is_before_capture(device):
         return made()
 
     def made_on_device() -> T:
