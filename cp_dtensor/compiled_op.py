@@ -39,6 +39,11 @@ class Recipe(ABC):
     def finds_mask(self) -> bool:
         """Whether calls have a mask or a layout that is only known where they run."""
 
+    @property
+    @abstractmethod
+    def compares(self) -> bool:
+        """Whether the ranks compare at every call what must agree."""
+
     @abstractmethod
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
@@ -89,9 +94,10 @@ def traced_attention(
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
+    recipe = _recipes.of(token)
     return traced_attention_by_tokens(
         q, k, v, extras, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
-        finds=lengths is None or _recipes.of(token).finds_mask,
+        finds=lengths is None or recipe.finds_mask or recipe.compares,
     )  # fmt: skip
 
 

@@ -80,6 +80,10 @@ class ShardRecipe(Recipe):
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
         )
 
+    @property
+    def compares(self) -> bool:
+        return self.debug
+
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,

@@ -156,6 +156,10 @@ class _DTensorRecipe(Recipe):
     def finds_mask(self) -> bool:
         return False
 
+    @property
+    def compares(self) -> bool:
+        return False
+
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
         known: tuple[int, int] | None,
