@@ -56,13 +56,18 @@ class Estimate:
         return self.forward + self.backward
 
 
-def estimates(shape: CallShape, outer: Axis, inner: Axis | None, method: RotationMethod) -> dict[str, Estimate]:
+def estimates(
+    shape: CallShape, outer: Axis, inner: Axis | None, rotation_method: RotationMethod
+) -> dict[str, Estimate]:
     """By the name of the method, of all that the axes can do; the one to prefer if times are equal comes first."""
     if inner is None:
-        return {"ring": ring_estimate(shape, outer, method), "ulysses": ulysses_estimate(shape, outer, None, method)}
+        return {
+            "ring": ring_estimate(shape, outer, rotation_method),
+            "ulysses": ulysses_estimate(shape, outer, None, rotation_method),
+        }
     return {
-        "hybrid": ulysses_estimate(shape, inner, outer, method),
-        "ring": two_level_estimate(shape, outer, inner, method),
+        "hybrid": ulysses_estimate(shape, inner, outer, rotation_method),
+        "ring": two_level_estimate(shape, outer, inner, rotation_method),
     }
 
 
@@ -72,9 +77,9 @@ def fastest(found: dict[str, Estimate]) -> str:
     return next(name for name, estimate in found.items() if estimate.seconds <= _TOLERANCE * least)
 
 
-def ring_estimate(shape: CallShape, axis: Axis, method: RotationMethod) -> Estimate:
+def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod) -> Estimate:
     """A ring over one axis."""
-    rotation = _rotation(method, shape, axis)
+    rotation = _rotation(rotation_method, shape, axis)
     forward, backward = _passes(rotation, shape, axis)
     plans = plans_of_some_ranks(rotation, shape, axis.size)
     received = max(_received(plan, shape) for plan in plans)
@@ -84,7 +89,7 @@ def ring_estimate(shape: CallShape, axis: Axis, method: RotationMethod) -> Estim
     return Estimate("ring", rotation.name, forward, backward, received, 0.0, memory)
 
 
-def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, method: RotationMethod) -> Estimate:
+def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation_method: RotationMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size)
     heads = divide_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
@@ -92,7 +97,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, method: 
     # The first rank's heads, which has the most.
     by_stage = [with_heads(united, heads, heads.units(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
-    ring = _rotation(method, by_stage[0], around)
+    ring = _rotation(rotation_method, by_stage[0], around)
     computed = [_passes(ring, each, around) for each in by_stage]
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
         together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
@@ -115,7 +120,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, method: 
     return Estimate(name, rotation, times[0], times[1], over_ring, sent, memory)
 
 
-def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, method: RotationMethod) -> Estimate:
+def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_method: RotationMethod) -> Estimate:
     """A ring over the outer axis of rings over the inner one."""
     worst: Estimate | None = None
     for place in sorted({0, outer.size - 1}):
@@ -126,7 +131,7 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, method: Rotat
         name, memory = "-", 0.0
         for step, division in zip(plan.forward, inner_divisions(shape.division, plan, inner.size), strict=True):
             within = replace(shape, division=division)
-            rotation = _rotation(method, within, inner)
+            rotation = _rotation(rotation_method, within, inner)
             travels = 0.0
             if step.transfer is not None:
                 travels = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
@@ -143,12 +148,14 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, method: Rotat
     return worst
 
 
-def _rotation(method: RotationMethod, shape: CallShape, axis: Axis) -> Rotation:
-    """What a method takes there, without asking the ranks."""
+def _rotation(rotation_method: RotationMethod, shape: CallShape, axis: Axis) -> Rotation:
+    """What the method takes there, without asking the ranks."""
     if axis.size == 1:
         return AllGather()
-    if isinstance(method, Rotation):
-        return AllGather() if isinstance(method, SymmetricMemory) and not axis.shares_memory else method
+    if isinstance(rotation_method, Rotation):
+        return (
+            AllGather() if isinstance(rotation_method, SymmetricMemory) and not axis.shares_memory else rotation_method
+        )
     return choose(shape, axis.size, axis.hardware, axis.shares_memory)
 
 

@@ -129,7 +129,7 @@ def explain(
         raise TypeError(f"expected dtype to be a torch.dtype, got {dtype!r}")
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    layout, method = checked_layout(layout), rotation_by_name(rotate_method)
+    layout, rotation_method = checked_layout(layout), rotation_by_name(rotate_method)
     names, ranks = _axes_of_several(mesh)
     lengths = checked_seq_len(seq_len)
     division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
@@ -157,7 +157,7 @@ def explain(
     else:
         axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
         assumption = "assumed: " + ("the hardware that was given" if hardware else "NVIDIA H200s that share NVLink")
-    found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, method)
+    found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, rotation_method)
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "

@@ -29,7 +29,7 @@ from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 @dataclass(frozen=True)
 class CallRequest:
-    """What is asked for, before anything is decided; the same on every rank."""
+    """A call before it is decided how its work is spread; the same on every rank."""
 
     division: Division
     """Over all ranks of the sequence."""
@@ -40,7 +40,8 @@ class CallRequest:
     """Bytes of an element."""
     device: torch.device
     backend: LocalAttention
-    method: RotationMethod
+    rotation: RotationMethod
+    """How K/V travel in rings."""
     masking: Masking = Masking.BY_SHAPE
 
     @property
@@ -143,7 +144,7 @@ def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDeci
 def _ring(shape: CallShape, request: CallRequest, group: dist.ProcessGroup | None, rank: int) -> RingDecision:
     with on_device(request.device):
         alone = group is None or group.size() == 1
-        rotation = AllGather() if group is None or alone else request.method.for_call(shape, group, request.device)
+        rotation = AllGather() if group is None or alone else request.rotation.for_call(shape, group, request.device)
     return RingDecision(_plan(rotation, shape, rank), shape, rotation, request.backend, request.problem.state_dtype)
 
 

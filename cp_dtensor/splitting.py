@@ -102,7 +102,7 @@ def decide_call(
             itemsize=q.element_size(),
             device=q.device,
             backend=choose_backend(problem, allowed),
-            method=splitting.rotation,
+            rotation=splitting.rotation,
             masking=masking,
         )
         return decide(request, splitting.method, ranks)
@@ -155,7 +155,7 @@ def _predicted_fastest(request: CallRequest, ranks: SequenceRanks) -> str:
         return "ring" if ranks.inner is None else "hybrid"
     with on_device(request.device):
         outer, inner = axes_of(ranks, request.device, request.itemsize)
-    return fastest(estimates(request.shape, outer, inner, request.method))
+    return fastest(estimates(request.shape, outer, inner, request.rotation))
 
 
 def remembered(group: dist.ProcessGroup, key: object, make: Callable[[], Decision]) -> Decision:

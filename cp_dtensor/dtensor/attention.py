@@ -119,7 +119,7 @@ def _request(
         itemsize=q.element_size(),
         device=q.device,
         backend=backend or choose_backend(problem, allowed),
-        method=rotation,
+        rotation=rotation,
         masking=masking,
     )
 

@@ -129,7 +129,7 @@ class AtenOp:
             itemsize=query.element_size(),
             device=query.device,
             backend=backend,
-            method=rotation_by_name(None),
+            rotation=rotation_by_name(None),
         )
         query, scale = positive_scale(query, softmax_scale(query, kwargs.get("scale")))
         ranks = SequenceRanks(group) if group.size() > 1 else None
