@@ -14,14 +14,13 @@ from cp_dtensor.planning import DEFAULT_HEAD_STAGING, with_heads
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation, RotationMethod
-from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, transfer_bytes
+from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.schedule import rows_in_order
 from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
-# Launches of an exchange there and back.
 _EXCHANGE_LAUNCHES = 4
-_TOLERANCE = 1.03
+"""There and back."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ def estimates(
 
 def fastest(found: dict[str, Estimate]) -> str:
     """The first method that is predicted to be (nearly) as fast as any."""
-    least = min(estimate.seconds for estimate in found.values())
-    return next(name for name, estimate in found.items() if estimate.seconds <= _TOLERANCE * least)
+    return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
 def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod) -> Estimate:

@@ -14,14 +14,15 @@ from cp_dtensor.rotation import workspace as workspaces
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation, RotationMethod
-from cp_dtensor.rotation.cost import Hardware, predicted_seconds
+from cp_dtensor.rotation.cost import Hardware, nearly_fastest, predicted_seconds
 from cp_dtensor.rotation.links import Links, links_of
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
-# Attention in bfloat16, forward, and device memory, by the major compute capability.
+# By the major compute capability.
 _FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
-_TOLERANCE = 1.03
+"""Operations per second of attention in bfloat16, forward."""
 _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
+"""Bytes per second, read or written."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,12 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 @lru_cache(maxsize=4096)
 def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> Rotation:
     """The rotation of (nearly) the least predicted time of forward and backward on the slowest rank."""
+    # By preference: the first takes no multiprocessors, gathered ones need less memory for large shards than a ring.
     rotations: list[Rotation] = [AllGather(), AllToAll()]
     if shares_memory:
         rotations.insert(0, SymmetricMemory())
     seconds = [slowest_seconds(rotation, shape, world_size, hardware, backward=True) for rotation in rotations]
-    # The first takes no multiprocessors, and the gathered ones need less memory for large shards than the ring, so a
-    # small advantage does not count.
-    good_enough = _TOLERANCE * min(seconds)
-    return next(rotation for rotation, each in zip(rotations, seconds, strict=True) if each <= good_enough)
+    return nearly_fastest(rotations, seconds)
 
 
 def slowest_seconds(

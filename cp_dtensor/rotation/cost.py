@@ -7,7 +7,9 @@ more; `tools.bench` prints it beside what is measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cp_dtensor.division import CallShape
 from cp_dtensor.layouts import Span
@@ -15,20 +17,24 @@ from cp_dtensor.plan import Plan, Step, Transfer
 from cp_dtensor.tile_masks import IntervalMask
 from cp_dtensor.tiles import Tile
 
-# Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward).
-_BLOCK = 128
+Way = TypeVar("Way")
+
 TRANSFER_TAX = 0.15
 """Attention runs so much slower while transfers take multiprocessors from it."""
-# Of backward over forward: it has five matrix products where forward has two, and its kernels are slower.
-_BACKWARD_TIME = 2.8
-# Of the kernels that mask by row over those that mask by shape: their time, and the host's to launch them (measured on
-# H200s, docs/benchmarks/2xH200-masks).
-_BY_ROW_TIME = 1.3
-_BY_ROW_LAUNCH = 1.7
-# Beginning and end of a kernel.
+_TOLERANCE = 1.03
+"""Predictions that differ by no more are taken for equal."""
+_BLOCK = 128
+"""Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward)."""
 _KERNEL = 10e-6
-# Host time of a launch of backward over one of forward (from the benchmark tables).
+"""Seconds, for the beginning and the end of a kernel."""
+_BACKWARD_TIME = 2.8
+"""Of backward over forward: it has five matrix products where forward has two, and its kernels are slower."""
 _BACKWARD_LAUNCH = 2.4
+"""Host time of a launch of backward over one of forward (from the benchmark tables)."""
+_BY_ROW_TIME = 1.3
+"""Of the kernels that mask by row over those that mask by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
+_BY_ROW_LAUNCH = 1.7
+"""Host time of a launch of these over one of those."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,11 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
         if backward and step.transfer is not None:
             sending = max(sending, gpu) + _transfer_seconds(step.transfer, plan, shape, hardware)
     return max(gpu, sending)
+
+
+def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
+    """The first of some ways whose predicted time is as good as the least, as far as predictions can tell."""
+    return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
 
 
 def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardware, backward: bool) -> float:
