@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Causal, Full, Mask
+from cp_dtensor.masks import Causal, Full, Mask, shown_by_both
 
 _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
 
@@ -36,14 +34,7 @@ def checked_mask(mask: object, is_causal: bool) -> Mask:
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
         raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
-    return _shown_by(mask, bool(is_causal))
-
-
-@lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
-def _shown_by(mask: Mask | None, is_causal: bool) -> Mask:
-    if mask is None:
-        return Causal() if is_causal else Full()
-    return mask & Causal() if is_causal and mask != Causal() else mask
+    return shown_by_both(Full() if mask is None else mask, Causal() if is_causal else Full())
 
 
 def checked_dropout_p(dropout_p: float) -> float:

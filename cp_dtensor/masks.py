@@ -186,6 +186,18 @@ def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
     return mask in (Full(), Causal()) or (isinstance(mask, Causal) and q_len == kv_len)
 
 
+@lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
+def shown_by_both(one: Mask, other: Mask) -> Mask:
+    """`one & other`, or just one of them where the other hides nothing more.
+
+    >>> shown_by_both(Causal(), Full()), shown_by_both(Causal(), Causal())
+    (Causal(alignment='top_left'), Causal(alignment='top_left'))
+    """
+    if one in (Full(), other):
+        return other
+    return one if other == Full() else one & other
+
+
 def clipped_layers(mask: Mask, q_len: int, kv_len: int) -> Layers:
     """The layers of a mask, without what shows nothing."""
     layers = []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from cp_dtensor.arguments import Mesh, checked_layout, ranks_and_method
 from cp_dtensor.layouts import Layout
-from cp_dtensor.masks import Full, Mask
+from cp_dtensor.masks import Mask, shown_by_both
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.splitting import Splitting
@@ -61,18 +60,6 @@ def check_batch_size(q: torch.Tensor, settings: AttentionSettings) -> None:
         )
 
 
-@lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
-def _both(one: Mask, other: Mask) -> Mask:
-    return one & other
-
-
-def with_mask_of(settings: AttentionSettings, mask: Mask) -> Mask:
-    """What a call's mask and that of the settings show together."""
-    return masked_also(settings.mask, mask)
-
-
-def masked_also(ambient: Mask | None, mask: Mask) -> Mask:
-    """What a call's mask and an ambient one, if there is one, show together."""
-    if ambient is None or ambient == mask or ambient == Full():
-        return mask
-    return ambient if mask == Full() else _both(ambient, mask)
+def with_ambient_mask(ambient: Mask | None, mask: Mask) -> Mask:
+    """What a call's mask and that of its settings, if they have one, show together."""
+    return mask if ambient is None else shown_by_both(ambient, mask)

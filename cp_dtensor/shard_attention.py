@@ -14,7 +14,7 @@ from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.mask_arguments import check_bias, checked_dropout_p, checked_sinks, four_dims_of_mask
 from cp_dtensor.masks import Mask
-from cp_dtensor.settings import AttentionSettings, with_mask_of
+from cp_dtensor.settings import AttentionSettings, with_ambient_mask
 from cp_dtensor.shard_recipe import ShardRecipe
 from cp_dtensor.splitting import decide_call
 
@@ -45,10 +45,10 @@ def attend(
         extras = replace(extras, first_batch=first[0], first_head=first[1])
     if _torch_private.is_traced(q):
         recipe = ShardRecipe.of(settings)
-        mask = mask if recipe.finds_mask else with_mask_of(settings, mask)
+        mask = mask if recipe.finds_mask else with_ambient_mask(settings.mask, mask)
         extras = extras.drawn(q.device)
         return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
-    mask = with_mask_of(settings, mask)
+    mask = with_ambient_mask(settings.mask, mask)
     lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)
     check_bias(q, extras.bias, lengths, settings.layout, ranks.size)
     call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)

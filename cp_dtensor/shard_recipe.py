@@ -17,7 +17,7 @@ from cp_dtensor.local_attention.policy import Allowed
 from cp_dtensor.mask_arguments import check_bias
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.settings import AttentionSettings, check_batch_size, masked_also
+from cp_dtensor.settings import AttentionSettings, check_batch_size, with_ambient_mask
 from cp_dtensor.splitting import Splitting, decide_call
 from cp_dtensor.traced_masks import Ambient, Found, outstanding
 
@@ -94,7 +94,7 @@ class ShardRecipe(Recipe):
         if self.finds_mask:
             again = _torch_private.current_backward() is not None and entered_in != _torch_private.current_backward()
             of_region = _of_recompute() if again else _of_open_region(ambient)
-            mask = masked_also(of_region[0], mask)
+            mask = with_ambient_mask(of_region[0], mask)
         if ambient is not None and (known is None or self.finds_mask) and of_region in (None, _of_open_region(ambient)):
             settings = ambient.settings
             check_batch_size(q, settings)
