@@ -15,14 +15,12 @@ from cp_dtensor.head_division import share
 from cp_dtensor.layouts import Span
 from cp_dtensor.schedule import GatheredRows
 from cp_dtensor.tiles import Tile, without_long_triangles
-from cp_dtensor.tiling import Tiling, covers
+from cp_dtensor.tiling import Tiling
 
 LONGEST_TRIANGLE = 1 << 16
 """Rows of a causal tile in forward: beyond, cuDNN is 7% slower on an H200 than on its parts (docs/log.md)."""
-
-
 _MOST_SPANS = 4
-"""Each is packed by launches of its own."""
+"""Of what other ranks want: each is packed by launches of its own."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,16 @@ def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1) ->
     return _plan(tiling, rank, tuple(steps), tuple(steps))
 
 
+@dataclass(frozen=True)
+class Stages:
+    """Into how many groups of heads the work of a gathered plan is cut."""
+
+    local: int
+    """Groups for tiles against the own shard; each is followed by the remote tiles of its heads."""
+    remote: int
+    """Groups for tiles against everybody else's, in all."""
+
+
 def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> Plan:
     """The own shard first; then, some heads after the others, everybody else's."""
     if tiling.world_size == 1:
@@ -151,16 +159,6 @@ def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad
                 yield Step(heads, Transfer(heads, None), remote)
 
     return _plan(tiling, rank, tuple(steps(stages)), tuple(steps(grad_stages)))
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Into how many groups of heads the work of a gathered plan is cut."""
-
-    local: int
-    """Groups for tiles against the own shard; each is followed by the remote tiles of its heads."""
-    remote: int
-    """Groups for tiles against everybody else's, in all."""
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
@@ -215,11 +213,20 @@ def _has_gaps(
 ) -> bool:
     if step.transfer is None:
         return False
-    span = rows.span if step.transfer.hop is None else rows.local_span
+    rows_of = rows.span if step.transfer.hop is None else rows.local_span
     sources = step.transfer.sources(rank, rows.world_size)
-    brought = [span(source, part) for source in sources for part in wanted[source]]
+    brought = [rows_of(source, part) for source in sources for part in wanted[source]]
     return any(
-        not covers([tile.kv for tile in step.tiles if tile.batch == batch], span)
+        not _covers([tile.kv for tile in step.tiles if tile.batch == batch], rows_of_part)
         for batch in batches
-        for span in brought
+        for rows_of_part in brought
     )
+
+
+def _covers(spans: Sequence[Span], whole: Span) -> bool:
+    """Whether some ranges together have all of another one."""
+    reached = whole[0]
+    for start, stop in sorted(spans):
+        if start <= reached:
+            reached = max(reached, stop)
+    return reached >= whole[1]

@@ -32,16 +32,39 @@ class GroupSegments:
         return len(self.kv_by_rank)
 
 
+def group_segments(
+    layout: Layout, q_len: int, kv_len: int, batch_size: int, world_size: int
+) -> tuple[GroupSegments, ...]:
+    """What a layout says of one call.
+
+    Args:
+        layout: the layout of queries and of keys and values.
+        q_len: global number of queries.
+        kv_len: global number of keys.
+        batch_size: rows of the batch.
+        world_size: number of ranks of the axis.
+    """
+
+    def by_rank(length: int, group: int) -> tuple[tuple[Segment, ...], ...]:
+        return tuple(layout.segments(length, rank, world_size, group) for rank in range(world_size))
+
+    return tuple(
+        GroupSegments(batch, by_rank(q_len, group), by_rank(kv_len, group))
+        for group, batch in enumerate(layout.batch_groups(batch_size))
+    )
+
+
 @dataclass(frozen=True)
 class GatheredRows:
     """Where rows of all ranks lie in a buffer, without gaps.
 
-    Segments stand in the order of their positions, so whatever a layout does, a causal prefix is one range of rows.
-    (Stripes interleave and cannot: they stand rank after rank.)
+    Shards are cut into parts: their segments, or pieces of these. Parts stand in the order of their positions, so
+    whatever a layout does, a causal prefix is one range of rows. (Stripes interleave and cannot: they stand rank after
+    rank.)
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    """`lengths[rank][part]`: rows of the part-th segment of that rank."""
+    """`lengths[rank][part]`: rows of the part-th part of that rank's shard."""
     starts: tuple[tuple[int, ...], ...]
     """`starts[rank][part]`: its first row in the buffer; -1 if it is not there."""
 
@@ -224,25 +247,3 @@ def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
         if start <= kv[0] < stop:
             return _shift(kv, rows.starts[source][part] - start)
     raise AssertionError(f"rows {kv} lie outside of the shard of rank {source}")
-
-
-def group_segments(
-    layout: Layout, q_len: int, kv_len: int, batch_size: int, world_size: int
-) -> tuple[GroupSegments, ...]:
-    """What a layout says of one call.
-
-    Args:
-        layout: the layout of queries and of keys and values.
-        q_len: global number of queries.
-        kv_len: global number of keys.
-        batch_size: rows of the batch.
-        world_size: number of ranks of the axis.
-    """
-
-    def by_rank(length: int, group: int) -> tuple[tuple[Segment, ...], ...]:
-        return tuple(layout.segments(length, rank, world_size, group) for rank in range(world_size))
-
-    return tuple(
-        GroupSegments(batch, by_rank(q_len, group), by_rank(kv_len, group))
-        for group, batch in enumerate(layout.batch_groups(batch_size))
-    )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cp_dtensor.layouts import Span
 from cp_dtensor.masks import Mask
 from cp_dtensor.schedule import (
     GatheredRows,
@@ -94,12 +93,3 @@ class TilingByShape(Tiling):
 
     def wanted(self, rank: int, source: int) -> tuple[int, ...]:
         return wanted_parts(self._groups, rank, source, self.mask) if rank != source else ()
-
-
-def covers(spans: Sequence[Span], whole: Span) -> bool:
-    """Whether some ranges together have all of another one."""
-    reached = whole[0]
-    for start, stop in sorted(spans):
-        if start <= reached:
-            reached = max(reached, stop)
-    return reached >= whole[1]
