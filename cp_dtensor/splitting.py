@@ -48,25 +48,6 @@ class Splitting:
     """Whether results must be the same in every run, whatever torch's switch says."""
 
 
-class _Decisions:
-    """What has been decided for each group: looking it up is all that a call of a known shape costs."""
-
-    def __init__(self) -> None:
-        self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[object, Decision]] = WeakKeyDictionary()
-
-    def of(self, group: dist.ProcessGroup) -> dict[object, Decision]:
-        decisions = self._by_group.get(group)
-        if decisions is None or len(decisions) > _MOST_DECISIONS:  # lengths that change at every call
-            decisions = self._by_group[group] = {}
-        return decisions
-
-
-_MOST_DECISIONS = 1024
-_MOST_SHAPED_SEGMENTS = 16
-"""Of a shard: every pair of segments is a tile by shape, and a call by row has few tiles whatever they are."""
-_decisions = _Decisions()
-
-
 def decide_call(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -108,6 +89,10 @@ def decide_call(
         return decide(request, splitting.method, ranks)
 
     return remembered(ranks.outer, key, make).call(ranks, scale)
+
+
+_MOST_SHAPED_SEGMENTS = 16
+"""Of a shard: every pair of segments is a tile by shape, and a call by row has few tiles whatever they are."""
 
 
 def masking_of(
@@ -158,12 +143,22 @@ def _predicted_fastest(request: CallRequest, ranks: SequenceRanks) -> str:
     return fastest(estimates(request.shape, outer, inner, request.rotation))
 
 
+_MOST_DECISIONS = 1024
+"""Of a group: beyond, lengths change at every call, and looking back is of no use."""
+_decisions: WeakKeyDictionary[dist.ProcessGroup, dict[object, Decision]] = WeakKeyDictionary()
+
+
 def remembered(group: dist.ProcessGroup, key: object, make: Callable[[], Decision]) -> Decision:
-    """What has been decided for `key`, a value that says all that the decision depends on."""
-    decisions = _decisions.of(group)
-    found = decisions.get(key)
+    """What has been decided for `key`, a value that says all that the decision depends on.
+
+    Looking it up is all that a call of a known shape costs.
+    """
+    of_group = _decisions.get(group)
+    if of_group is None or len(of_group) > _MOST_DECISIONS:
+        of_group = _decisions[group] = {}
+    found = of_group.get(key)
     if found is None:
-        found = decisions[key] = make()
+        found = of_group[key] = make()
     return found
 
 
