@@ -32,9 +32,17 @@ class Part(NamedTuple):
     tensors: Tensors
     """`(out, lse)` for merges; for sums `(gradient,)`, (B, H, rows, D), or `(stack,)`, (N, B, H, rows, D)."""
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is several tensors to add."""
+        return self.tensors[0].dim() == 5
+
 
 class Combination(ABC):
     """How parts combine: by LSE merge or by addition."""
+
+    def __init__(self, state_dtype: torch.dtype) -> None:
+        self.state_dtype = state_dtype
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> Tensors:
@@ -52,11 +60,8 @@ class Combination(ABC):
 class LseMerge(Combination):
     """`(out, lse)` over more keys; `lse` in `state_dtype` throughout."""
 
-    def __init__(self, state_dtype: torch.dtype) -> None:
-        self._state_dtype = state_dtype
-
     def empty(self, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        return _empty(shape, like, dtype), like.new_empty(shape[:3], dtype=self._state_dtype)
+        return _empty(shape, like, dtype), like.new_empty(shape[:3], dtype=self.state_dtype)
 
     def reset(self, state: Tensors) -> None:
         state[0].zero_()
@@ -69,9 +74,6 @@ class LseMerge(Combination):
 class Addition(Combination):
     """`(gradient,)`, summed in `state_dtype`."""
 
-    def __init__(self, state_dtype: torch.dtype) -> None:
-        self._state_dtype = state_dtype
-
     def empty(self, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> Tensors:
         return (_empty(shape, like, dtype),)
 
@@ -79,8 +81,8 @@ class Addition(Combination):
         state[0].zero_()
 
     def combine(self, result: Tensors, base: Tensors, parts: Sequence[Part]) -> None:
-        stacks = [(part.rows, _stack(part.tensors[0])) for part in parts]
-        add_parts(result[0], base[0], stacks, self._state_dtype)
+        stacks = [(part.rows, part.tensors[0] if part.is_stack else part.tensors[0].unsqueeze(0)) for part in parts]
+        add_parts(result[0], base[0], stacks, self.state_dtype)
 
 
 class Accumulator:
@@ -96,13 +98,12 @@ class Accumulator:
         combination: Combination,
         shape: tuple[int, ...],
         like: torch.Tensor,
-        state_dtype: torch.dtype,
         may_overwrite: bool,
     ) -> None:
         self._combination = combination
         self._shape = shape
         self._like = like  # has the dtype, device and memory order of the result
-        self._state_dtype = state_dtype
+        self._state_dtype = combination.state_dtype
         self._may_overwrite = may_overwrite
         self._pieces: list[_Piece] = []
         self._result: Tensors | None = None
@@ -142,7 +143,7 @@ class Accumulator:
                     cut(whole, None, None, part.rows).copy_(piece)
             return _Piece(heads, together, True), remaining
         batch, _, rows, width = self._shape
-        if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, rows)) and parts[0].tensors[0].dim() == 4:
+        if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, rows)) and not parts[0].is_stack:
             # Backends may be wider than the result: math attention is. LSE is always as wide as the state.
             first, *others = parts[0].tensors
             dtype = first.dtype if first.dtype == self._like.dtype else self._state_dtype
@@ -191,6 +192,16 @@ class Accumulator:
             self._pieces.remove(piece)  # its memory is needed
 
 
+def output_accumulator(q: torch.Tensor, v_head_dim: int, state_dtype: torch.dtype) -> Accumulator:
+    """Merges what tiles give of `(out, lse)` of queries q (B, H, S, D)."""
+    return Accumulator(LseMerge(state_dtype), (*q.shape[:3], v_head_dim), q, may_overwrite=False)
+
+
+def gradient_accumulator(of: torch.Tensor, state_dtype: torch.dtype) -> Accumulator:
+    """Sums what tiles and ranks contribute to the gradient of a tensor."""
+    return Accumulator(Addition(state_dtype), tuple(of.shape), of, may_overwrite=True)
+
+
 @dataclass(eq=False)
 class _Piece:
     """The state of some heads that came together."""
@@ -226,7 +237,7 @@ def _covering(parts: Sequence[Part], batch: int, rows: int) -> tuple[list[Part],
     others: list[Part] = []
     reached = 0
     for part in sorted(parts, key=lambda part: part.rows):
-        if part.batch == (0, batch) and part.rows[0] == reached < part.rows[1] and part.tensors[0].dim() == 4:
+        if part.batch == (0, batch) and part.rows[0] == reached < part.rows[1] and not part.is_stack:
             covering.append(part)
             reached = part.rows[1]
         else:
@@ -247,10 +258,6 @@ def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 def _cut(tensors: Tensors, heads: Span, batch: Span, rows: Span) -> Tensors:
     return tuple(cut(tensor, batch, heads, rows) for tensor in tensors)
-
-
-def _stack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 5 else tensor.unsqueeze(0)
 
 
 def _empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import label
-from cp_dtensor.accumulate import Accumulator, LseMerge, Part
+from cp_dtensor.accumulate import Part, gradient_accumulator, output_accumulator
 from cp_dtensor.attention_call import AttentionCall, cleaned_up_on_error
 from cp_dtensor.extras import NO_EXTRAS, Extras, bias_part
 from cp_dtensor.layouts import Span
@@ -21,7 +21,7 @@ from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.by_row import ByRowAttention
 from cp_dtensor.masked_attention import attention_delta
 from cp_dtensor.plan import Plan, Step
-from cp_dtensor.ring_gradients import KeyValueGradients, gradient_accumulator
+from cp_dtensor.ring_gradients import KeyValueGradients
 from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.rows import unpack_rows
 from cp_dtensor.sinks import with_sinks
@@ -92,9 +92,7 @@ def ring_forward(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, extras: Extras
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    result = Accumulator(
-        LseMerge(call.state_dtype), (*q.shape[:3], v.size(3)), q, call.state_dtype, may_overwrite=False
-    )
+    result = output_accumulator(q, v.size(3), call.state_dtype)
     transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, False, call.group)
     for step in call.plan.forward:
         heads = _query_heads(step.heads, q, k)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor._torch_private import label
-from cp_dtensor.accumulate import Accumulator, Addition, Part, place_sums
+from cp_dtensor.accumulate import Part, gradient_accumulator, place_sums
 from cp_dtensor.plan import Step
 from cp_dtensor.rotation.base import GradTransfers
 from cp_dtensor.rotation.rows import unpack_rows
-
-
-def gradient_accumulator(of: torch.Tensor, state_dtype: torch.dtype) -> Accumulator:
-    """Sums what tiles and ranks contribute to the gradient of a tensor."""
-    return Accumulator(Addition(state_dtype), tuple(of.shape), of, state_dtype, may_overwrite=True)
 
 
 class KeyValueGradients:

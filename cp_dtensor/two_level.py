@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.accumulate import Accumulator, LseMerge, Part
+from cp_dtensor.accumulate import Part, gradient_accumulator, output_accumulator
 from cp_dtensor.attention_call import AttentionCall, Tensors
 from cp_dtensor.extras import Extras
 from cp_dtensor.local_attention.by_row import ByRowAttention
@@ -23,7 +23,7 @@ from cp_dtensor.ring import (
     ring_backward,
     ring_forward,
 )
-from cp_dtensor.ring_gradients import KeyValueGradients, gradient_accumulator
+from cp_dtensor.ring_gradients import KeyValueGradients
 from cp_dtensor.rotation.base import KvTransfers
 from cp_dtensor.sinks import with_sinks
 from cp_dtensor.tensors import cut, in_order_of, on_device_of, unit_stride
@@ -46,9 +46,7 @@ class TwoLevelCall(AttentionCall):
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         everything = (0, q.size(0)), (0, q.size(2))
         with on_device_of(q), abandoned_on_error(outer):
-            result = Accumulator(
-                LseMerge(outer.state_dtype), (*q.shape[:3], v.size(3)), q, outer.state_dtype, may_overwrite=False
-            )
+            result = output_accumulator(q, v.size(3), outer.state_dtype)
             transfers = outer.rotation.start_kv(k, v, outer.plan, False, outer.group)
             for step, inner in zip(outer.plan.forward, self.inner, strict=True):
                 step_k, step_v = self._keys_and_values(step, transfers, k, v)

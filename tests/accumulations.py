@@ -52,7 +52,7 @@ class Source:
     def accumulator(self, may_overwrite: bool, like: torch.Tensor | None = None) -> Accumulator:
         combination = (LseMerge if self.kind == "merge" else Addition)(self.state_dtype)
         like = torch.empty(SHAPE, dtype=self.dtype) if like is None else like
-        return Accumulator(combination, SHAPE, like, self.state_dtype, may_overwrite)
+        return Accumulator(combination, SHAPE, like, may_overwrite)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
