@@ -61,7 +61,7 @@ class RowMask:
     def __and__(self, other: RowMask) -> RowMask:
         """What both intervals let a row see: an interval again."""
         if self.lo is None or self.hi is None or other.lo is None or other.hi is None:
-            raise ValueError("only masks with lo and hi can be combined: window(position, None, 0) is the causal one")
+            raise ValueError("only masks with lo and hi can be combined: hi = row + 1 is the causal one")
         return RowMask(lo=torch.maximum(self.lo, other.lo), hi=torch.minimum(self.hi, other.hi))
 
     def tile(self, start: int, stop: int, first_column: int) -> RowMask:
@@ -82,56 +82,6 @@ class RowMask:
     def arguments(self) -> dict[str, Any]:
         """As the kernels' launchers take it."""
         return {"causal_offset": self.causal_offset, "intervals": self.intervals}
-
-
-def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMask:
-    """A row at `position` (S,) or (B, S) sees columns from `left` before it to `right` after it; None: without end.
-
-    >>> mask = window(torch.arange(4), left=1, right=0)
-    >>> mask.lo.tolist(), mask.hi.tolist()
-    ([-1, 0, 1, 2], [1, 2, 3, 4])
-    """
-    position = position.to(torch.int32)
-    lo = torch.zeros_like(position) if left is None else position - left
-    hi = torch.full_like(position, 2**31 - 1) if right is None else position + right + 1
-    return RowMask(lo=lo, hi=hi)
-
-
-def documents(position: torch.Tensor, cu_seqlens: torch.Tensor) -> RowMask:
-    """A row sees the columns of its own document; document n has positions cu_seqlens[n] to cu_seqlens[n + 1].
-
-    >>> mask = documents(torch.arange(5), torch.tensor([0, 3, 5]))
-    >>> mask.lo.tolist(), mask.hi.tolist()
-    ([0, 0, 0, 3, 3], [3, 3, 3, 5, 5])
-    """
-    edges = cu_seqlens.to(position)
-    following = torch.searchsorted(edges, position.contiguous(), right=True)
-    outside = (following == 0) | (following == edges.numel())  # such a row sees nothing
-    hi = edges[following.clamp(max=edges.numel() - 1)].to(torch.int32)
-    lo = edges[(following - 1).clamp(min=0)].to(torch.int32)
-    return RowMask(lo=torch.where(outside, hi, lo), hi=hi)
-
-
-def document_ids(q_ids: torch.Tensor, kv_ids: torch.Tensor) -> RowMask:
-    """A row sees the columns with its id. Ids of columns are in ascending order; (S,) and (T,), or (B, S) and (B, T).
-
-    >>> mask = document_ids(torch.tensor([0, 2]), torch.tensor([0, 0, 1, 2]))
-    >>> mask.lo.tolist(), mask.hi.tolist()
-    ([0, 3], [2, 4])
-    """
-    kv_ids, q_ids = kv_ids.contiguous(), q_ids.contiguous()
-    lo = torch.searchsorted(kv_ids, q_ids, out_int32=True)
-    return RowMask(lo=lo, hi=torch.searchsorted(kv_ids, q_ids, right=True, out_int32=True))
-
-
-def prefix(position: torch.Tensor, length: int | torch.Tensor) -> RowMask:
-    """Causal, but that every row sees the first `length` columns; of each batch row with (B, 1) lengths.
-
-    >>> prefix(torch.arange(4), 2).hi.tolist()
-    [2, 2, 3, 4]
-    """
-    hi = (position + 1).clamp(min=length).to(torch.int32)
-    return RowMask(lo=torch.zeros_like(hi), hi=hi)
 
 
 def attention_forward(

@@ -12,7 +12,8 @@ from conftest import GPUS
 
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
-from cp_dtensor.masked_attention import RowMask, documents, prefix, window
+from cp_dtensor.masked_attention import RowMask
+from cp_dtensor.tools.row_masks import documents, prefix, window
 
 kernel = pytest.importorskip("cp_dtensor.kernels.attention_forward")
 backward_kernel = pytest.importorskip("cp_dtensor.kernels.attention_backward")

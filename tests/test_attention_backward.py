@@ -26,7 +26,8 @@ from attention_kernels import (
 from hypothesis import given, settings
 
 from cp_dtensor.kernels.attention_intervals import rows_of_columns
-from cp_dtensor.masked_attention import RowMask, window
+from cp_dtensor.masked_attention import RowMask
+from cp_dtensor.tools.row_masks import window
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cp_dtensor.kernels import attention_twin
-from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward, documents, window
+from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward
+from cp_dtensor.tools.row_masks import documents, window
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
 

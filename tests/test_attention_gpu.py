@@ -37,8 +37,8 @@ from cp_dtensor.masked_attention import (
     attention_delta,
     attention_forward,
     uses_triton,
-    window,
 )
+from cp_dtensor.tools.row_masks import window
 
 pytestmark = pytest.mark.gpu
 ROWS, COLUMNS = 37, 53

@@ -17,7 +17,8 @@ from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_dtensor.kernels.attention_intervals import Intervals, rows_of_columns
-from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward, window
+from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward
+from cp_dtensor.tools.row_masks import window
 
 ROWS, COLUMNS = 37, 53
 

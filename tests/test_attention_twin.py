@@ -8,15 +8,8 @@ import torch
 from attention_kernels import SCALE, biases_of, masks_of
 from hypothesis import given, settings
 
-from cp_dtensor.masked_attention import (
-    RowMask,
-    attention_backward,
-    attention_forward,
-    document_ids,
-    documents,
-    prefix,
-    window,
-)
+from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward
+from cp_dtensor.tools.row_masks import documents, prefix, window
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
 Tensors = tuple[torch.Tensor, ...]
@@ -119,7 +112,6 @@ def test_masks_by_their_words(data: st.DataObject) -> None:
     for mask, seen in (
         (window(position, left, right), in_window),
         (packed, same_document),
-        (document_ids(ids, ids), same_document),
         (packed & window(position, left, right), same_document & in_window),
         (prefix(position, shared), (column < shared) | (column <= row)),
         (RowMask(causal_offset=2), column <= row + 2),

@@ -10,16 +10,10 @@ import pytest
 import torch
 
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
-from cp_dtensor.masked_attention import (
-    RowMask,
-    attention_backward,
-    attention_delta,
-    attention_forward,
-    documents,
-    window,
-)
+from cp_dtensor.masked_attention import RowMask, attention_backward, attention_delta, attention_forward
 from cp_dtensor.merge import merge, merge_reference
 from cp_dtensor.sums import add_parts, add_parts_reference
+from cp_dtensor.tools.row_masks import documents, window
 
 launching = pytest.importorskip("cp_dtensor.kernels.launching")
 direct_launch = pytest.importorskip("cp_dtensor.kernels.direct_launch")

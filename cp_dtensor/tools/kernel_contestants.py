@@ -16,8 +16,9 @@ from torch.nn.attention.varlen import varlen_attn
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.cudnn import CudnnAttention
 from cp_dtensor.local_attention.flash import FlashAttention
-from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward, documents, prefix, window
+from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward
 from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE
+from cp_dtensor.tools.row_masks import documents, prefix, window
 
 MASKS = ("causal", "full", "window 4096", "documents", "prefix")
 _WINDOW = 4096

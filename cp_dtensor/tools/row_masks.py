@@ -1,0 +1,45 @@
+"""Masks of one device as our kernels take them, for benchmarks and tests: the library makes its own from `masks`."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_dtensor.masked_attention import RowMask
+
+
+def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMask:
+    """A row at `position` (S,) or (B, S) sees columns from `left` before it to `right` after it; None: without end.
+
+    >>> mask = window(torch.arange(4), left=1, right=0)
+    >>> mask.lo.tolist(), mask.hi.tolist()
+    ([-1, 0, 1, 2], [1, 2, 3, 4])
+    """
+    position = position.to(torch.int32)
+    lo = torch.zeros_like(position) if left is None else position - left
+    hi = torch.full_like(position, 2**31 - 1) if right is None else position + right + 1
+    return RowMask(lo=lo, hi=hi)
+
+
+def documents(position: torch.Tensor, cu_seqlens: torch.Tensor) -> RowMask:
+    """A row sees the columns of its own document; document n has positions cu_seqlens[n] to cu_seqlens[n + 1].
+
+    >>> mask = documents(torch.arange(5), torch.tensor([0, 3, 5]))
+    >>> mask.lo.tolist(), mask.hi.tolist()
+    ([0, 0, 0, 3, 3], [3, 3, 3, 5, 5])
+    """
+    edges = cu_seqlens.to(position)
+    following = torch.searchsorted(edges, position.contiguous(), right=True)
+    outside = (following == 0) | (following == edges.numel())  # such a row sees nothing
+    hi = edges[following.clamp(max=edges.numel() - 1)].to(torch.int32)
+    lo = edges[(following - 1).clamp(min=0)].to(torch.int32)
+    return RowMask(lo=torch.where(outside, hi, lo), hi=hi)
+
+
+def prefix(position: torch.Tensor, length: int | torch.Tensor) -> RowMask:
+    """Causal, but that every row sees the first `length` columns; of each batch row with (B, 1) lengths.
+
+    >>> prefix(torch.arange(4), 2).hi.tolist()
+    [2, 2, 3, 4]
+    """
+    hi = (position + 1).clamp(min=length).to(torch.int32)
+    return RowMask(lo=torch.zeros_like(hi), hi=hi)
