@@ -54,7 +54,7 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         """What `forward` saved, from this rank's arguments and results alone; may communicate.
 

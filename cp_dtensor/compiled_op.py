@@ -133,7 +133,7 @@ def _forward(
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
     begun_in = outstanding.begin(found, needs_backward)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    if known is None or decider.finds_mask:
+    if _finds(recipe, q_len):
         numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
@@ -180,7 +180,7 @@ def _backward(
     with no_autocast(grad_out):
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = of_forward.rows if keeps_rows(call, q) else ()
-        saved = rows or call.saved_again(q, k, v, out, lse, extras)
+        saved = rows or call.saved_again(q, k, v, out, lse)
         grads = call.backward(grad_out, extras, saved, grad_bias)
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*map(_row_after_row, grads), of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)

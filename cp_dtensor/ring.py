@@ -62,7 +62,7 @@ class RingCall(AttentionCall):
         return None if self.group is None else self.rotation.start_grads(k, v, self.plan, self.group)
 
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         return q, k, v, out, lse
 

@@ -86,7 +86,7 @@ class TwoLevelCall(AttentionCall):
         return False
 
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         return unit_stride(q), unit_stride(k), unit_stride(v), out, lse
 

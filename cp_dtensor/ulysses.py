@@ -126,7 +126,7 @@ class UlyssesCall(AttentionCall):
         return True
 
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, extras: Extras
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         results_stages = [stage[:1] * 2 for stage in self.stages]
         with on_device_of(q), self._abandoned_on_error():
@@ -140,9 +140,7 @@ class UlyssesCall(AttentionCall):
                 for inner, (stage_q, stage_k, stage_v), ((stage_out,), (stage_lse,)) in zip(
                     self.inner, inputs, results, strict=True
                 )
-                for tensor in inner.saved_again(
-                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), extras
-                )
+                for tensor in inner.saved_again(stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous())
             )
 
     @property

@@ -113,7 +113,7 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         out, lse, _ = call.forward(q, k, v, NO_EXTRAS, needs_lse=backward)
         rank.use(out)
         if backward:
-            call.saved_again(q, k, v, out, lse, NO_EXTRAS)  # as compiled code does in graphs
+            call.saved_again(q, k, v, out, lse)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
             rank.use(*call.backward(*tensors(rank, 1), NO_EXTRAS, saved, None))
 
