@@ -84,7 +84,15 @@ def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod)
     memory = max(_ring_memory(plan, shape) for plan in plans)
     if isinstance(rotation, SymmetricMemory):
         memory += plans[0].rows.longest * shape.head_bytes * shape.kv_heads
-    return Estimate("ring", rotation.name, forward, backward, received, 0.0, memory)
+    return Estimate(
+        method="ring",
+        rotation=rotation.name,
+        forward=forward,
+        backward=backward,
+        outer_bytes=received,
+        inner_bytes=0.0,
+        memory=memory,
+    )
 
 
 def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation_method: RotationMethod) -> Estimate:
@@ -114,8 +122,16 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # What was exchanged is kept for backward; where memory is shared, it has been published too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
-    name, rotation = ("ulysses", "-") if outer is None else ("hybrid", ring.name)
-    return Estimate(name, rotation, times[0], times[1], over_ring, sent, memory)
+    forward, backward = times
+    return Estimate(
+        method="ulysses" if outer is None else "hybrid",
+        rotation="-" if outer is None else ring.name,
+        forward=forward,
+        backward=backward,
+        outer_bytes=over_ring,
+        inner_bytes=sent,
+        memory=memory,
+    )
 
 
 def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_method: RotationMethod) -> Estimate:
@@ -125,8 +141,8 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_meth
         plan = ring_plan(
             replace(shape, division=OuterDivision(shape.division, inner.size, 0)).tiling, place, shape.kv_heads
         )
-        passes, received, inner_received = [0.0, 0.0], _received(plan, shape), 0.0
-        name, memory = "-", 0.0
+        passes, inner_received, inner_memory = [0.0, 0.0], 0.0, 0.0
+        name = "-"
         for step, division in zip(plan.forward, inner_divisions(shape.division, plan, inner.size), strict=True):
             within = replace(shape, division=division)
             rotation = _rotation(rotation_method, within, inner)
@@ -137,10 +153,17 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_meth
                 passes[index] += max(seconds, travels * (1 + index))
             plans = plans_of_some_ranks(rotation, within, inner.size)
             inner_received += max(_received(each, within) for each in plans)
-            memory = max(memory, *(_ring_memory(each, within) for each in plans))
+            inner_memory = max(inner_memory, *(_ring_memory(each, within) for each in plans))
             name = rotation.name
-        kept = memory + _ring_memory(plan, shape)
-        found = Estimate("ring of rings", name, passes[0], passes[1], received, inner_received, kept)
+        found = Estimate(
+            method="ring of rings",
+            rotation=name,
+            forward=passes[0],
+            backward=passes[1],
+            outer_bytes=_received(plan, shape),
+            inner_bytes=inner_received,
+            memory=inner_memory + _ring_memory(plan, shape),
+        )
         worst = found if worst is None or found.seconds > worst.seconds else worst
     assert worst is not None
     return worst

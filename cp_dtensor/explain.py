@@ -12,7 +12,7 @@ from cp_dtensor.estimates import Axis, Estimate, estimates, fastest
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
-from cp_dtensor.masks import Causal, Full, Mask, layers_of
+from cp_dtensor.masks import Causal, Full, Mask, as_plain, layers_of
 from cp_dtensor.rotation.choice import rotation_by_name
 from cp_dtensor.rotation.cost import Hardware
 from cp_dtensor.rotation.ranks import SequenceRanks
@@ -136,15 +136,15 @@ def explain(
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
     masking = masking_of(shown, NO_EXTRAS, lengths, deterministic=False, layout=layout, world_size=ranks.size)
     shape = CallShape(
-        division,
-        Causal() if masking is Masking.BY_SHAPE and shown != Full() else shown,
-        batch_size,
-        q_heads,
-        kv_heads,
-        head_dim,
-        head_dim,
-        dtype.itemsize,
-        masking,
+        division=division,
+        mask=as_plain(shown) if masking is Masking.BY_SHAPE else shown,
+        batch_size=batch_size,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        itemsize=dtype.itemsize,
+        masking=masking,
     )
     layers_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)

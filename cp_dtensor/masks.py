@@ -186,6 +186,11 @@ def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
     return mask in (Full(), Causal()) or (isinstance(mask, Causal) and q_len == kv_len)
 
 
+def as_plain(mask: Mask) -> Mask:
+    """A plain mask as tiles by shape have it: a causal one of whatever alignment is the triangle from the top left."""
+    return mask if mask == Full() else Causal()
+
+
 @lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
 def shown_by_both(one: Mask, other: Mask) -> Mask:
     """`one & other`, or just one of them where the other hides nothing more.

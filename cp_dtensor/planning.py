@@ -49,15 +49,15 @@ class CallRequest:
         """The facts that plans and costs depend on."""
         problem = self.problem
         return CallShape(
-            self.division,
-            self.mask,
-            self.batch_size,
-            problem.q_heads,
-            problem.kv_heads,
-            problem.head_dim,
-            problem.v_head_dim,
-            self.itemsize,
-            self.masking,
+            division=self.division,
+            mask=self.mask,
+            batch_size=self.batch_size,
+            q_heads=problem.q_heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            v_head_dim=problem.v_head_dim,
+            itemsize=self.itemsize,
+            masking=self.masking,
         )
 
 

@@ -18,7 +18,7 @@ from cp_dtensor.estimates import Axis, estimates, fastest
 from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend, is_deterministic
-from cp_dtensor.masks import Causal, Full, Mask, is_plain
+from cp_dtensor.masks import Full, Mask, as_plain, is_plain
 from cp_dtensor.planning import (
     CallRequest,
     decide_ring,
@@ -77,7 +77,7 @@ def decide_call(
         problem = describe_problem(q, k, v, staircase, by_row)
         request = CallRequest(
             division=LayoutDivision(splitting.layout, *lengths, q.size(0), ranks.size),
-            mask=mask if by_row or mask == Full() else Causal(),
+            mask=mask if by_row else as_plain(mask),
             problem=problem,
             batch_size=q.size(0),
             itemsize=q.element_size(),
