@@ -29,7 +29,7 @@ class Decision(ABC):
 
     @abstractmethod
     def call(self, ranks: SequenceRanks | None, scale: float) -> AttentionCall:
-        """The call on some ranks; None if this one is alone."""
+        """The call on the ranks that share the sequence; None if this one is alone."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class RingDecision(Decision):
 
     plan: Plan
     shape: CallShape
+    """What the plan was made for."""
     rotation: Rotation
     backend: LocalAttention
     state_dtype: torch.dtype

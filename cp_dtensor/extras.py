@@ -13,7 +13,10 @@ from cp_dtensor.tensors import cut
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-    """Of the local queries and all keys. Where batch rows and heads are cut, the rest says where they stood."""
+    """What belongs to the local queries and all keys.
+
+    Where batch rows and heads are cut, `first_batch` and `first_head` say where they stood: dropout depends on it.
+    """
 
     bias: torch.Tensor | None = None
     """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or (boolean) what may be seen."""

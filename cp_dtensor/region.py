@@ -3,7 +3,7 @@
 A region belongs to the thread that opened it. Functions under `torch.utils.checkpoint` are bound to their region, so
 recomputing them is right at any time and in any thread; other attention in a backward, around which a region is open,
 is refused, since it may or may not belong to it. While any region is open, in any thread, a few entries of torch are
-replaced (`_parts`); when the last one closes, all are put back.
+replaced (`_replacements`); when the last one closes, all are put back.
 """
 
 from __future__ import annotations
@@ -168,18 +168,18 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
 
 
-def _parts() -> Iterator[AbstractContextManager[None]]:
-    from cp_dtensor.region_flex import flex_parts  # which asks for regions
+def _replacements() -> Iterator[AbstractContextManager[None]]:
+    from cp_dtensor.region_flex import flex_replacements  # which asks for regions
 
     yield dispatcher_installation.held()
     yield intercepted(_region_sdpa)
     yield _torch_private.checkpointed_functions_bound(_bound_to_region)
     yield _torch_private.compiled_code_kept_apart(_variant_of_compiled_code)
-    yield from flex_parts()
+    yield from flex_replacements()
     yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)
 
 
-_installation = SharedInstallation(_parts)
+_installation = SharedInstallation(_replacements)
 
 
 class _UnseenRegions:

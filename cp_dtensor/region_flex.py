@@ -15,7 +15,7 @@ from cp_dtensor.flex_ops import check_context_mask
 from cp_dtensor.region import CAPTURED_BEFORE, attends_alone, current_region, innermost_region
 
 
-def flex_parts() -> Iterator[AbstractContextManager[None]]:
+def flex_replacements() -> Iterator[AbstractContextManager[None]]:
     """What is replaced in torch while a region is open."""
     yield _torch_private.flex_attention_redirected(_flex_attention)
     yield _torch_private.captured_flex_attention_checked(_check_captured)

@@ -230,7 +230,7 @@ def _backend(
 def keys_and_values(
     step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's heads of K and V, of which its tiles count rows."""
+    """What a step's tiles read: its heads of the own shard, or, once they have come, of what its transfer brings."""
     if step.transfer is None:
         return cut(k, None, step.heads, None), cut(v, None, step.heads, None)
     assert transfers is not None
@@ -252,5 +252,5 @@ def abandoned_on_error(call: RingCall) -> AbstractContextManager[None]:
 
 
 def nothing_to_do(q: torch.Tensor) -> bool:
-    """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; so have all of its ring."""
+    """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; its whole ring has none then."""
     return 0 in q.shape[:2]

@@ -26,8 +26,8 @@ class AttentionSettings:
     batch_size: int | None = None
     """Of the buffers of a context, where the layout divides batch rows differently."""
     lengths_vary: bool = False
-    """Whether `declared_lengths` and `mask` are those of one context of many that are alike, and change from one to the
-    next."""
+    """Whether the next context of this kind may have other `declared_lengths` and another `mask`, as each batch of
+    packed documents has: compiled code, which serves all of them, must look these up when it runs."""
     mask: Mask | None = None
     """What all attention is masked with, besides what calls ask for."""
 

@@ -34,9 +34,13 @@ def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, l
     return TilingByRow(groups, mask, lengths, masking is Masking.BY_ROW_UNBROKEN)
 
 
+_NOTHING: Span = (1 << 62, 0)
+"""The empty range that any other one widens to itself."""
+
+
 @dataclass(frozen=True)
 class _Entry:
-    """What the queries of a segment see by one band."""
+    """A segment of queries that sees something by one band."""
 
     segment: Segment
     first_row: int
@@ -176,6 +180,7 @@ class TilingByRow(Tiling):
 
 
 def _of_batch(layers: tuple[Layer, ...], batch: Span) -> tuple[Layer, ...]:
+    """Those of some batch rows, of one for each batch row or one for all."""
     return layers[slice(*batch)] if len(layers) > 1 else layers
 
 
@@ -217,7 +222,7 @@ def _tile_against(
 ) -> Tile | None:
     """The smallest tile of all that a rank's queries see of a run, whose first row is given; None if nothing."""
     queries = group.q_by_rank[rank]
-    q, kv = (1 << 62, 0), (1 << 62, 0)
+    q = kv = _NOTHING
     for layer in layers:
         for entry in _entries(queries, layer, run.positions):
             lo, hi = map(run.rows_before, entry.band.shown)
@@ -227,7 +232,7 @@ def _tile_against(
             )
             if lo < hi and first < last:
                 q, kv = (min(q[0], first), max(q[1], last)), (min(kv[0], lo), max(kv[1], hi))
-    if q[0] >= q[1]:
+    if q == _NOTHING:
         return None
     mask = IntervalMask(layers, queries, q, run, kv)
     return Tile(source, group.batch, q, (row + kv[0], row + kv[1]), mask)

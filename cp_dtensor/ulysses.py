@@ -145,7 +145,7 @@ class UlyssesCall(AttentionCall):
 
     @property
     def _lse_copies(self) -> int:
-        """How often LSE is in what travels of it."""
+        """How many times an LSE is repeated on its way, so that a row of a head fills the exchange's granule."""
         return max(1, self.exchange.granule // self.state_dtype.itemsize)
 
     def _as_rows(self, lse: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class ByRowAttention(LocalAttention):
     extras: Extras = NO_EXTRAS
     """Of the tile that is computed."""
     delta: torch.Tensor | None = None
-    """(B, H, S) of its rows, for backward: the same for all tiles of a row, so computed by who has all rows."""
+    """(B, H, S) of its rows, for backward: the same for all tiles of a row, so the ring computes it, once."""
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def _in_place(incoming: Places, outgoing: Places, like: torch.Tensor, group: dis
     nothing = like.new_empty(0)
 
     def filled(places: Places) -> list[list[torch.Tensor]]:
-        return [[nothing if rows is None else rows for rows in by_rank] for by_rank in places]
+        return [[nothing if rows is None else rows for rows in slot] for slot in places]
 
     return start_all_to_all(filled(incoming), filled(outgoing), group)
 
@@ -49,10 +50,13 @@ def _packed(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.
     """One collective of contiguous buffers, for backends that have no other."""
     width = like.size(-1)
 
-    def lengths(places: Places) -> list[int]:
-        return [sum(rows.size(0) for rows in by_part if rows is not None) for by_part in zip(*places, strict=True)]
+    def by_rank(places: Places) -> list[list[torch.Tensor]]:
+        return [[rows for rows in of_rank if rows is not None] for of_rank in zip(*places, strict=True)]
 
-    sent = [rows for by_part in zip(*outgoing, strict=True) for rows in by_part if rows is not None]
+    def lengths(places: Places) -> list[int]:
+        return [sum(rows.size(0) for rows in of_rank) for of_rank in by_rank(places)]
+
+    sent = list(chain.from_iterable(by_rank(outgoing)))
     sent_rows = torch.cat(sent) if sent else like.new_empty(0, width)
     lengths_in, lengths_out = lengths(incoming), lengths(outgoing)
     received = like.new_empty(sum(lengths_in), width)
@@ -60,9 +64,9 @@ def _packed(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.
 
     def wait() -> None:
         work.wait()
-        places = [rows for by_part in zip(*incoming, strict=True) for rows in by_part if rows is not None]
-        for rows, piece in zip(places, received.split([rows.size(0) for rows in places]), strict=True):
-            rows.copy_(piece)
+        places = list(chain.from_iterable(by_rank(incoming)))
+        for rows, arrived in zip(places, received.split([rows.size(0) for rows in places]), strict=True):
+            rows.copy_(arrived)
 
     return wait
 
@@ -75,7 +79,7 @@ class ExchangedKv(KvTransfers):
     ) -> None:
         self._k, self._v, self._plan, self._group = k, v, plan, group
         self._waiting = deque(step.transfer for step in steps if step.transfer is not None)
-        self._own: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._own: tuple[Span, torch.Tensor] | None = None  # the heads that were packed last, and their rows
         self._next = self._start()
 
     def _start(self) -> tuple[Exchange, torch.Tensor] | None:

@@ -42,7 +42,7 @@ class HeadExchange(ABC):
     @property
     @abstractmethod
     def granule(self) -> int:
-        """Bytes of which a row of a head has to have a multiple."""
+        """Bytes: what a row of one head takes must be a multiple of it."""
 
     @abstractmethod
     def to_heads(
@@ -171,7 +171,7 @@ class _CollectiveDeparture(Departure):
 
 
 def _travelling_together(bundles: Sequence[Tensors]) -> list[list[int]]:
-    """The numbers of bundles that are one collective, which has one dtype."""
+    """The indices of bundles, those of one dtype together: they are one collective."""
     dtypes = dict.fromkeys(tensors[0].dtype for tensors in bundles)
     return [[i for i, tensors in enumerate(bundles) if tensors[0].dtype == dtype] for dtype in dtypes]
 

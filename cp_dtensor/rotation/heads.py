@@ -28,9 +28,9 @@ class HeadRows:
     """What the ranks of an axis have of one kind of tensors before and after an exchange."""
 
     rows: GatheredRows
-    """Of each rank before, of all of them after."""
+    """Before, a rank has those of its shard; after, those of all ranks."""
     heads: tuple[Span, ...]
-    """Of each rank after, in units: of heads, or of their copies."""
+    """Before, a rank has all of them; after, `heads[rank]`, counted in units: heads, or copies of heads."""
     copies: int = 1
     """Units that each head is copied to on its way (see `HeadDivision`)."""
 
