@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import _torch_private
 from cp_dtensor.layouts import HeadTail, Layout
+from cp_dtensor.masks import is_integer
 from cp_dtensor.rotation.ranks import SequenceRanks
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
@@ -257,5 +258,5 @@ def checked_length(length: int, what: str = "seq_len") -> int:
     return length
 
 
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_length(value: object) -> TypeGuard[int]:
+    return is_integer(value) and value >= 0

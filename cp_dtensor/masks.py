@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from cp_dtensor.bands import FAR, Band, Layers, intersected, pairs_of, united
 
@@ -237,6 +237,6 @@ def _combined(one: Mask, other: Mask, kind: Callable[[tuple[Mask, ...]], Mask]) 
     return Batched(kind((one.of_batch_row(row), other.of_batch_row(row))) for row in range(sizes.pop()))
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a value is an integer, which a flag is not."""
     return isinstance(value, int) and not isinstance(value, bool)

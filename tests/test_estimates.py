@@ -15,9 +15,9 @@ from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estima
 from cp_dtensor.explain import H200, Explanation
 from cp_dtensor.layouts import HeadTail
 from cp_dtensor.masks import Causal
-from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.rotation.choice import ROTATE_METHODS
 
-AUTO = METHODS["auto"]
+AUTO = ROTATE_METHODS["auto"]
 SHARED = Axis(8, H200, shares_memory=True)
 
 
@@ -54,7 +54,7 @@ def test_bytes_of_ulysses_by_hand() -> None:
 
 def test_bytes_of_a_ring_by_hand() -> None:
     """Rank 7 wants of each other rank its head, rank 0 its tail; so at most 7 x 1 MiB of k and v each, three times."""
-    found = ring_estimate(shape(8192), SHARED, METHODS["alltoall"])
+    found = ring_estimate(shape(8192), SHARED, ROTATE_METHODS["alltoall"])
     assert found.rotation == "alltoall"
     assert 3 * 7 * 2 * 2**20 <= found.outer_bytes <= 3 * 7 * 4 * 2**20
 
@@ -62,7 +62,7 @@ def test_bytes_of_a_ring_by_hand() -> None:
 def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
     """A ring of rings brings K/V into a node once for all its ranks; a hybrid brings them by heads."""
     slow, fast = axis(2, link_speed=20e9, shares_memory=False), axis(4)
-    flat = ring_estimate(shape(32768), axis(8, link_speed=20e9, shares_memory=False), METHODS["alltoall"])
+    flat = ring_estimate(shape(32768), axis(8, link_speed=20e9, shares_memory=False), ROTATE_METHODS["alltoall"])
     for found in of_two_axes(32768, slow, fast).values():
         assert found.outer_bytes < flat.outer_bytes / 3
         assert found.seconds < flat.seconds

@@ -15,7 +15,7 @@ from processes import Processes
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import Staging
-from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.rotation.choice import ROTATE_METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 pytestmark = pytest.mark.gpu(2)
@@ -30,13 +30,13 @@ PROBLEMS = (
 def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[float]:
     expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *problem.draw(5, "cuda"))]
     local = shards(problem, 5, layout, rank)
-    usual = METHODS["symm_mem"]
+    usual = ROTATE_METHODS["symm_mem"]
     if staged:
-        METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1, 1e-3))
+        ROTATE_METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1, 1e-3))
     try:
         results = attend(local, problem, layout, dist.group.WORLD, method="ring", rotate_method="symm_mem")
     finally:
-        METHODS["symm_mem"] = usual
+        ROTATE_METHODS["symm_mem"] = usual
     assert workspace.why_not(dist.group.WORLD, local[0].device) is None
     return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True) if want.numel()]
 

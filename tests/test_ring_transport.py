@@ -14,10 +14,10 @@ from ranks import RanksFailed, run_ranks
 
 from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
 from cp_dtensor.rotation.allgather import AllGather, Staging
-from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.rotation.choice import ROTATE_METHODS
 
 RANKS = 4
-each_method = pytest.mark.parametrize("rotate_method", METHODS)
+each_method = pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
 each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
 
 
@@ -31,7 +31,7 @@ def process_default() -> Iterator[None]:
 @pytest.fixture
 def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        METHODS,
+        ROTATE_METHODS,
         "allgather",
         AllGather(Staging(1, 1, flops_per_stage=1e-3, grad_flops_per_stage=1e-3, queries_per_stage=1)),
     )

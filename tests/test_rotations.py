@@ -40,7 +40,7 @@ from cp_dtensor.rotation import exchange
 from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation
-from cp_dtensor.rotation.choice import METHODS
+from cp_dtensor.rotation.choice import ROTATE_METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
@@ -56,7 +56,7 @@ STAGINGS = {
 
 
 def check_staged(staging: Staging, problem: Problem, world_size: int, layout: Layout, seed: int = 0) -> None:
-    with mock.patch.dict(METHODS, allgather=AllGather(staging)):
+    with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)):
         check_against_reference(problem, world_size, layout, seed, rotate_method="allgather")
 
 
@@ -106,7 +106,7 @@ def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stage
     shape = CallShape(LayoutDivision(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
     assert staging.stages(shape) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)
-    with mock.patch.dict(METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
+    with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
         run_ranks(2, attend, 2, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": "allgather"})
     lengths, *exchanges = kinds(collectives)
     assert lengths == "AllGather"
@@ -126,7 +126,7 @@ def test_transfers_are_under_way_while_tiles_are_computed(
 
     for module in (ring, ring_gradients, exchange):
         monkeypatch.setattr(module, "label", recorded)
-    monkeypatch.setitem(METHODS, "allgather", method)
+    monkeypatch.setitem(ROTATE_METHODS, "allgather", method)
     problem = Problem(24, 24)
     run_ranks(ranks, attend, ranks, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "allgather"})
     travels = {"send K/V", "wait for K/V", "send dK/dV", "wait for dK/dV"}
@@ -152,7 +152,7 @@ def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
     problem = Problem(64, 64, q_heads=4, kv_heads=4, head_dim=16, is_causal=True, dtype=torch.bfloat16)
 
     def results(staging: Staging) -> list[Tensors]:
-        with mock.patch.dict(METHODS, allgather=AllGather(staging)):
+        with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)):
             options = {"rotate_method": "allgather"}
             return run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), options)
 
@@ -185,7 +185,7 @@ def test_rows_that_travel_straight_between_their_places(
     monkeypatch.setattr(exchange, "uses_nccl", lambda group, device: True)
     monkeypatch.setattr(exchange, "start_all_to_all", all_to_all_in_place)
     problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
-    with mock.patch.dict(METHODS, alltoall=method), recorded_collectives() as collectives:
+    with mock.patch.dict(ROTATE_METHODS, alltoall=method), recorded_collectives() as collectives:
         check_against_reference(problem, 4, layout, rotate_method="alltoall")
     assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
 
@@ -232,7 +232,7 @@ def test_symmetric_memory_falls_back_to_all_gather_where_there_is_none(staging: 
     methods = {"symm_mem": SymmetricMemory(staging), "allgather": AllGather(staging)}
     found = {}
     for name in methods:
-        with mock.patch.dict(METHODS, methods), recorded_collectives() as collectives:
+        with mock.patch.dict(ROTATE_METHODS, methods), recorded_collectives() as collectives:
             results = run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": name})
         found[name] = results, kinds(collectives)
     assert found["symm_mem"][1] == found["allgather"][1]
@@ -261,7 +261,7 @@ def test_falling_back_is_said_once_by_every_group(caplog: pytest.LogCaptureFixtu
     assert "using the all-gather rotation" in line
 
 
-@pytest.mark.parametrize("rotate_method", [method for method in METHODS if method != "symm_mem"])
+@pytest.mark.parametrize("rotate_method", [method for method in ROTATE_METHODS if method != "symm_mem"])
 def test_other_methods_have_nothing_to_say(rotate_method: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         run_ranks(2, forward, Problem(8, 8), rotate_method)

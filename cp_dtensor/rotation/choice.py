@@ -11,7 +11,8 @@ from cp_dtensor.rotation.symm_mem import SymmetricMemory
 ROTATIONS: dict[str, Rotation] = {
     rotation.name: rotation for rotation in (AllGather(), AllToAll(), SymmetricMemory())
 }  # fmt: skip
-METHODS: dict[str, RotationMethod] = {**ROTATIONS, "auto": Auto()}
+ROTATE_METHODS: dict[str, RotationMethod] = {**ROTATIONS, "auto": Auto()}
+_CHOICES = ", ".join(map(repr, ROTATE_METHODS))
 
 
 class _ProcessDefault:
@@ -32,9 +33,9 @@ def rotation_by_name(name: str | None) -> RotationMethod:
     """
     if name is None:
         name = _process_default.name
-    if not isinstance(name, str) or name not in METHODS:
+    if not isinstance(name, str) or name not in ROTATE_METHODS:
         raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_CHOICES}")
-    return METHODS[name]
+    return ROTATE_METHODS[name]
 
 
 def set_rotate_method(rotate_method: str) -> None:
@@ -52,6 +53,3 @@ def set_rotate_method(rotate_method: str) -> None:
     if rotate_method is None:
         raise ValueError(f"unknown rotate method: got None, expected one of {_CHOICES}")
     _process_default.name = rotation_by_name(rotate_method).name
-
-
-_CHOICES = ", ".join(map(repr, METHODS))

@@ -20,7 +20,7 @@ from cp_dtensor.functional import context_parallel_attention
 from cp_dtensor.rotation import workspace
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.choice import METHODS, ROTATIONS
+from cp_dtensor.rotation.choice import ROTATE_METHODS, ROTATIONS
 from cp_dtensor.splitting import axes_of
 from cp_dtensor.tiling import Masking
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
@@ -199,7 +199,7 @@ def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) ->
         Masking.BY_SHAPE if case.is_plain else Masking.BY_ROW,
     )  # fmt: skip
     outer, inner = axes_of(ranks, device, itemsize)
-    found = estimates(shape, outer, inner, METHODS[way.rotate_method])
+    found = estimates(shape, outer, inner, ROTATE_METHODS[way.rotate_method])
     estimate = found[fastest(found) if way.method == "auto" else way.method]
     return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
 
