@@ -30,7 +30,7 @@ from cp_dtensor.planning import (
 from cp_dtensor.rotation.auto import hardware_of
 from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.rotation.workspace import why_not
+from cp_dtensor.rotation.workspace import why_unshared
 from cp_dtensor.tensors import on_device
 from cp_dtensor.tiling import Masking
 
@@ -185,4 +185,4 @@ def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[
 
 
 def _axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:
-    return Axis(group.size(), hardware_of(group, device, itemsize), why_not(group, device) is None)
+    return Axis(group.size(), hardware_of(group, device, itemsize), why_unshared(group, device) is None)

@@ -186,7 +186,7 @@ class Group:
                 (device_streams, "_driver", lambda: self),
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
-                (workspaces, "why_unshared", lambda *_: None),
+                (workspaces, "obstacle_to_sharing", lambda *_: None),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),

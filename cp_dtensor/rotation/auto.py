@@ -39,7 +39,7 @@ class Auto(RotationMethod):
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
         if device.type != "cuda":
             return AllGather()
-        shares_memory = workspaces.why_not(group, device) is None
+        shares_memory = workspaces.why_unshared(group, device) is None
         return choose(shape, group.size(), hardware_of(group, device, shape.itemsize), shares_memory)
 
 

@@ -92,7 +92,7 @@ def shared_memory_heads(
     dims = (shape.head_dim, shape.v_head_dim)
     if any(dim * shape.itemsize % ALIGNMENT for dim in dims):
         return f"head dims {dims} of {shape.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
-    reason = workspaces.why_not(group, device)
+    reason = workspaces.why_unshared(group, device)
     if reason is not None:
         return reason
 

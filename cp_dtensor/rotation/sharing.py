@@ -15,7 +15,7 @@ GRANULE = 2 << 20
 """Bytes that CUDA maps at a time."""
 
 
-def why_unshared(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks cannot share memory, None if they can; found out together, so alike on every rank. A collective."""
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"

@@ -48,7 +48,7 @@ class SymmetricMemory(Rotation):
         return "symm_mem"
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
-        reason = workspaces.why_not(group, device)
+        reason = workspaces.why_unshared(group, device)
         if reason is None:
             return self
         workspaces.tell_fallback(group, reason)

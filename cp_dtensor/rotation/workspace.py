@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cp_dtensor._torch_private import SymmetricBuffer, prepared, symmetric_buffer
 from cp_dtensor.rotation.device_streams import FlagOperations, await_flags, raise_flags
-from cp_dtensor.rotation.sharing import GRANULE, why_unshared
+from cp_dtensor.rotation.sharing import GRANULE, obstacle_to_sharing
 
 _log = logging.getLogger("cp_dtensor")
 _FLAG_BYTES = 64 * 1024
@@ -137,7 +137,7 @@ class _Workspaces:
 
     # The lock is not held during collectives: calls of several groups may be in another order on other ranks.
 
-    def why_not(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
+    def why_unshared(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         with self._lock:
             reasons = self._reasons.setdefault(group, {})
         if device.type not in reasons:
@@ -146,7 +146,7 @@ class _Workspaces:
                     "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
                     "one call before capturing"
                 )
-            reasons[device.type] = prepared(lambda: why_unshared(group, device))
+            reasons[device.type] = prepared(lambda: obstacle_to_sharing(group, device))
         return reasons[device.type]
 
     def tell_fallback(self, group: dist.ProcessGroup, reason: str) -> None:
@@ -200,13 +200,13 @@ class _Workspaces:
 _workspaces = _Workspaces()
 
 
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def why_unshared(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of a group cannot share memory, None if they can. The first call for a group is a collective.
 
     Raises:
         RuntimeError: that first call is in the capture of a CUDA graph.
     """
-    return _workspaces.why_not(group, device)
+    return _workspaces.why_unshared(group, device)
 
 
 def tell_fallback(group: dist.ProcessGroup, reason: str) -> None:
