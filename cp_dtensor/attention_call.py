@@ -100,7 +100,7 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # no create_graph=True
             return found
-        made = torch.zeros((), requires_grad=True)
+        made = torch.zeros((), device="cpu", requires_grad=True)
         return tuple(None if grad is None else _NoSecondDerivative.apply(grad, made) for grad in found)
 
     return first_only

@@ -237,7 +237,7 @@ def _lengths(length: int, layout: Layout, ranks: SequenceRanks, device: torch.de
     if layout.only_length is not None:
         seq_len = agreement.checked_only_length(length, layout, ranks.rank, ranks.size)
         return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
-    lengths = ranks.gather(torch.tensor(length, device=None if ranks.have_cpu_backend else device)).tolist()
+    lengths = ranks.gather(torch.tensor(length, device="cpu" if ranks.have_cpu_backend else device)).tolist()
     return lengths, agreement.global_length(lengths, layout, "shard")
 
 

@@ -71,7 +71,7 @@ class TileRows:
         positions = positions_of(self._queries, "cpu")[slice(*self._q)]
         if not layer:
             return torch.zeros_like(positions), torch.zeros_like(positions)
-        first, last, lo, hi, left, right = torch.tensor(layer, dtype=torch.int64).unbind(1)
+        first, last, lo, hi, left, right = torch.tensor(layer, dtype=torch.int64, device="cpu").unbind(1)
         index = torch.searchsorted(first.contiguous(), positions, right=True) - 1
         is_inside = (index >= 0) & (positions < last[index])
         start = torch.maximum(lo[index], positions - left[index])
@@ -89,8 +89,8 @@ class TileRows:
 def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
     """`KeyRun.rows_before` of many positions."""
     columns = [(s.start, s.length, s.block, s.period) for s in run.segments]
-    start, length, block, period = torch.tensor(columns, dtype=torch.int64).unbind(1)
-    rows = torch.tensor(run.starts, dtype=torch.int64)
+    start, length, block, period = torch.tensor(columns, dtype=torch.int64, device="cpu").unbind(1)
+    rows = torch.tensor(run.starts, dtype=torch.int64, device="cpu")
     index = torch.searchsorted(start.contiguous(), positions, right=True) - 1
     beyond = index.clamp(min=0)
     distance = (positions - start[beyond]).clamp(min=0)

@@ -113,7 +113,7 @@ def refuse_different_shapes(tensors: Sequence[torch.Tensor], group: dist.Process
     # Elsewhere it would stall a GPU's launches.
     if group.size() == 1 or not (_torch_private.has_cpu_backend(group) or tensors[0].device.type == "cpu"):
         return
-    mine = torch.tensor([size for tensor in tensors for size in tensor.shape])
+    mine = torch.tensor([size for tensor in tensors for size in tensor.shape], device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     said = [other.tolist() for other in everyone]
