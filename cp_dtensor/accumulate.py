@@ -169,24 +169,26 @@ class Accumulator:
 
     def _complete(self, piece: _Piece, heads: Span, by_batch: dict[Span, Sequence[Part]]) -> None:
         """Adds the last parts to some heads, on the way to the result."""
+        all_batch, all_heads, all_rows = (0, self._shape[0]), (0, self._shape[1]), (0, self._shape[2])
+        # A state of all heads in the dtype of the result becomes the result, if it is ours or need not be written to.
         is_narrow = piece.tensors[0].dtype == self._like.dtype
-        all_heads = (0, self._shape[1])
         may_be_result = piece.is_ours or (heads == all_heads and not by_batch)
         has_no_other = self._result is None or self._result is piece.tensors
         if is_narrow and piece.heads == all_heads and may_be_result and has_no_other:
             self._add_in_place(piece, heads, by_batch)
             self._result = piece.tensors
             return
-        everything = (0, self._shape[0]), (0, self._shape[2])
-        parts = by_batch.get(everything[0], [])
-        if len(parts) > MAX_PARTS or len(by_batch) > bool(parts):
+        # What cannot be combined at once, on the way from the state to the result, is added to the state before.
+        parts = by_batch.get(all_batch, [])
+        if len(parts) > MAX_PARTS or any(batch != all_batch for batch in by_batch):
             self._make_wide(piece)
             self._add_in_place(piece, heads, by_batch)
             parts = []
         if self._result is None:
             self._result = self._combination.empty(self._shape, self._like, self._like.dtype)
-        result = _cut(self._result, heads, *everything)
-        self._combination.combine(result, _cut(piece.tensors, piece.relative(heads), *everything), parts)
+        result = _cut(self._result, heads, all_batch, all_rows)
+        state = _cut(piece.tensors, piece.relative(heads), all_batch, all_rows)
+        self._combination.combine(result, state, parts)
         piece.completed += heads[1] - heads[0]
         if piece.completed == piece.heads[1] - piece.heads[0]:
             self._pieces.remove(piece)  # its memory is needed
