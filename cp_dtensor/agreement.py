@@ -74,10 +74,7 @@ def exchange(facts: CallFacts, ranks: SequenceRanks, device: torch.device) -> li
     Raises:
         ValueError: on every rank alike, if the ranks disagree; names the ranks and what they say.
     """
-    mine = torch.tensor(facts.encoded(), dtype=torch.int64, device="cpu")
-    if not ranks.have_cpu_backend:
-        mine = mine.to(device)
-    said = [CallFacts.decoded(words) for words in ranks.gather(mine).tolist()]
+    said = [CallFacts.decoded(words) for words in ranks.gather_integers(facts.encoded(), device)]
     _refuse_disagreement(said)
     return [(other.q_length, other.kv_length) for other in said]
 

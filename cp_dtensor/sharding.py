@@ -90,7 +90,7 @@ def local_positions(
         seq_len: global number of tokens.
         layout: `HeadTail()` if None.
         batch_size: rows of the batch; only `MirroredBatch` needs it, where positions depend on the row.
-        device: of the result, the CPU if None.
+        device: of the result, as for `torch.arange`: the default device if None.
 
     Returns:
         (local tokens,) int64; with `batch_size`, (batch_size, local tokens).
@@ -237,7 +237,7 @@ def _lengths(length: int, layout: Layout, ranks: SequenceRanks, device: torch.de
     if layout.only_length is not None:
         seq_len = agreement.checked_only_length(length, layout, ranks.rank, ranks.size)
         return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
-    lengths = ranks.gather(torch.tensor(length, device="cpu" if ranks.have_cpu_backend else device)).tolist()
+    lengths = ranks.gather_integers(length, device)
     return lengths, agreement.global_length(lengths, layout, "shard")
 
 

@@ -6,6 +6,7 @@ torch's has none on CPUs, and uncompiled it does not look at the tables of block
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -63,13 +64,13 @@ def grid(
 def listed_blocks(mask: BlockMask, batch: int, heads: int) -> list[torch.Tensor]:
     """(B, H, blocks of queries, blocks of keys): the partial ones and the full ones."""
     blocks = [-(-length // block) for length, block in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)]
-    listed = []
+    listed, device = [], mask.kv_indices.device
     for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
-        table = torch.zeros(batch, heads, *blocks, dtype=torch.bool)
+        table = torch.zeros(batch, heads, *blocks, dtype=torch.bool, device=device)
         if counts is not None:
-            for place in torch.cartesian_prod(*(torch.arange(size) for size in (batch, heads, blocks[0]))).tolist():
+            for place in product(range(batch), range(heads), range(blocks[0])):
                 b, h, row = place[0] % counts.size(0), place[1] % counts.size(1), place[2]
-                table[tuple(place)][indices[b, h, row, : counts[b, h, row]].long()] = True
+                table[place][indices[b, h, row, : counts[b, h, row]].long()] = True
         listed.append(table)
     return listed
 
@@ -77,7 +78,7 @@ def listed_blocks(mask: BlockMask, batch: int, heads: int) -> list[torch.Tensor]
 def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
     """(B, H, q, kv): what a mask shows, by its tables and its function, as compiled kernels read them."""
     assert mask.seq_lengths == (q_len, kv_len)
-    b, h, q, kv = grid(batch, heads, q_len, kv_len)
+    b, h, q, kv = grid(batch, heads, q_len, kv_len, mask.kv_indices.device)
     place = b, h, q // mask.BLOCK_SIZE[0], kv // mask.BLOCK_SIZE[1]
     partial, full = (table[place] for table in listed_blocks(mask, batch, heads))
     return full | (partial & mask.mask_mod(b, h, q, kv))

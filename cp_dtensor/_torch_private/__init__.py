@@ -52,7 +52,7 @@ from cp_dtensor._torch_private.sdpa import (
     user_sdpa_priority,
 )
 from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
-from cp_dtensor._torch_private.tensors import current_stream_handle, no_dispatch_modes, swap_identities, version_of
+from cp_dtensor._torch_private.tensors import current_stream_handle, no_modes, swap_identities, version_of
 from cp_dtensor._torch_private.threads import (
     backward_may_come_again,
     current_backward,
@@ -96,7 +96,7 @@ __all__ = [
     "multihead_attention_ends_in_sdpa",
     "name_of_group",
     "never_compiled",
-    "no_dispatch_modes",
+    "no_modes",
     "original_flex_attention",
     "original_sdpa",
     "override_sdpa",

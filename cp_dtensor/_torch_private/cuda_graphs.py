@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cp_dtensor._torch_private.tensors import no_dispatch_modes
+from cp_dtensor._torch_private.tensors import no_modes
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def prepared(make: Callable[[], T]) -> T:
     """`make()`, plain tensors that outlive the call and are of use to whoever comes by, whatever goes on around."""
 
     def made() -> T:
-        with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+        with no_modes(), torch.inference_mode(False), torch.no_grad():
             return make()
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():

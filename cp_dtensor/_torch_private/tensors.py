@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -27,6 +28,9 @@ def current_stream_handle(device: torch.device) -> int:
     return handle
 
 
-def no_dispatch_modes() -> AbstractContextManager[object]:
-    """While open, operators are run and seen by nobody: not traced, not counted, not kept for a recompute."""
-    return _disable_current_modes()
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """While open, operators are run and seen by nobody: not traced, counted, kept for a recompute, sent to a default
+    device or changed by a mode of the user's."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield

@@ -253,7 +253,7 @@ def local_only_sdpa(
         NotImplementedError: such DTensors that are not sharded (or replicated) alike over batch or heads.
     """
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
-    with _torch_private.no_dispatch_modes():  # the mesh's tensor is real, also where all others are being traced
+    with _torch_private.no_modes():  # the mesh's tensor is real, also where all others are being traced
         shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
     if len(shared_ranks) > 1 or len(ring_ranks) == 1:
         return None

@@ -132,10 +132,8 @@ def _remembered(q_edges: object, k_edges: object) -> Prepared | None:
 def _found_together(q: torch.Tensor, ranks: SequenceRanks, q_edges: Any, k_edges: Any, keys: slice) -> Prepared:
     queries, keys_of = _integers("cu_seqlens_q", q_edges), _integers("cu_seqlens_k", k_edges)
     words = [q.size(0), keys.start, keys.stop, len(queries), *queries, *keys_of]
-    device = "cpu" if ranks.have_cpu_backend else q.device
-    most = int(ranks.gather(torch.tensor(len(words), device=device)).max())
-    told = ranks.gather(torch.tensor(words + [-1] * (most - len(words)), device=device)).tolist()
-    return _whole_of(told, ranks.rank)
+    most = max(ranks.gather_integers(len(words), q.device))
+    return _whole_of(ranks.gather_integers(words + [-1] * (most - len(words)), q.device), ranks.rank)
 
 
 def _whole_of(told: Sequence[list[int]], rank: int) -> Prepared:

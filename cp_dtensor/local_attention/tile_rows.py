@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -23,21 +24,20 @@ class TileRows:
         self._queries, self._q = mask.queries, mask.q
         self._keys, self._kv = mask.keys, mask.kv
         self._device = device
-        lo, hi = zip(*(self._intervals(layer) for layer in mask.layers), strict=True)
         # The mask too: what kernels derive from it is kept unless it is a mask of a CUDA graph.
-        self.mask = _torch_private.prepared(lambda: RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi)))
+        self.mask = _torch_private.prepared(lambda: self._row_mask(mask.layers))
 
     @cached_property
     def q_positions(self) -> torch.Tensor:
         """(S,), int32: positions of the rows in the whole sequence."""
-        positions = positions_of(self._queries, "cpu")[slice(*self._q)]
-        return _torch_private.prepared(lambda: self._on_device(positions))
+        return _torch_private.prepared(lambda: self._on_device(self._rows()))
 
     @cached_property
     def kv_positions(self) -> torch.Tensor:
         """(T,), int32: positions of the columns."""
-        positions = positions_of(self._keys.segments, "cpu")[slice(*self._kv)]
-        return _torch_private.prepared(lambda: self._on_device(positions))
+        return _torch_private.prepared(
+            lambda: self._on_device(positions_of(self._keys.segments, "cpu")[slice(*self._kv)])
+        )
 
     def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view where their positions are evenly spaced."""
@@ -67,8 +67,16 @@ class TileRows:
             return slice(first, last + 1, stripe.period)
         return self.kv_positions
 
+    def _row_mask(self, layers: Sequence[Layer]) -> RowMask:
+        lo, hi = zip(*(self._intervals(layer) for layer in layers), strict=True)
+        return RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
+
+    def _rows(self) -> torch.Tensor:
+        """Positions of the rows, on the host."""
+        return positions_of(self._queries, "cpu")[slice(*self._q)]
+
     def _intervals(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = positions_of(self._queries, "cpu")[slice(*self._q)]
+        positions = self._rows()
         if not layer:
             return torch.zeros_like(positions), torch.zeros_like(positions)
         first, last, lo, hi, left, right = torch.tensor(layer, dtype=torch.int64, device="cpu").unbind(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,14 @@ class SequenceRanks:
             all_gather_single(everyone.view(-1), gathered.view(-1), group=group)
             gathered = everyone
         return gathered.view(self.size, *mine.shape)
+
+    def gather_integers(self, mine: int | list[int], device: torch.device) -> list[Any]:
+        """What every rank says, equally many on all: on the host where the groups have a CPU backend.
+
+        Elsewhere it travels by way of `device`, which is waited for.
+        """
+        where = "cpu" if self.have_cpu_backend else device  # whatever the user's default device is
+        return self.gather(torch.tensor(mine, dtype=torch.int64, device=where)).tolist()
 
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
         """(ranks, ...) to this rank's (...), summed over the ranks."""
