@@ -19,9 +19,11 @@ from compile_checks import Shards, causal, compiled, fresh
 from packed_documents import equal_generators
 from processes import Processes
 from ranks import run_ranks
+from test_parallel_style import Attention, check_forward
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cp_dtensor import (
     Balanced,
     Causal,
+    ContextParallel,
     Documents,
     HeadTail,
     PerDocument,
@@ -107,7 +110,7 @@ class Ambient:
     training: bool = True
     """Whether the first call, under the settings, has a backward."""
     without: frozenset[str] = frozenset()
-    """Calls that torch itself does not do so."""
+    """Calls that are not tried so."""
 
     def entered(self) -> AbstractContextManager[object]:
         """Those of the thread."""
@@ -126,36 +129,41 @@ profiler = partial(torch.profiler.profile, activities=[torch.profiler.ProfilerAc
 AMBIENT = {
     # What forgets its device is on "meta" then, which has no values.
     "default device and dtype": Ambient((partial(default_device, "meta"),), (partial(default_dtype, torch.bfloat16),)),
-    "device context": Ambient((lambda: torch.device("meta"),), (partial(default_dtype, torch.float64),)),
     "inference first": Ambient((torch.inference_mode,), training=False),
     "no gradients first": Ambient((torch.no_grad,), training=False),
-    "modes": Ambient((Functions, Operators, partial(FlopCounterMode, display=False)), (profiler,)),
+    "modes": Ambient((Functions, Operators), (partial(default_dtype, torch.float64),)),
     # It follows modules by hooks of the process, and ranks are threads here.
-    "collectives counted": Ambient((CommDebugMode,), (deterministic,), without=frozenset({"module", "long context"})),
+    "collectives counted": Ambient(
+        (CommDebugMode, save_on_cpu), (deterministic,), without=frozenset({"module", "long context"})
+    ),
     # The check for NaN has no sharding strategy for DTensors.
     "autograd": Ambient(
-        (partial(torch.autograd.set_multithreading_enabled, False), save_on_cpu, copies),
+        (partial(torch.autograd.set_multithreading_enabled, False), copies),
         (torch.autograd.detect_anomaly, partial(threads, 2)),
         without=frozenset({"dtensor"}),
     ),
     "autocast": Ambient((partial(torch.autocast, "cpu", torch.bfloat16),)),
+    # It is slow where several threads use it.
+    "operators counted": Ambient(
+        (partial(FlopCounterMode, display=False),),
+        (profiler,),
+        without=frozenset(CALLS) - {"ring", "everything", "context", "dtensor"},
+    ),
 }
+CASES = [(ambient, name) for ambient, settings in AMBIENT.items() for name in CALLS if name not in settings.without]
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("ambient", AMBIENT)
+@pytest.mark.parametrize(("ambient", "name"), CASES)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_attention(ambient: str, name: str) -> None:
     settings = AMBIENT[ambient]
-    if name in settings.without:
-        pytest.skip("torch itself does not")
     drawn_before = torch.get_rng_state()
     with _entered(settings.of_process):
         check_call(name, settings.entered, settings.training)
     assert torch.equal(torch.get_rng_state(), drawn_before), "random numbers without dropout"
 
 
-@pytest.mark.parametrize("ambient", ["default device and dtype", "device context", "modes", "collectives counted"])
+@pytest.mark.parametrize("ambient", ["default device and dtype", "modes", "collectives counted"])
 def test_dropout_is_the_same(ambient: str) -> None:
     leaves = [torch.randn(1, 2, 8, 8, dtype=torch.float64) for _ in range(3)]
 
@@ -177,7 +185,7 @@ def test_dropout_is_the_same(ambient: str) -> None:
         assert all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.parametrize("ambient", ["default device and dtype", "device context", "inference first", "modes"])
+@pytest.mark.parametrize("ambient", ["default device and dtype", "inference first", "modes"])
 def test_plans_and_predictions(ambient: str) -> None:
     documents = Documents([0, 5, 64, 200], within=Causal())
 
@@ -235,6 +243,17 @@ def _trained(shards: Shards, function: Callable[..., torch.Tensor], inputs: Any)
 
 def test_compiled(two_processes: Processes) -> None:
     two_processes.run(compile_under_settings)
+
+
+def count_in_module(rank: int) -> None:
+    module = parallelize_module(Attention(), init_device_mesh("cpu", (2,)), ContextParallel())
+    with CommDebugMode() as counted:
+        check_forward(module, HeadTail(), rank)
+    assert counted.get_total_counts()
+
+
+def test_collectives_of_modules_are_counted(two_processes: Processes) -> None:
+    two_processes.run(count_in_module)
 
 
 IN_NEW_PROCESS = """
