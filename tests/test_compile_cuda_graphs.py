@@ -82,7 +82,7 @@ def test_flex_attention_finds_lengths() -> None:
 def in_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As if Inductor ran this thread's code for the last time before it captures it; returns calls of CUDA."""
     calls: list[str] = []
-    answers = {"is_available": True, "is_initialized": True, "current_device": 0, "is_current_stream_capturing": False}
+    answers = {"is_initialized": True, "current_device": 0, "is_current_stream_capturing": False}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=answer))
     monkeypatch.setattr(torch.cuda, "device", mock.Mock(return_value=nullcontext()))

@@ -38,7 +38,7 @@ def prepared(make: Callable[[], T]) -> T:
         with no_modes(), torch.inference_mode(False), torch.no_grad():
             return make()
 
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
         return made()
     device = torch.device("cuda", torch.cuda.current_device())
     if not is_before_capture(device):
