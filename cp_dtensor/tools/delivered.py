@@ -5,11 +5,11 @@ Rows of K/V and gradients of other ranks are random numbers that stay where they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,15 @@ from cp_dtensor.rotation.heads import HeadRows, Tensors
 from cp_dtensor.rotation.rows import row_width
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
+T = TypeVar("T")
+
 
 class OneOfMany:
-    """Stands for the process group of a rank that is alone with its work."""
+    """Stands for the process group of a rank that is alone with its work. Has what others would have sent."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
+        self._delivered: dict[object, Any] = {}
 
     def rank(self) -> int:
         """This rank."""
@@ -37,17 +40,20 @@ class OneOfMany:
         """The ranks that there would be."""
         return self._size
 
+    def delivered(self, key: object, make: Callable[[], T]) -> T:
+        """What has been made for a key at first."""
+        if key not in self._delivered:
+            self._delivered[key] = make()
+        found: T = self._delivered[key]
+        return found
+
     def _get_backend(self, _device: torch.device) -> Any:
         return SimpleNamespace(name=lambda: "none")
 
 
+@dataclass(frozen=True)
 class DeliveredRows(Rotation):
-    """A ring that is planned as `symm_mem` is. Its buffers are made at the first call of a plan and kept."""
-
-    def __init__(self) -> None:
-        self._planner = SymmetricMemory()
-        self._kv: dict[tuple[Plan, bool], KvTransfers] = {}
-        self._grads: dict[Plan, GradTransfers] = {}
+    """A ring that is planned as `symm_mem` is. Its buffers are made at the first call, and kept by the group."""
 
     name = "delivered"
     slows_compute = False
@@ -56,7 +62,7 @@ class DeliveredRows(Rotation):
         return self
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        return self._planner.plan(shape, rank)
+        return SymmetricMemory().plan(shape, rank)
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         pass
@@ -64,14 +70,12 @@ class DeliveredRows(Rotation):
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
-        if (plan, backward) not in self._kv:
-            self._kv[plan, backward] = _ArrivedKv(k, v, plan, backward)
-        return self._kv[plan, backward]
+        assert isinstance(group, OneOfMany)
+        return group.delivered((plan, backward), lambda: _ArrivedKv(k, v, plan, backward))
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
-        if plan not in self._grads:
-            self._grads[plan] = _ArrivedGrads(k, v, plan)
-        return self._grads[plan]
+        assert isinstance(group, OneOfMany)
+        return group.delivered(plan, lambda: _ArrivedGrads(k, v, plan))
 
 
 class _ArrivedKv(KvTransfers):
@@ -120,18 +124,9 @@ def _contributions(like: torch.Tensor, plan: Plan, width: int) -> list[Contribut
     return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class DeliveredHeads(HeadExchange):
     """Heads whose rows have arrived; results stay where they are."""
-
-    rank: int
-    stream: torch.cuda.Stream | None
-    _stages: dict[object, list[list[list[torch.Tensor]]]]
-
-    @classmethod
-    def of(cls, rank: int, device: torch.device) -> DeliveredHeads:
-        """For a rank."""
-        return cls(rank, torch.cuda.Stream(device) if device.type == "cuda" else None, {})
 
     name = "delivered"
     granule = 1
@@ -139,16 +134,19 @@ class DeliveredHeads(HeadExchange):
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
     ) -> Arrivals:
-        key = (len(bundles), tuple(map(tuple, stages)))
-        if key not in self._stages:
-            self._stages[key] = [
+        assert isinstance(group, OneOfMany)
+        rank = group.rank()
+
+        def arrived() -> list[list[list[torch.Tensor]]]:
+            return [
                 [
-                    [_heads(tensor, kind, self.rank) for tensor in tensors]
+                    [_heads(tensor, kind, rank) for tensor in tensors]
                     for tensors, kind in zip(bundles, kinds, strict=True)
                 ]
                 for kinds in stages
-            ]
-        return _ArrivedHeads(self._stages[key])
+            ]  # fmt: skip
+
+        return _ArrivedHeads(group.delivered((len(bundles), tuple(map(tuple, stages))), arrived))
 
     def to_rows(
         self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
@@ -160,7 +158,8 @@ class DeliveredHeads(HeadExchange):
         pass
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        return self.stream
+        assert isinstance(group, OneOfMany)
+        return group.delivered("side stream", lambda: torch.cuda.Stream(like.device)) if like.is_cuda else None
 
 
 class _ArrivedHeads(Arrivals):

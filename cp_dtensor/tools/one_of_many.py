@@ -97,7 +97,7 @@ def of_one_rank(problem: Problem, method: str, rank: int, device: torch.device, 
     scale = problem.head_dim**-0.5
     call: AttentionCall = decide_call(q, k, v, splitting, lengths, Causal(), NO_EXTRAS, scale, SequenceRanks(group))
     if isinstance(call, UlyssesCall):
-        call = replace(call, exchange=DeliveredHeads.of(rank, device))
+        call = replace(call, exchange=DeliveredHeads())
     saved = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)[2]
     return Passes(
         lambda: call.forward(q, k, v, NO_EXTRAS, needs_lse=False), lambda: call.backward(grad, NO_EXTRAS, saved, None)
