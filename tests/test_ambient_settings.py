@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -44,6 +44,7 @@ from cp_dtensor import (
     local_positions,
 )
 
+T = TypeVar("T")
 Settings = tuple[Callable[[], AbstractContextManager[object]], ...]
 
 
@@ -62,13 +63,17 @@ class Operators(TorchDispatchMode):
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def changed(get: Callable[[], T], change: Callable[[T], object], to: T) -> Iterator[None]:
+    before = get()
+    change(to)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        change(before)
+
+
+default_dtype = partial(changed, torch.get_default_dtype, torch.set_default_dtype)
+threads = partial(changed, torch.get_num_threads, torch.set_num_threads)
 
 
 @contextmanager
@@ -88,16 +93,6 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from cp_dtensor.ring import RingCall, ring_forward
 from cp_dtensor.rotation.base import GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.rows import pack_rows, unpack_rows
 from cp_dtensor.sharding import take_shard
+from cp_dtensor.tools.delivered import ArrivedKv, Delivered
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 _LAYOUT = HeadTail()
@@ -116,7 +117,7 @@ class RankTiles:
             for step in self._plan.forward
             if step.transfer is not None
         ]
-        self._rotation = _Delivered(self._plan, delivered)
+        self._rotation = _DeliveredTo(self._plan, delivered)
         self._by_step = self._keys_and_values(delivered)
 
     @property
@@ -231,26 +232,12 @@ class RankTiles:
         return torch.empty_like(self._q), self._q.new_empty(self._q.shape[:3], dtype=torch.float32)
 
 
-class _Delivered(Rotation):
-    """A rotation whose keys and values have arrived."""
+class _DeliveredTo(Delivered):
+    """Keys and values that have arrived for one plan."""
 
     def __init__(self, plan: Plan, delivered: Sequence[torch.Tensor]) -> None:
         self._plan = plan
         self._delivered = delivered
-
-    @property
-    def name(self) -> str:
-        return "delivered"
-
-    @property
-    def slows_compute(self) -> bool:
-        return False
-
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
-        return self
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        pass
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return self._plan
@@ -258,18 +245,10 @@ class _Delivered(Rotation):
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
-        return _Arrived(iter(self._delivered))
+        return ArrivedKv(self._delivered)
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
         raise NotImplementedError("forward only")
-
-
-class _Arrived(KvTransfers):
-    def __init__(self, rows: Iterator[torch.Tensor]) -> None:
-        self._rows = rows
-
-    def receive(self) -> torch.Tensor:
-        return next(self._rows)
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:

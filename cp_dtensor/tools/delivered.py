@@ -5,7 +5,7 @@ Rows of K/V and gradients of other ranks are random numbers that stay where they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from types import SimpleNamespace
@@ -51,9 +51,8 @@ class OneOfMany:
         return SimpleNamespace(name=lambda: "none")
 
 
-@dataclass(frozen=True)
-class DeliveredRows(Rotation):
-    """A ring that is planned as `symm_mem` is. Its buffers are made at the first call, and kept by the group."""
+class Delivered(Rotation):
+    """A rotation that brings nothing, since it has been brought; its subclasses say what."""
 
     name = "delivered"
     slows_compute = False
@@ -61,36 +60,36 @@ class DeliveredRows(Rotation):
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
         return self
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
-        return SymmetricMemory().plan(shape, rank)
-
     def abandon(self, group: dist.ProcessGroup) -> None:
         pass
+
+
+class ArrivedKv(KvTransfers):
+    """Rows that are there, one transfer's after the other."""
+
+    def __init__(self, rows: Iterable[torch.Tensor]) -> None:
+        self._rows = iter(rows)
+
+    def receive(self) -> torch.Tensor:
+        return next(self._rows)
+
+
+@dataclass(frozen=True)
+class DeliveredRows(Delivered):
+    """A ring that is planned as `symm_mem` is. Its buffers are made at the first call, and kept by the group."""
+
+    def plan(self, shape: CallShape, rank: int) -> Plan:
+        return SymmetricMemory().plan(shape, rank)
 
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
         assert isinstance(group, OneOfMany)
-        return group.delivered((plan, backward), lambda: _ArrivedKv(k, v, plan, backward))
+        return group.delivered((plan, backward), lambda: ArrivedKv(cycle(_rows_of_others(k, v, plan, backward))))
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
         assert isinstance(group, OneOfMany)
         return group.delivered(plan, lambda: _ArrivedGrads(k, v, plan))
-
-
-class _ArrivedKv(KvTransfers):
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool) -> None:
-        steps = plan.backward if backward else plan.forward
-        self._rows = cycle(
-            [
-                _random(k, plan.buffer_rows(step.transfer), row_width(k, v, step.heads))
-                for step in steps
-                if step.transfer is not None
-            ]
-        )
-
-    def receive(self) -> torch.Tensor:
-        return next(self._rows)
 
 
 class _ArrivedGrads(GradTransfers):
@@ -108,6 +107,16 @@ class _ArrivedGrads(GradTransfers):
 
     def receive(self) -> Sequence[Contribution]:
         return next(self._contributions)
+
+
+def _rows_of_others(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool) -> list[torch.Tensor]:
+    """What each transfer of a pass brings."""
+    steps = plan.backward if backward else plan.forward
+    return [
+        _random(k, plan.buffer_rows(step.transfer), row_width(k, v, step.heads))
+        for step in steps
+        if step.transfer is not None
+    ]
 
 
 def _contributions(like: torch.Tensor, plan: Plan, width: int) -> list[Contribution]:

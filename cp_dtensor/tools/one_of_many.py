@@ -26,14 +26,14 @@ from cp_dtensor.masks import Causal
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.splitting import Splitting, decide_call
 from cp_dtensor.tools.bench.devices import Call, Device, Gpu
+from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.delivered import DeliveredHeads, DeliveredRows, OneOfMany
 from cp_dtensor.tools.report import environment, markdown_table
 from cp_dtensor.ulysses import UlyssesCall
 
 HEAD_DIM = 128
 METHODS = ("ring", "ulysses")
-_SECONDS = 0.5
-_WARM_SECONDS = 0.3
+_EFFORT = Effort(repeats=100, seconds=0.5, warm_ms=300.0)
 HEADER = (
     "tokens",
     "method",
@@ -172,9 +172,9 @@ def _row(
 
 def _median_ms(call: Call, device: Device) -> float:
     once = device.time_ms(call)
-    for _ in range(max(1, int(_WARM_SECONDS * 1e3 / once))):
+    for _ in range(max(1, int(_EFFORT.warm_ms / once))):
         device.time_ms(call)
-    return statistics.median(device.time_ms(call) for _ in range(max(3, min(100, int(_SECONDS * 1e3 / once)))))
+    return statistics.median(device.time_ms(call) for _ in range(_EFFORT.repeats_of(once)))
 
 
 def _outside_of_attention(calls: Sequence[Call]) -> float:
