@@ -97,21 +97,21 @@ def traced_attention(
     recipe = _recipes.of(token)
     return traced_attention_by_tokens(
         q, k, v, extras, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
-        finds=lengths is None or recipe.finds_mask or recipe.compares,
+        finds_more=recipe.finds_mask or recipe.compares,
     )  # fmt: skip
 
 
 def traced_attention_by_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: str,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds: bool,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds_more: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Likewise, where all that is no tensor is a constant already.
 
-    `finds`: each run finds out, or compares, something that is not known here.
+    `finds_more`: each run finds out, or compares, something besides lengths that are not known.
     """
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
-    out, lse, _ = (overloads.found if finds else overloads.default)(
+    out, lse, _ = (overloads.found if lengths is None or finds_more else overloads.default)(
         q, k, v, extras.bias, extras.seed, extras.sinks, token, backends, mask, extras.dropout_p, extras.first_batch,
         extras.first_head, scale, q_len, kv_len, needs_lse or extras.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip

@@ -104,7 +104,7 @@ def context_parallel_attention(
         q, scale = positive_scale(q, softmax_scale(q, scale))
         extras = extras_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
         out, lse = traced_attention_by_tokens(
-            q, k, v, extras, token, backends, shown, scale, lengths, return_lse, finds=lengths is None or debug,
+            q, k, v, extras, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
