@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import (
+    _torch_private,
     context_parallel,
     disable_context_parallel_dispatcher,
     enable_context_parallel_dispatcher,
@@ -224,7 +225,7 @@ def test_what_others_install_in_dtensors_tables_meanwhile_survives(table: str, o
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(F, "multi_head_attention_forward"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")],
+    [(F, "multi_head_attention_forward"), (torch.utils.checkpoint, _torch_private.patches.NON_REENTRANT)],
     ids=["multi_head_attention_forward", "checkpoint"],
 )
 def test_a_patch_that_others_put_over_ours_survives_and_still_works(owner: Any, name: str) -> None:

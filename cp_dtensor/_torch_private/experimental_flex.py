@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops impo
 from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["FlexBalancer", "flex_cp_allgather"]
+
+_TAKES_BLOCK_SIZE = "BLOCK_SIZE" in inspect.signature(_create_cp_block_mask).parameters  # from 2.15 on
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,4 +55,7 @@ class FlexBalancer:
 
     def block_mask(self, mask_mod: MaskMod, seq_len: int, mesh: DeviceMesh) -> BlockMask:
         """This rank's queries against all keys, rearranged."""
-        return _create_cp_block_mask(mask_mod, 1, 1, seq_len, seq_len, mesh, load_balancer=self._balancer)
+        blocks = {"BLOCK_SIZE": (128, 128)} if _TAKES_BLOCK_SIZE else {}
+        return _create_cp_block_mask(
+            mask_mod, 1, 1, seq_len, seq_len, device_mesh=mesh, load_balancer=self._balancer, **blocks
+        )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-# What `torch.utils.checkpoint` calls without reentrant autograd; from 2.14 on this name is only a shim.
-_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
-if hasattr(torch.utils.checkpoint, f"{_NON_REENTRANT}_impl"):
-    _NON_REENTRANT += "_impl"
+NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+"""What `torch.utils.checkpoint` calls without reentrant autograd; from 2.14 on this name is only a shim."""
+if hasattr(torch.utils.checkpoint, f"{NON_REENTRANT}_impl"):
+    NON_REENTRANT += "_impl"
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         # torch's composable checkpoint has imported the generator by name
         for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
             if user is not None:
-                stack.enter_context(patched(user, _NON_REENTRANT, non_reentrant))
+                stack.enter_context(patched(user, NON_REENTRANT, non_reentrant))
         yield
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dtensor import _torch_private
 from cp_dtensor._torch_private.experimental_modules import flatten_tree
-from cp_dtensor.integrations.torch_experimental.block_masks import shard_block_mask
+from cp_dtensor.integrations.torch_experimental.block_masks import shard_of_block_mask
 from cp_dtensor.integrations.torch_experimental.load_balancers import balancer_indices, balancer_layout
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
 from cp_dtensor.layouts import Contiguous
@@ -42,7 +42,7 @@ def _context_parallel_shard(
     Raises:
         TypeError, ValueError: arguments that do not fit; without a layout for the order, a length that the ranks do
             not divide evenly.
-        NotImplementedError: masks of lengths that are no multiple of 128 for each rank.
+        NotImplementedError: masks of which ranks would not have whole blocks, nor whole ones of 128 queries.
 
     It changes no setting. It is noted in which order sequences of this length are, for `context_parallel_unshard` and
     `_ContextParallel`, which have to know.
@@ -63,11 +63,9 @@ def _context_parallel_shard(
 
 def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: Any) -> Any:
     if isinstance(buffer, BlockMask):
-        batch, heads = buffer.kv_num_blocks.shape[:2]
-        q_len, kv_len = buffer.seq_lengths
+        q_len = buffer.seq_lengths[0]
         _note(mesh, q_len, balancer)
-        order = None if balancer is None else balancer_indices(balancer, q_len)
-        return shard_block_mask(buffer.mask_mod, batch, heads, q_len, kv_len, mesh, order)
+        return shard_of_block_mask(buffer, mesh, None if balancer is None else balancer_indices(balancer, q_len))
     if not isinstance(buffer, torch.Tensor):
         raise TypeError(f"buffer {index}: expected a torch.Tensor or a BlockMask, got {type(buffer).__name__}")
     if not -buffer.dim() <= dim < buffer.dim():
