@@ -169,7 +169,7 @@ def test_masks_of_batch_and_head_shards_meet_their_own_rows_and_heads(placement:
 Q_SHAPE, KV_SHAPE = (2, 4, 64, 16), (2, 4, 128, 16)
 
 
-def ask(op: Any, mesh: DeviceMesh, q: Placements, kv: Placements) -> Any:
+def ask(op: Any, mesh: DeviceMesh, q: Placements, kv: Placements, bias: Placements | None = None) -> Any:
     """The output sharding of an op on such inputs."""
 
     def spec(shape: tuple[int, ...], on: Placements, dtype: torch.dtype = torch.bfloat16) -> DTensorSpec:
@@ -188,9 +188,11 @@ def ask(op: Any, mesh: DeviceMesh, q: Placements, kv: Placements) -> Any:
         "max_q": Q_SHAPE[2],
         "max_k": KV_SHAPE[2],
         "dropout_p": 0.0,
-        "is_causal": True,
-        "grad_input_mask": [True, True, True, False],
+        "is_causal": bias is None,
+        "grad_input_mask": [True, True, True, bias is not None],
     }
+    if bias is not None:
+        values["attn_bias"] = spec((*Q_SHAPE[:3], KV_SHAPE[2]), bias)
     args = tuple(values.get(each.name, each.default_value) for each in op._schema.arguments if not each.kwarg_only)
     propagator = DTensor._op_dispatcher.sharding_propagator
     return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, {}))
@@ -223,6 +225,32 @@ def test_backward_ops_take_sequence_shards_as_they_are(
 ) -> None:
     (grad_q, grad_k, grad_v, *_), needs_redistribute = run_ranks(4, _asked, op, q, kv)[0]
     assert (grad_q, grad_k, grad_v, needs_redistribute) == (q, grad_kv, grad_kv, False)
+
+
+def _answers(rank: int, placements: Placements, bias: Placements | None) -> list[Any]:
+    """What DTensor says of all ops of CUDA tensors: placements of outputs, and of inputs if they have to change."""
+    mesh, answers = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2)), []
+    for name in ("efficient", "cudnn") if bias else ("flash", "efficient", "cudnn"):
+        for op in (FORWARD[name], BACKWARD[name]):
+            try:
+                sharding = ask(op, mesh, placements, placements, bias)
+            except (AssertionError, IndexError, ValueError):  # torch 2.11 to 2.13 know nothing of cuDNN's bias
+                answers.append(None)
+                continue
+            wanted = sharding.redistribute_schema.args_spec if sharding.needs_redistribute else ()
+            answers.append([spec and spec.placements for spec in (*sharding.output_spec, *wanted)])
+    return answers
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("placements", [(R,), (DP,), (TP,), (DP, TP), (TP, R)], ids=str)
+def test_ops_on_whole_sequences_are_torchs_own(placements: Placements, bias: bool) -> None:
+    """Its strategies for heads and batch rows, of biases too, whether the dispatcher is enabled or not."""
+    for bias_on in [placements, (R,) * len(placements)] if bias else [None]:
+        expected = run_ranks(4, _answers, placements, bias_on)
+        with enable_context_parallel_dispatcher():
+            assert run_ranks(4, _answers, placements, bias_on) == expected
+        assert expected[0][0] is not None
 
 
 @pytest.mark.usefixtures("_dispatcher")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._ops.single_dim_strategy import _expand_single_dim_strategy_to_mesh
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
 OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -33,11 +35,39 @@ def dtensor_tables(
         for op, handler in handlers.items():
             stack.enter_context(_entry(dispatcher._custom_op_handlers, op, handler))
         for op, make in strategies.items():
-            original = propagator.op_strategy_funcs.get(op)
+            original = _torchs_strategy(op)
             # A strategy of the single-dim kind would win over ours.
             stack.enter_context(_entry(propagator.op_single_dim_strategy_funcs, op, None))
             stack.enter_context(_entry(propagator.op_strategy_funcs, op, make(original)))
         yield
+
+
+def _torchs_strategy(op: Any) -> Callable[[Any], Any] | None:
+    """What DTensor would ask now, None if it has no strategy for this op.
+
+    One of the single-dim kind (those of SDPA's ops are, from torch 2.14 on) comes first there, and is expanded.
+    """
+    propagator = dtensor_dispatcher().sharding_propagator
+    single_dim = propagator.op_single_dim_strategy_funcs.get(op)
+    if single_dim is None:
+        strategy: Callable[[Any], Any] | None = propagator.op_strategy_funcs.get(op)
+        return strategy
+
+    def spec_of(argument: Any) -> Any:
+        return argument.strategies[0].output_spec if isinstance(argument, OpStrategy) else argument
+
+    def expanded(op_schema: Any) -> Any:
+        of_specs = OpSchema(
+            op_schema.op,
+            tuple(map(spec_of, op_schema.args_schema)),
+            {name: spec_of(argument) for name, argument in op_schema.kwargs_schema.items()},
+            op_schema.schema_info,
+        )
+        outputs = propagator._propagate_tensor_meta_non_cached(of_specs)
+        ask = _expand_single_dim_strategy_to_mesh(mesh_of(op_schema), op_schema, single_dim, outputs)
+        return ask(op_schema.op, op_schema.args_meta, op_schema.kwargs_meta)
+
+    return expanded
 
 
 @contextmanager
