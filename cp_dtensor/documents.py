@@ -21,9 +21,10 @@ class Documents(Mask):
     cross-attention: queries of document d see keys of document d.
 
     Args:
-        cu_seqlens: ascending positions, one more than documents, and no lengths (`Documents.from_lengths` takes these);
-            integers or a tensor. Of a tensor on a GPU the numbers
-            are read, which waits for the GPU: pass one on the CPU.
+        cu_seqlens: ascending positions in the whole sequence, one more than documents; no lengths
+            (`Documents.from_lengths` takes these) and no ids (`Documents.from_ids`), which attention refuses where it
+            can tell. Integers or a tensor. Of a tensor on a GPU the numbers are read, which waits for the GPU: pass one
+            on the CPU.
         cu_seqlens_k: those of the keys if they differ.
         within: a mask inside of each document, with positions counted from its start.
 
@@ -85,6 +86,8 @@ class Documents(Mask):
                 f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
                 f"expected at most the lengths of the sequence, {q_len} and {kv_len}"
             )
+        refuse_no_edges(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
+        refuse_no_edges(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
         by_layer: list[list[Band]] = []
         for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
             for index, layer in enumerate(clipped_layers(self.within, last - first, hi - lo)):
@@ -123,6 +126,51 @@ def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
     if numbers[0] < 0 or any(one > other for one, other in pairwise(numbers)):
         raise ValueError(f"{owner} expects {name} to be >= 0 and ascending, got {numbers}")
     return tuple(numbers)
+
+
+def refuse_no_edges(numbers: tuple[int, ...], seq_len: int, owner: str, name: str) -> None:
+    """Refuses ids and lengths in the place of positions: nearly all tokens would be padding, and see nothing.
+
+    Raises:
+        ValueError: ascending numbers that are no sensible `cu_seqlens` of a sequence of `seq_len` tokens; `owner` and
+            `name` say whose argument they are.
+    """
+    for are_taken, what, instead in (
+        (_are_ids, "a document id of each token", "Documents.from_ids(ids)"),
+        (_are_lengths, "the lengths of documents", "Documents.from_lengths(lengths)"),
+    ):
+        if are_taken(numbers, seq_len):
+            first = f"{numbers[0]}, ..., {numbers[-1]}" if len(numbers) > 8 else ", ".join(map(str, numbers))
+            raise ValueError(
+                f"{owner} expects {name} to be the positions where documents begin and end, such as [0, 2, 5]; got "
+                f"{len(numbers)} numbers ({first}) for {seq_len} tokens, which look like {what}: {instead}.cu_seqlens "
+                "has the positions"
+            )
+
+
+def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
+    """Whether these are as many as tokens, and end so early that as positions some would be documents without tokens.
+
+    Unless those stand at the end (a list of a fixed size may be filled up), or there are ids for all but one token.
+
+    >>> [_are_ids(numbers, 6) for numbers in ((0, 0, 0, 1, 1, 2), (4, 4, 4, 4, 4, 4), (0, 3, 4, 4, 4, 4))]
+    [True, True, False]
+    """
+    if len(numbers) != seq_len or numbers[-1] >= seq_len - 1:
+        return False
+    lengths = [last - first for first, last in pairwise(numbers)]
+    while lengths and lengths[-1] == 0:
+        lengths.pop()
+    return 0 in lengths or max(lengths, default=0) <= 1
+
+
+def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
+    """Whether these ascending numbers add up to the sequence, or are all the same, with tokens on either side.
+
+    >>> [_are_lengths(numbers, 12) for numbers in ((3, 4, 5), (4, 4), (0, 3, 9), (0, 0), (12, 12))]
+    [True, True, False, False, False]
+    """
+    return numbers[0] > 0 and (sum(numbers) == seq_len or numbers[0] == numbers[-1] < seq_len)
 
 
 def _as_lists(values: Any) -> Any:

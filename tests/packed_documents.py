@@ -11,8 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
+from masked_problems import fits
 
+from cp_dtensor import Documents
 from cp_dtensor.extras import Extras
 from cp_dtensor.layouts import Layout
 
@@ -93,7 +96,7 @@ def packed_problems(draw: st.DrawFn) -> PackedProblem:
     q_edges, k_edges = (_edges(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))) for _ in range(2))
     first = draw(st.integers(0, 3))
     q_heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 2)]))
-    return PackedProblem(
+    problem = PackedProblem(
         tuple(first + edge for edge in q_edges),
         draw(st.sampled_from([None, k_edges])),
         q_len=draw(st.integers(0, 30)),
@@ -104,6 +107,8 @@ def packed_problems(draw: st.DrawFn) -> PackedProblem:
         window=(draw(_ends), draw(_ends)),
         scale=draw(st.sampled_from([None, 0.3])),
     )
+    assume(fits(Documents(problem.cu_seqlens, problem.cu_seqlens_k), *problem.lengths, 1))
+    return problem
 
 
 def _edges(lengths: list[int]) -> tuple[int, ...]:

@@ -235,6 +235,12 @@ def test_bad_documents_and_tensors(kind: str) -> None:
     def body(rank: int) -> None:
         with pytest.raises(ValueError, match=rf"{kind}_flash_attn_varlen_func expects the cu_seqlens of one rank.*16"):
             attend(q, q, q, [0, 16], 16)
+        with pytest.raises(
+            ValueError, match=rf"{kind}_flash_attn_varlen_func expects .* look like a document id of each"
+        ):
+            attend(q, q, q, [0, 0, 0, 1, 1, 1, 2, 2], 16)
+        with pytest.raises(ValueError, match=r"\(4, 4\) for 8 tokens, which look like the lengths"):
+            attend(q, q, q, [4, 4], 16)
         with pytest.raises(ValueError, match="as many of both, got 8 queries and 6 keys"):
             attend(q, q[:6], q[:6], [0, 6], 6)
         with pytest.raises(ValueError, match="ascending"):

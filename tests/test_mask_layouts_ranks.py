@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from masked_checks import WAYS, MaskedCase, check_masked
-from masked_problems import MaskedProblem
+from masked_problems import MaskedProblem, fits
 from method_checks import RING_ULYSSES, ULYSSES_RING, check
 from problems import Problem, shard
 from ranks import run_ranks
@@ -55,6 +55,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     edges = sorted(draw(st.lists(st.integers(0, 30), min_size=1, max_size=6)))
     seq_len = edges[-1] + draw(st.integers(0, 5))
     mask = draw(st.sampled_from([Causal(), PrefixLM(7), Documents(edges, within=Causal())]))
+    assume(fits(mask, seq_len, seq_len, 1))
     return draw(st.sampled_from([PerDocument(edges, seq_len=seq_len), Balanced(mask, seq_len)])), seq_len
 
 

@@ -124,6 +124,20 @@ def test_masks_that_torch_has_kernels_of(mask: Mask, q_len: int, kv_len: int, pl
         (lambda: Documents([0, 2], [0, 1, 2]), r"as many documents of keys as of queries, got 2 and 1"),
         (lambda: Batched([]), r"a mask for each row of the batch"),
         (lambda: Batched([Full()]) & Batched([Full(), Full()]), r"different batch sizes cannot be combined: 1, 2"),
+        (
+            lambda: Documents([0, 0, 0, 1, 1, 2]).pairs(6, 6),
+            r"got 6 numbers \(0, 0, 0, 1, 1, 2\) for 6 tokens, .* a document id of each token",
+        ),
+        (
+            lambda: Documents([7] * 9).pairs(9, 9),
+            r"got 9 numbers \(7, ..., 7\) .* of each token: Documents.from_ids\(ids",
+        ),
+        (
+            lambda: Documents([3, 4, 5]).pairs(12, 12),
+            r"cu_seqlens .*got 3 numbers .* look like the lengths of documents",
+        ),
+        (lambda: Documents([4, 4]).pairs(12, 12), r"\(4, 4\) for 12 tokens, .* Documents.from_lengths\(lengths\)"),
+        (lambda: Documents([0, 6], [3, 4]).pairs(6, 7), r"cu_seqlens_k to be .* look like the lengths"),
         (lambda: Documents([0, 9]).pairs(5, 5), r"end at 9 \(queries\) and 9 \(keys\), expected at most .* 5 and 5"),
         (lambda: layers_of(Batched([Full()]), 3, 3, 2), r"of 1 batch rows, got a batch of 2"),
         (lambda: Batched([Full()]).layers(3, 3), r"layers by batch row"),

@@ -194,6 +194,10 @@ OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
         {"mask": Batched([Documents([0, 24]), Documents([0, 99])]) | PrefixLM(2)},
         r"end at 99 \(queries\) and 99 \(keys\)",
     ),
+    "document ids for positions": (
+        {"mask": Documents([0] * 9 + [1] * 8 + [2] * 7)}, r"24 numbers .* for 24 tokens, .* a document id of each token"
+    ),
+    "lengths of documents for positions": ({"mask": Documents([8, 8, 8])}, r"\(8, 8, 8\) for 24 .* the lengths"),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from cp_dtensor.arguments import Mesh, sequence_ranks
-from cp_dtensor.documents import ascending
+from cp_dtensor.documents import ascending, refuse_no_edges
 from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
     FlashAttnOptions,
@@ -120,6 +120,7 @@ class VarlenKind:
                 f"{function} expects the cu_seqlens of one rank, those of the whole divided by the {ranks} ranks; got "
                 f"documents that end at {edges[-1]} for {q.size(0)} tokens of this rank"
             )
+        refuse_no_edges(edges, q.size(0), function, "cu_seqlens")
         chunks = CHUNKS[self.name]
         if any(edge % chunks for edge in edges):
             raise ValueError(
