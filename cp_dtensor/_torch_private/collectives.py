@@ -21,6 +21,8 @@ def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     return broadcast(tensor, 0, group)
 
 
+_NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
+"""What NCCL's backends call themselves. From torch 2.15 on `init_process_group("nccl")` makes the one called nccl2."""
 _uses_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
@@ -34,7 +36,7 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if group not in _uses_nccl:  # asking takes longer than a launch
-        _uses_nccl[group] = group._get_backend(device).name() == "nccl"
+        _uses_nccl[group] = group._get_backend(device).name() in _NCCL_BACKENDS
     return _uses_nccl[group]
 
 
