@@ -138,9 +138,10 @@ class FlexCall(NamedTuple):
     ) -> Any:  # fmt: skip
         """The result, with keys and functions that go with the local queries."""
         if self.q.size(2):
+            options = self.options if block_mask is self.block_mask else without_promises(self.options)
             return self.attention(
                 self.q, k, v, score_mod=score_mod, block_mask=block_mask, scale=self.scale, enable_gqa=self.enable_gqa,
-                **self.options,
+                **options,
             )  # fmt: skip
         # No kernel takes no queries; but this rank, too, takes part in the backward of the gathering.
         heads = k.size(1)
@@ -149,6 +150,18 @@ class FlexCall(NamedTuple):
         if self.options.get("return_aux") is not None:
             return out, AuxOutput(lse=lse, max_scores=lse)
         return (out, lse) if self.options.get("return_lse") else out
+
+
+def without_promises(options: dict[str, Any]) -> dict[str, Any]:
+    """FlexAttention's options, but for what the caller promises of the whole mask, of which kernels make use.
+
+    A block of one rank's queries may lie in several of the sequence, where its blocks of keys have gaps, and the first
+    of them shows some queries nothing: keys would be left out, or the result NaN.
+    """
+    kernel_options = options["kernel_options"] or {}
+    promises = ("BLOCKS_ARE_CONTIGUOUS", "ROWS_GUARANTEED_SAFE")
+    kept = {name: value for name, value in kernel_options.items() if not name.endswith(promises)}
+    return {**options, "kernel_options": kept or None}
 
 
 def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[int, int] | None = None) -> Any:

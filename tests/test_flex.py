@@ -234,3 +234,36 @@ def test_one_gather_and_one_exchange_a_call(monkeypatch: pytest.MonkeyPatch) -> 
     with recorded_collectives() as collectives:
         run_ranks(2, body)
     assert kinds(collectives) == ["AllGather", "AllToAllBase"]
+
+
+def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to kernels that leave keys out, or divide by nothing, where it does not hold; other options stay."""
+    promised = {"fwd_BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
+    taken: list[tuple[int, dict[str, Any] | None]] = []
+
+    def recorded(*args: Any, kernel_options: dict[str, Any] | None, **kwargs: Any) -> Any:
+        taken.append((args[1].size(2), kernel_options))
+        return dense_flex_attention(*args, **kwargs)
+
+    monkeypatch.setattr(_torch_private, "original_flex_attention", recorded)
+    whole, mask = draw(32), block_mask(window, 32)
+    expected = one_device(whole, window, None)[0]
+
+    def body(rank: int) -> None:
+        local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+        arguments = {"block_mask": mask, "scale": SCALE, "enable_gqa": True}
+        with region():
+            for options in (promised, {**promised, "BLOCK_M": 64}):
+                out = flex_attention(*local, kernel_options=options, **arguments)
+                assert_close(out, shard(expected, HeadTail(), rank, 2))
+
+    run_ranks(2, body)
+    assert sorted(taken, key=str) == sorted([(32, None), (32, {"BLOCK_M": 64})] * 2, key=str)
+    taken.clear()
+
+    def alone(rank: int) -> None:
+        with region():
+            flex_attention(*whole[:3], block_mask=mask, enable_gqa=True, kernel_options=promised)
+
+    run_ranks(1, alone)
+    assert taken == [(32, promised)]

@@ -245,3 +245,27 @@ def uncompiled(rank: int) -> None:
 
 def test_uncompiled_calls_do_not_compile_again(two_processes: Processes) -> None:
     two_processes.run(uncompiled)
+
+
+def promises(rank: int) -> None:
+    fresh()
+    whole, mask = draw(32), block_mask(window, 32)
+    local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+    taken = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        taken.extend(node.args[6] for node in graph.graph.nodes if "flex_attention" in str(node.target))
+        return graph
+
+    options = {"BLOCKS_ARE_CONTIGUOUS": True, "bwd_ROWS_GUARANTEED_SAFE": True, "BLOCK_M": 64}
+    call = compiled(flex_attention, backend=backend)
+    with torch.no_grad(), region():
+        out = call(*local, None, mask, SCALE, True, False, options)
+    equal(out, shard(one_device(whole, window, None)[0], HeadTail(), rank, 2), "out")
+    assert len(taken) == 1
+    assert taken[0]["BLOCK_M"] == 64
+    assert not any(taken[0].get(name) for name in options if name != "BLOCK_M")
+
+
+def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(two_processes: Processes) -> None:
+    two_processes.run(promises)
