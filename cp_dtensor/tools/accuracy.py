@@ -43,6 +43,10 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--limit", type=float, default=1.5, help="largest ratio to single-device error")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+        raise SystemExit(
+            "accuracy measures GPUs, one for each rank of torchrun: torch sees none, or there is no torchrun"
+        )
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
