@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from collectives import Collective, errors_by_rank, kinds, recorded_collectives
 from problems import Problem, shard
 from ranks import RanksFailed, run_ranks
 
-from cp_dtensor import Contiguous, HeadTail, Layout, _torch_private, ring_attention, set_rotate_method
+from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
 from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.choice import ROTATE_METHODS
 
@@ -263,23 +262,3 @@ def test_backward_goes_the_way_that_forward_went_whatever_the_default_is_by_then
         grads = run_ranks(RANKS, body)
     assert kinds(collectives) == [*FORWARD["allgather"], "AllReduce", "AllReduce", *BACKWARD["allgather"]]
     assert all(grad.isfinite().all() for grad in grads)
-
-
-class _Group:
-    """All of a process group that is asked for its backend."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(name=lambda: self._backend)
-
-
-@pytest.mark.parametrize(
-    ("backend", "is_nccl"), [("nccl", True), ("nccl2", True), ("nccl-lazy", True), ("gloo", False)]
-)
-def test_nccl_is_known_by_all_its_names(backend: str, is_nccl: bool) -> None:
-    """Rows go straight to their places, and ranks may share memory; nccl2 is what torch 2.15 makes for "nccl"."""
-    group: Any = _Group(backend)
-    assert _torch_private.uses_nccl(group, torch.device("cuda", 0)) is is_nccl
-    assert not _torch_private.uses_nccl(group, torch.device("cpu"))

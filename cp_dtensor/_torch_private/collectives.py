@@ -23,7 +23,7 @@ def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 _NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
 """What NCCL's backends call themselves. From torch 2.15 on `init_process_group("nccl")` makes the one called nccl2."""
-_uses_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_backend_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
@@ -33,26 +33,33 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives of tensors on `device` go through NCCL in this group."""
-    if device.type != "cuda":
-        return False
-    if group not in _uses_nccl:  # asking takes longer than a launch
-        _uses_nccl[group] = group._get_backend(device).name() in _NCCL_BACKENDS
-    return _uses_nccl[group]
+    return device.type == "cuda" and _backend_name(group, device) in _NCCL_BACKENDS
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What the backend of CUDA tensors calls itself."""
+    if group not in _backend_names:  # asking takes longer than a launch
+        _backend_names[group] = group._get_backend(device).name()
+    return _backend_names[group]
 
 
 def start_all_to_all(
     incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """Several NCCL exchanges as one launch: `outgoing[i][rank]` goes to rank, `incoming[i][rank]` comes from it.
+    """Several NCCL exchanges, as one launch if possible: `outgoing[i][rank]` goes to rank, `incoming[i][rank]` comes
+    from it.
 
     It is what `dist.all_to_all` calls, whose own checks take as long as the launch. Returns what waits for all.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = True
-    if len(incoming) == 1:
-        return group.alltoall(incoming[0], outgoing[0], options).wait
     device = incoming[0][0].device
-    group._start_coalescing(device)
-    for tensors_in, tensors_out in zip(incoming, outgoing, strict=True):
-        group.alltoall(tensors_in, tensors_out, options)
-    return group._end_coalescing(device).wait
+    pairs = list(zip(incoming, outgoing, strict=True))
+    if len(pairs) > 1 and _backend_name(group, device) == "nccl":
+        group._start_coalescing(device)
+        for tensors_in, tensors_out in pairs:
+            group.alltoall(tensors_in, tensors_out, options)
+        return group._end_coalescing(device).wait
+    # Other backends make one launch of sends and receives only, and may not wait for what else there is.
+    waits = [group.alltoall(tensors_in, tensors_out, options).wait for tensors_in, tensors_out in pairs]
+    return waits[0] if len(waits) == 1 else lambda: [wait() for wait in waits]
