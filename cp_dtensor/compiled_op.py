@@ -23,9 +23,14 @@ from cp_dtensor.extras import Extras
 from cp_dtensor.kept_rows import keep, keeps_rows, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
-from cp_dtensor.tensors import no_autocast
+from cp_dtensor.packed_edges import packed_edges
+from cp_dtensor.packed_rows import PackedEdges
+from cp_dtensor.tensors import joined_rows, no_autocast, split_rows
 from cp_dtensor.tokens import Tokens
 from cp_dtensor.traced_masks import Found, found_numbers, mask_tokens, outstanding
+
+CuSeqlens = tuple[torch.Tensor, torch.Tensor]
+"""Where packed documents begin and end among queries and among keys, as integers."""
 
 
 class Recipe(ABC):
@@ -47,9 +52,13 @@ class Recipe(ABC):
     @abstractmethod
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
-        known: tuple[int, int] | None,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate."""
+        """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate.
+
+        With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, in documents
+        that `mask` is inside of.
+        """
 
     @abstractmethod
     def decide(
@@ -59,7 +68,7 @@ class Recipe(ABC):
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
 
 
-_OPERATORS = 4
+_OPERATORS = 5
 """Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
 _recipes = Tokens[Recipe]("attention by", f"operators {_OPERATORS}, ")
 
@@ -91,19 +100,23 @@ def _backends(token: str) -> Allowed:
 
 def traced_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: Mask,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed."""
+    """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
+
+    With `cu_seqlens`, of packed tokens: see `Recipe.resolve`.
+    """
     recipe = _recipes.of(token)
     return traced_attention_by_tokens(
         q, k, v, extras, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
-        finds_more=recipe.finds_mask or recipe.compares,
+        finds_more=recipe.finds_mask or recipe.compares, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
 def traced_attention_by_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: str,
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds_more: bool,
+    cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Likewise, where all that is no tensor is a constant already.
 
@@ -112,20 +125,24 @@ def traced_attention_by_tokens(
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or finds_more else overloads.default)(
-        q, k, v, extras.bias, extras.seed, extras.sinks, token, backends, mask, extras.dropout_p, extras.first_batch,
-        extras.first_head, scale, q_len, kv_len, needs_lse or extras.need_lse, torch.is_grad_enabled(),
+        q, k, v, extras.bias, extras.seed, extras.sinks, *(cu_seqlens or (None, None)), token, backends, mask,
+        extras.dropout_p, extras.first_batch, extras.first_head, scale, q_len, kv_len, needs_lse or extras.need_lse,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
 
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, first_batch: int,
-    first_head: int, scale: float, q_len: int, kv_len: int, needs_lse: bool, needs_backward: bool,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, recipe: str,
+    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
     extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
-    lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known)
+    edges = None if cu_seq_q is None or cu_seq_k is None else packed_edges(cu_seq_q, cu_seq_k)
+    lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known, edges)
+    q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
     gives_lse = needs_lse or needs_backward
@@ -133,29 +150,31 @@ def _forward(
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
     begun_in = outstanding.begin(found, needs_backward)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    if _finds(recipe, q_len):
+    if _finds(recipe, q_len, edges is not None):
         numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
     if needs_backward:
         keep(numbers, call, saved if keeps_rows(call, q) else ())
-    return _row_after_row(out), lse.contiguous() if gives_lse else lse.new_empty(0), numbers
+    lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
+    return joined_rows(_row_after_row(out), found.rows), lse, numbers
 
 
-def _finds(recipe: str, q_len: int) -> bool:
+def _finds(recipe: str, q_len: int, has_edges: bool) -> bool:
     """Whether lengths or mask are not known before the call runs."""
-    return (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).finds_mask
+    return has_edges or (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).finds_mask
 
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, recipe: str, backends: str, mask: str, dropout_p: float, first_batch: int,
-    first_head: int, scale: float, q_len: int, kv_len: int, needs_lse: bool, needs_backward: bool,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, recipe: str,
+    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
-    finds = _finds(recipe, q_len)
+    finds = _finds(recipe, q_len, cu_seq_q is not None)
     found = torch.empty(4 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
     return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
 
@@ -171,6 +190,7 @@ def _backward(
         q_len, kv_len, number, begun_in = found.tolist()
         what = found_numbers.of(number)
         outstanding.end(what, begun_in)
+        q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
     extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
     of_forward = kept(found)
     call = of_forward.call or _recipes.of(recipe).decide(
@@ -183,7 +203,8 @@ def _backward(
         saved = rows or call.saved_again(q, k, v, out, lse)
         grads = call.backward(grad_out, extras, saved, grad_bias)
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-    return (*map(_row_after_row, grads), of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
+    of_qkv = (joined_rows(_row_after_row(grad), what.rows) for grad in grads)
+    return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
 
 
 def _fake_backward(
@@ -202,7 +223,7 @@ def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, bias, seed, sinks, *ctx.settings, _needs_lse, _needs_backward = inputs
+    q, k, v, bias, seed, sinks, _cu_seq_q, _cu_seq_k, *ctx.settings, _needs_lse, _needs_backward = inputs
     out, lse, found = output
     ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
     ctx.mark_non_differentiable(lse, found)
@@ -218,7 +239,7 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
             grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias, needs_grad_sinks
         )
         of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
-        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 2))
+        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 4))
 
     return gradients
 
@@ -227,7 +248,8 @@ def _defined() -> torch.library.Library:
     extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
     settings = "str recipe, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
     settings += "float scale, SymInt q_len, SymInt kv_len"
-    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, {settings}, bool needs_lse, bool needs_backward) "
+    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, Tensor? cu_seq_q, Tensor? cu_seq_k, {settings}, "
+    forward += "bool needs_lse, bool needs_backward) "
     forward += "-> (Tensor out, Tensor lse, Tensor found)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
     backward += f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "

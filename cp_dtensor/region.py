@@ -170,12 +170,14 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
 
 def _replacements() -> Iterator[AbstractContextManager[None]]:
     from cp_dtensor.region_flex import flex_replacements  # which asks for regions
+    from cp_dtensor.region_varlen import varlen_replacements
 
     yield dispatcher_installation.held()
     yield intercepted(_region_sdpa)
     yield _torch_private.checkpointed_functions_bound(_bound_to_region)
     yield _torch_private.compiled_code_kept_apart(_variant_of_compiled_code)
     yield from flex_replacements()
+    yield from varlen_replacements()
     yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)
 
 

@@ -9,14 +9,17 @@ import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import Attention
-from cp_dtensor.compiled_op import backends_token, token_of, traced_attention
+from cp_dtensor.compiled_op import CuSeqlens, backends_token, token_of, traced_attention
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.mask_arguments import check_bias, checked_dropout_p, checked_sinks, four_dims_of_mask
 from cp_dtensor.masks import Mask
-from cp_dtensor.settings import AttentionSettings, with_ambient_mask
+from cp_dtensor.packed_edges import packed_edges
+from cp_dtensor.packed_rows import checked_lengths
+from cp_dtensor.settings import AttentionSettings, check_batch_size, with_ambient_mask
 from cp_dtensor.shard_recipe import ShardRecipe
 from cp_dtensor.splitting import decide_call
+from cp_dtensor.tensors import joined_rows, split_rows
 
 
 def attend(
@@ -55,6 +58,38 @@ def attend(
     # Nothing can be refused now.
     drawn, needs_lse = extras.drawn(q.device), needs_lse or extras.need_lse
     return Attention.apply(q, k, v, extras.bias, extras.sinks, drawn, call, needs_lse)
+
+
+def attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: AttentionSettings,
+    cu_seqlens: CuSeqlens,
+    *,
+    within: Mask,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)`, (1, H, T, Dv) and (1, H, T), of packed documents.
+
+    Args:
+        q, k, v: (1, H, T, D), checked local shards of batch rows, one after the other.
+        settings: know the lengths that whole sequences of rows may have.
+        cu_seqlens: where documents begin and end in whole sequences, row after row.
+        within: what is seen inside of each.
+    """
+    if _torch_private.is_traced(q):
+        checked_lengths(settings.declared_lengths)
+        token = token_of(ShardRecipe.of(settings))
+        q, scale = positive_scale(q, softmax_scale(q, scale))
+        return traced_attention(
+            q, k, v, NO_EXTRAS, token, backends_token(), within, scale, None, needs_lse=True, cu_seqlens=cu_seqlens
+        )
+    packed = packed_edges(*cu_seqlens).in_rows(settings.declared_lengths)
+    q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
+    check_batch_size(q, settings)
+    out, lse = attend(q, k, v, settings, mask=packed.mask(within), scale=scale, lengths=packed.lengths, needs_lse=True)
+    return joined_rows(out, packed.rows), joined_rows(lse, packed.rows)
 
 
 def extras_of(

@@ -12,13 +12,15 @@ from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.compiled_op import Recipe, token_of
 from cp_dtensor.extras import Extras
 from cp_dtensor.global_lengths import global_lengths
-from cp_dtensor.layouts import Contiguous, Layout
+from cp_dtensor.layouts import Contiguous
 from cp_dtensor.local_attention.policy import Allowed
 from cp_dtensor.mask_arguments import check_bias
 from cp_dtensor.masks import Mask
+from cp_dtensor.packed_rows import PackedEdges
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.settings import AttentionSettings, check_batch_size, with_ambient_mask
 from cp_dtensor.splitting import Splitting, decide_call
+from cp_dtensor.tensors import split_rows
 from cp_dtensor.traced_masks import Ambient, Found, outstanding
 
 AMBIENT_SETTINGS = "cp_dtensor_settings"
@@ -86,23 +88,30 @@ class ShardRecipe(Recipe):
 
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
-        known: tuple[int, int] | None,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         state = _torch_private.get_thread_state(AMBIENT_SETTINGS)
         ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
         of_region = None
-        if self.finds_mask:
+        if self.finds_mask or (edges is not None and self.fixed_lengths is None):
             again = _torch_private.current_backward() is not None and entered_in != _torch_private.current_backward()
             of_region = _of_recompute() if again else _of_open_region(ambient)
-            mask = with_ambient_mask(of_region[0], mask)
         if ambient is not None and (known is None or self.finds_mask) and of_region in (None, _of_open_region(ambient)):
             settings = ambient.settings
-            check_batch_size(q, settings)
         else:
-            settings = self.settings() if of_region is None else self._settings_with(of_region[1])
+            settings = self.settings() if of_region is None else self._settings_with(of_region)
+        rows = 1
+        if edges is not None:
+            packed = edges.in_rows(settings.declared_lengths)
+            rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
+            q, k, v = (split_rows(x, rows) for x in (q, k, v))
+            mask = with_ambient_mask(self.fixed_mask, mask)
+        if of_region is not None:
+            mask = with_ambient_mask(of_region.mask, mask)
+        check_batch_size(q, settings)
         lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
         check_bias(q, extras.bias, lengths, settings.layout, settings.ranks.size)
-        return lengths, Found(mask, None if of_region is None else of_region[1], of_region)
+        return lengths, Found(mask, None if of_region is None else of_region.layout, of_region, rows)
 
     def decide(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
@@ -115,9 +124,9 @@ class ShardRecipe(Recipe):
         """The settings, on this process's groups."""
         return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
 
-    def _settings_with(self, layout: Layout) -> AttentionSettings:
-        settings = self.settings()
-        return replace(settings, splitting=replace(self.splitting, layout=layout))
+    def _settings_with(self, found: Ambient) -> AttentionSettings:
+        splitting = replace(self.splitting, layout=found.layout)
+        return replace(self.settings(), splitting=splitting, declared_lengths=found.lengths)
 
     def _ranks(self) -> SequenceRanks:
         return SequenceRanks.over([_torch_private.group_of_name(name) for name in self.groups])
@@ -126,10 +135,10 @@ class ShardRecipe(Recipe):
 def _of_open_region(ambient: AmbientSettings | None) -> Ambient:
     if ambient is None:
         raise RuntimeError(
-            "this code was compiled in a context_parallel region with a mask or a layout of its own, and runs outside "
-            "of any such"
+            "this code was compiled in a context_parallel region with a mask, a layout or packed documents of its own, "
+            "and runs outside of any such"
         )
-    return ambient.settings.mask, ambient.settings.layout
+    return Ambient(ambient.settings.mask, ambient.settings.layout, ambient.settings.declared_lengths)
 
 
 def _of_recompute() -> Ambient:
@@ -138,8 +147,8 @@ def _of_recompute() -> Ambient:
     if only is None:
         raise RuntimeError(
             "attention is computed again in a backward, by code that was compiled in a context_parallel region with a "
-            "mask or a layout of its own; there have been several such regions whose backward has not come, and it "
-            "cannot be told which of them this is: keep attention (selective checkpointing with a policy that saves "
-            "cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
+            "mask, a layout or packed documents of its own; there have been several such regions whose backward has "
+            "not come, and it cannot be told which of them this is: keep attention (selective checkpointing with a "
+            "policy that saves cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
         )
     return only

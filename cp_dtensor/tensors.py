@@ -21,6 +21,16 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
     return tensor
 
 
+def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """(1, H, rows * S, ...), the tokens of batch rows one after the other, as a view (rows, H, S, ...)."""
+    return tensor if rows == 1 else tensor.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def joined_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The inverse of `split_rows`; a view of what is in memory row after row."""
+    return tensor if rows == 1 else tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
 def positions_of(segments: Iterable[Segment], device: torch.device | str | None = None) -> torch.Tensor:
     """The global positions of some segments' tokens, in local order: (tokens,) int64.
 

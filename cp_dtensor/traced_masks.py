@@ -15,8 +15,13 @@ _MOST_NUMBERS = 4096
 _NOT_IN_BACKWARD = -1
 
 
-Ambient = tuple[Mask | None, Layout]
-"""The mask and the layout of a region."""
+class Ambient(NamedTuple):
+    """What a call finds in the region that it runs in."""
+
+    mask: Mask | None
+    layout: Layout
+    lengths: tuple[int, ...] | None
+    """Global lengths that are known there."""
 
 
 class Found(NamedTuple):
@@ -27,6 +32,8 @@ class Found(NamedTuple):
     """None: that of the recipe."""
     ambient: Ambient | None = None
     """What of it is the region's, if anything."""
+    rows: int = 1
+    """Batch rows that the tokens of the call's one row are of, one after the other."""
 
 
 mask_tokens = Tokens[Mask]("a mask,")

@@ -58,7 +58,10 @@ class State:
                 module.checkpoint,
                 torch._dynamo.eval_frame._callback_from_stance,
             ),
-            kernels=torch._C._dispatch_dump_table("aten::scaled_dot_product_attention"),
+            kernels="".join(
+                torch._C._dispatch_dump_table(name)
+                for name in ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn")
+            ),
             fastpath=torch.backends.mha.get_fastpath_enabled(),
             handlers=dict(dispatcher._custom_op_handlers),
             strategies=dict(dispatcher.sharding_propagator.op_strategy_funcs),

@@ -61,6 +61,7 @@ from cp_dtensor._torch_private.threads import (
     in_main_thread,
     thread_state,
 )
+from cp_dtensor._torch_private.varlen import varlen_attn_overridden
 
 __all__ = [
     "FLEX_ATTENTION_IS_KNOWN",
@@ -115,6 +116,7 @@ __all__ = [
     "traced_inside",
     "user_sdpa_priority",
     "uses_nccl",
+    "varlen_attn_overridden",
     "version_of",
     "with_write_order_like",
 ]

@@ -26,6 +26,7 @@ from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends, choose_backend, is_deterministic
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
+from cp_dtensor.packed_rows import PackedEdges
 from cp_dtensor.planning import CallRequest, decide_ring, decide_ulysses, describe_problem
 from cp_dtensor.rotation.base import RotationMethod
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -162,9 +163,10 @@ class _DTensorRecipe(Recipe):
 
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
-        known: tuple[int, int] | None,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         assert known is not None
+        assert edges is None
         return known, Found(mask, None)
 
     def decide(

@@ -1,0 +1,171 @@
+"""Compiled code that calls torch's `varlen_attn`, in contexts and in modules: other documents need no compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compile_checks import compiled, equal, fresh, no_compilation
+from masked_problems import MaskedProblem
+from packed_calls import documents, edges_of, packed_attention
+from problems import shard
+from processes import Processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import Balanced, Causal, ContextParallel, HeadTail, Layout, Mask, SlidingWindow, context_parallel
+from cp_dtensor.traced_masks import outstanding
+
+LENGTH, RANKS = 14, 2
+CAUSAL = (-1, 0)
+STEPS: tuple[Mask, ...] = (
+    documents([0, 3, 3, 9, LENGTH], [0, 1, 13, LENGTH], within=Causal()),
+    documents([0, 5, LENGTH], [0, 2, 4, LENGTH], within=Causal()),
+    documents([0, LENGTH], [0, 7, LENGTH], within=Causal()),
+)
+
+
+class Step:
+    """A rank's shards of a problem under a mask, and what must come out."""
+
+    def __init__(self, rank: int, mask: Mask, layout: Layout | None = None, batch: int = 2) -> None:
+        case = MaskedProblem(LENGTH, LENGTH, mask, batch, 4, 2)
+        layout = layout or HeadTail()
+        whole = case.draw(3)
+        q, k, v, self.grad_out = case.shard(whole, layout, rank, RANKS)
+        self.leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+        self.edges = edges_of(mask, batch, (LENGTH, LENGTH))
+        self.expected = [shard(each, layout, rank, RANKS) for each in case.reference(*whole)[:4]]
+        self.what = str(mask)
+
+    def check(self, out: torch.Tensor) -> None:
+        grads = torch.autograd.grad(out, self.leaves, self.grad_out)
+        for name, got, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), self.expected, strict=True):
+            equal(got, expected, f"{name} of {self.what}")
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
+    return packed_attention(q, k, v, *edges, CAUSAL)[0] * 1.0
+
+
+def contexts(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    for method in ("ring", "ulysses"):
+        function = compiled(attend)
+        for index, mask in enumerate(STEPS):
+            step = Step(rank, mask)
+            with context_parallel(mesh, seq_lens=[LENGTH], method=method):
+                if index < 2:  # Dynamo takes the number of documents for a constant until it has changed
+                    out = function(*step.leaves, *step.edges)
+                else:
+                    with no_compilation():
+                        out = function(*step.leaves, *step.edges)
+            step.check(out)  # backward after the context
+        with context_parallel(mesh, seq_lens=[LENGTH], method=method, mask=SlidingWindow(20, 0)):
+            step.check(function(*step.leaves, *step.edges))
+    assert outstanding.only() is None
+
+
+def test_contexts(two_processes: Processes) -> None:
+    two_processes.run(contexts)
+
+
+def layouts_of_one_context(rank: int) -> None:
+    """A layout that is balanced for the documents of each step; backwards come in another order."""
+    fresh()
+    function = compiled(attend)
+    steps = []
+    for rows in ([0, 3, 9, LENGTH], [0, 12, LENGTH]):
+        mask = documents(rows, within=Causal())
+        layout = Balanced(mask, LENGTH)
+        step = Step(rank, mask, layout, batch=1)
+        with context_parallel(dist.group.WORLD, seq_lens=[LENGTH], layout=layout):
+            steps.append((step, function(*step.leaves, *step.edges)))
+    for step, out in steps:
+        step.check(out)
+
+
+def test_layouts_of_one_context(two_processes: Processes) -> None:
+    two_processes.run(layouts_of_one_context)
+
+
+class Block(nn.Module):
+    """Attention as training code has it, with something before and behind."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
+        return self.attention(q * 1.0, k, v, *edges) * 1.0
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+
+class Attention(nn.Module):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return attend(*args)
+
+
+def modules(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    block = Block(parallelize_module(Attention(), mesh, ContextParallel(seq_len=LENGTH)))
+    for function in (compiled(block), lambda *args: checkpoint(compiled(block), *args, use_reentrant=False)):
+        for mask in STEPS:
+            step = Step(rank, mask)
+            step.check(function(*step.leaves, *step.edges))
+
+
+def test_modules(two_processes: Processes) -> None:
+    two_processes.run(modules)
+
+
+def recomputed(rank: int) -> None:
+    """By checkpoints inside of compiled code, whose backward comes after the context."""
+    fresh()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+
+    def inside(*args: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(attend, *args, use_reentrant=False)
+        return result * 1.0
+
+    function = compiled(inside)
+    for mask in STEPS:
+        step = Step(rank, mask)
+        with context_parallel(mesh, seq_lens=[LENGTH]):
+            out = function(*step.leaves, *step.edges)
+        step.check(out)
+
+
+def test_recomputed(two_processes: Processes) -> None:
+    two_processes.run(recomputed)
+
+
+def by_inductor(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    function = compiled(attend, backend="inductor")
+    for mask in STEPS:
+        step = Step(rank, mask)
+        with context_parallel(mesh, seq_lens=[LENGTH]):
+            step.check(function(*step.leaves, *step.edges))
+
+
+def test_by_inductor(two_processes: Processes) -> None:
+    two_processes.run(by_inductor)
+
+
+def without_lengths(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    step = Step(rank, STEPS[0])
+    with context_parallel(mesh), pytest.raises(Exception, match="how long the whole sequence of a batch row is"):
+        compiled(attend)(*step.leaves, *step.edges)
+
+
+def test_without_lengths(two_processes: Processes) -> None:
+    two_processes.run(without_lengths)
