@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-import threading
 from typing import Any
 
 import pytest
@@ -17,9 +13,7 @@ from problems import shard
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
@@ -39,7 +33,6 @@ from cp_dtensor import (
     Striped,
     context_parallel,
 )
-from cp_dtensor.packed_rows import PackedEdges
 
 LENGTH = 14
 ONE_ROW = [0, 3, 3, 9, LENGTH]
@@ -206,117 +199,3 @@ def test_scale_inference_and_edges_that_are_written_to() -> None:
                     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
     run_ranks(2, body)
-
-
-def test_other_threads_have_torchs_own() -> None:
-    q = torch.randn(4, 2, 8)
-    edges = torch.tensor([0, 4], dtype=torch.int32)
-
-    def body(rank: int) -> None:
-        errors: list[BaseException] = []
-
-        def elsewhere() -> None:
-            try:
-                varlen.varlen_attn(q, q, q, edges, edges, 4, 4)
-            except NotImplementedError as error:  # torch has no kernel for CPUs
-                errors.append(error)
-
-        with context_parallel(dist.group.WORLD, seq_lens=[4]):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-        elsewhere()
-        assert ["_flash_attention_forward" in str(error) for error in errors] == [True, True]
-
-    run_ranks(1, body)
-
-
-def refused(
-    message: str, error: type[Exception] = ValueError, seq_lens: Any = (LENGTH,), function: Any = None, **changes: Any
-) -> None:
-    """On both of two ranks, before any collective."""
-
-    def body(rank: int) -> None:
-        edges = torch.tensor(ONE_ROW, dtype=torch.int32)
-        q = torch.randn(LENGTH // 2, 2, 8)
-        arguments = {"query": q, "key": q, "value": q, "cu_seq_q": edges, "cu_seq_k": edges, "max_q": 9, "max_k": 9}
-        if function is not None:
-            arguments["out"] = torch.empty_like(q)
-        with context_parallel(dist.group.WORLD, seq_lens=seq_lens), pytest.raises(error, match=message):
-            (function or varlen.varlen_attn)(**{**arguments, **changes})
-
-    run_ranks(2, body)
-
-
-def test_bad_input() -> None:
-    refused("how long the whole sequence of a batch row is", seq_lens=())
-    local = torch.tensor([0, 3, 7], dtype=torch.int32)
-    refused("documents of the whole sequences, row after row: got cu_seq_q up to 7", cu_seq_q=local, cu_seq_k=local)
-    refused("as many documents of keys", cu_seq_q=torch.tensor([0, 3, LENGTH], dtype=torch.int32))
-    refused("ascending", cu_seq_q=torch.tensor([0, 9, 3, 12, LENGTH], dtype=torch.int32))
-    refused("begin with 0", cu_seq_q=torch.tensor([1, 2, 3, 12, LENGTH], dtype=torch.int32))
-    refused("three dims", query=torch.randn(7, 2, 2, 8))
-    refused("length does not fit: got 6 local tokens", query=torch.randn(6, 2, 8))
-
-
-def test_dtensors_are_refused() -> None:
-    def body(rank: int) -> None:
-        edges = torch.tensor(ONE_ROW, dtype=torch.int32)
-        mesh = init_device_mesh("cpu", (2,))
-        q = DTensor.from_local(torch.randn(7, 2, 8), mesh, [Shard(0)], run_check=False)
-        with context_parallel(mesh, seq_lens=[LENGTH]), pytest.raises(NotImplementedError, match="plain tensors"):
-            varlen.varlen_attn(q, q, q, edges, edges, 9, 9)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no caches of keys")
-def test_what_only_newer_torch_has_is_refused() -> None:
-    refused("a cache of keys", NotImplementedError, seqused_k=torch.tensor([7]))
-    refused("a paged cache", NotImplementedError, block_table=torch.zeros(1, 1), key=torch.randn(1, 7, 2, 8))
-    refused("num_splits=1", NotImplementedError, num_splits=1)
-    refused("cu_seq_k", NotImplementedError, cu_seq_k=None)
-    refused("varlen_attn_out is not supported", NotImplementedError, function=getattr(varlen, "varlen_attn_out", None))
-
-
-def test_rows_of_packed_edges() -> None:
-    def rows(edges: list[int], *lengths: int) -> tuple[int, tuple[int, int]]:
-        packed = PackedEdges(tuple(edges), tuple(edges)).in_rows(lengths)
-        packed.mask(within=Full())
-        return packed.rows, packed.lengths
-
-    assert rows([0, 4, 12], 12) == (1, (12, 12))
-    assert rows([0, 6, 6, 8, 12], 6) == (2, (6, 6))
-    assert rows([0, 4, 12], 5, 12) == (1, (12, 12))
-    with pytest.raises(ValueError, match="several numbers of batch rows"):
-        rows([0, 6, 12], 6, 12)
-    with pytest.raises(ValueError, match="inside of a batch row"):
-        rows([0, 4, 8, 12], 6)
-    with pytest.raises(ValueError, match="multiples of the length"):
-        rows([0, 4, 11], 6)
-
-
-def test_a_module_that_is_loaded_inside_of_a_context() -> None:
-    """torch's operator is defined only then, and Dynamo is loaded with it, which contexts do not do themselves."""
-    program = """
-import sys
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-from cp_dtensor import context_parallel
-q, edges = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
-with context_parallel(dist.group.WORLD, seq_lens=[6]):
-    assert not {"torch._dynamo", "torch.nn.attention.varlen"} & sys.modules.keys()
-    from torch.nn.attention.varlen import varlen_attn
-    assert varlen_attn(q, q, q, edges, edges, 4, 4).shape == q.shape
-try:
-    varlen_attn(q, q, q, edges, edges, 4, 4)
-except NotImplementedError as error:
-    assert "_flash_attention_forward" in str(error)
-else:
-    raise AssertionError("the context has left something behind")
-"""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "error", "-c", program, f"{folder}/store"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
