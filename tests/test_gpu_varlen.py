@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compile_checks import fresh
-from gpu_checks import WAYS, WORLD_SIZE
+from gpu_checks import WORLD_SIZE
 from packed_calls import packed_attention
 from problems import shard
 from processes import Processes
