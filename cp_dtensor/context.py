@@ -49,8 +49,9 @@ class context_parallel(ContextDecorator):
             `Documents(cu_seqlens)`; together with a call's `is_causal` and `attn_mask`, what all of them show. (The
             `attn_mask` of a call has this rank's query rows, in `layout` order, and the keys of the whole sequence, in
             the order of their positions; it may be one of `buffers`.)
-        layout: which rank owns which tokens, `HeadTail()` if None. Functions that are called inside do not know of it:
-            pass it to `context_parallel_unshard`, `local_positions` and their like as well.
+        layout: which rank owns which tokens, `HeadTail()` if None. Functions that are called inside do not take it
+            over: pass it to `context_parallel_unshard`, `local_positions` and their like as well (without one they are
+            refused, unless this is `HeadTail()`).
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
         seq_lens: global lengths that attention runs over besides those of the buffers.

@@ -22,6 +22,7 @@ from cp_dtensor.flex_rows import LocalRows
 from cp_dtensor.flex_tables import Tables, local_tables, mask_lengths
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.layouts import Layout
+from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.masks import Full
 from cp_dtensor.settings import AttentionSettings, check_batch_size
 from cp_dtensor.shard_attention import softmax_scale
@@ -101,7 +102,9 @@ def context_parallel_flex_attention(
         result = traced_flex(call, _token(mesh, parts_of(layout), debug), lengths)
     else:
         refuse_dtensors(q=q, k=k, v=v)
-        result = flex_of_shards(call, AttentionSettings.of(mesh, "auto", layout, None, debug=debug), lengths)
+        settings = AttentionSettings.of(mesh, "auto", layout, None, debug=debug)
+        refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
+        result = flex_of_shards(call, settings, lengths)
     return (result[0], result[1].lse) if return_lse else result
 
 
@@ -278,7 +281,9 @@ def _compiled() -> Callable[..., Any]:
 @_torch_private.constant_in_trace
 def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
     """Of the recipe, for compiled code."""
-    return token_of(ShardRecipe.of(AttentionSettings.of(mesh, "auto", made_of(layout), None, debug=debug)))
+    settings = AttentionSettings.of(mesh, "auto", made_of(layout), None, debug=debug)
+    refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
+    return token_of(ShardRecipe.of(settings))
 
 
 @_torch_private.constant_in_trace

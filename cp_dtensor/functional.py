@@ -9,6 +9,7 @@ from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len, refuse_dtenso
 from cp_dtensor.captured_values import Parts, made_of, parts_of
 from cp_dtensor.compiled_op import backends_token, token_of, traced_attention_by_tokens
 from cp_dtensor.layouts import Layout
+from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.rotation.choice import rotation_by_name
@@ -69,7 +70,8 @@ def context_parallel_attention(
             gradient is the share of this rank's queries, like that of any parameter: the sum over the ranks is whole.
         scale: factor of the logits, 1 / sqrt(D) if None.
         enable_gqa: allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
-        layout: which rank owns which tokens, `HeadTail()` if None.
+        layout: which rank owns which tokens, `HeadTail()` if None. Inside of a context over these ranks that has
+            another layout, None is refused, as mask=None is if it has a mask (`Full()` says that it is not to hold).
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
         deterministic: on GPUs too, equal inputs give equal bits, forward and backward: plain masks as well are computed
@@ -109,6 +111,7 @@ def context_parallel_attention(
         return (out, lse) if return_lse else out
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+    refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     out, lse = attend(
         q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
         scale=scale, lengths=lengths, needs_lse=return_lse,
@@ -193,6 +196,7 @@ def _constants(
     settings = AttentionSettings.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
+    refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     shown = checked_mask(made_of(mask), is_causal)
     return token_of(ShardRecipe.of(settings)), backends_token(), mask_tokens.token_of(shown)
 

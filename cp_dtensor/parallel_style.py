@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, checked_method, refuse_other_lengths
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.layouts import Layout
+from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
 from cp_dtensor.region import CAPTURED_BEFORE, Region
@@ -35,7 +36,9 @@ class ContextParallel(ParallelStyle):
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
         mask: which query may see which key in all attention inside, by global position, if it is always the same; with
             a call's `is_causal` and `attn_mask` (see `context_parallel`), what all of them show.
-        layout: which rank owns which tokens, `HeadTail()` if None.
+        layout: which rank owns which tokens, `HeadTail()` if None. Inside of a context (or a module) over these ranks
+            that has another layout, calls of a module without one are refused, as those without a mask are if it has a
+            mask; `mask=Full()` says that it is not to hold.
         rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default (at
             the time of parallelize_module) if None.
         seq_len: global number of tokens, if it is always the same. It saves an exchange, and checks nothing: on GPUs,
@@ -59,7 +62,8 @@ class ContextParallel(ParallelStyle):
         debug: bool = False,
     ) -> None:
         super().__init__()
-        self._layout = checked_layout(layout)
+        self._layout = layout
+        checked_layout(layout)
         self._method = checked_method(method)
         self._mask = None if mask is None else checked_mask(mask, False)
         self._rotate_method = rotate_method
@@ -67,34 +71,53 @@ class ContextParallel(ParallelStyle):
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._debug = debug
         if seq_len is not None:
-            refuse_other_lengths(self._layout, seq_len, "seq_len")
+            refuse_other_lengths(checked_layout(layout), seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _RegionForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         settings = AttentionSettings.of(device_mesh, self._method, self._layout, self._rotate_method, debug=self._debug)
         region = Region(replace(settings, declared_lengths=self._lengths, mask=self._mask))
-        module.forward = _RegionForward(module, vars(module).get("forward"), region)
+        module.forward = _RegionForward(
+            module, vars(module).get("forward"), region, _Said(self._layout is not None, self._mask is not None)
+        )
         return module
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the caller has said, rather than left to its default."""
+
+    layout: bool
+    mask: bool
 
 
 class _RegionForward:
     """A module's forward, run in a region. An object and not a closure, so that a copy of the module has its own."""
 
-    def __init__(self, module: nn.Module, replaced: Callable[..., Any] | None, region: Region) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        replaced: Callable[..., Any] | None,
+        region: Region,
+        said: _Said,
+    ) -> None:
         self._module = module
         self._replaced = replaced  # a forward that the module had as an instance attribute before
         self._region = region
+        self._said = said
         self._token = region.ambient.token
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
+            _refuse_left_out_of(self._token, self._said.layout, self._said.mask)
             # The token is what code is compiled for; the region itself is entered when what Dynamo captures of forward
             # is traced further.
             enter = functools.partial(_in_region_of, self._token)
             return _torch_private.traced_inside(enter, forward, *args, **kwargs)
+        refuse_left_out("ContextParallel", self._region.settings.ranks, layout=self._said.layout, mask=self._said.mask)
         return _run_in_region(self._region, forward, *args, **kwargs)
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +125,16 @@ class _RegionForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RegionForward:
         # The region is shared: it holds a process group and no tensors.
-        return _RegionForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._region)
+        return _RegionForward(
+            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._region, self._said
+        )
+
+
+@_torch_private.constant_in_trace
+def _refuse_left_out_of(token: str, layout: bool, mask: bool) -> None:
+    recipe = recipe_of(token)
+    assert isinstance(recipe, ShardRecipe)
+    refuse_left_out("ContextParallel", recipe.settings().ranks, layout=layout, mask=mask)
 
 
 def _in_region_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:

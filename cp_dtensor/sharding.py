@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import agreement
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
 from cp_dtensor.layouts import Layout
+from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.tensors import positions_of
 
@@ -25,7 +26,8 @@ def context_parallel_shard(
             share the sequence.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         seq_dims: the sequence dim of each, negative counts from the end.
-        layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch.
+        layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch. None is
+            refused inside of a context over these ranks that has another layout; so it is by the functions below.
 
     Returns:
         new tensors, in local order. Differentiable: gradients of other ranks' tokens are zero here, so that the sum
@@ -34,7 +36,7 @@ def context_parallel_shard(
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    ranks, layout = sequence_ranks(mesh), checked_layout(layout)
+    ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
     dims = checked_buffers(buffers, seq_dims, layout)
     check_whole_lengths(buffers, dims, layout)
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
@@ -54,7 +56,7 @@ def context_parallel_unshard(
         mesh: as for `context_parallel_shard`.
         buffers: this rank's shards; lengths may differ between ranks as the layout says.
         seq_dims: the sequence dim of each.
-        layout: the layout they were sharded in, `HeadTail()` if None, also inside of a context that has another.
+        layout: the layout they were sharded in, `HeadTail()` if None.
         grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
             and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
             the ranks.
@@ -68,7 +70,7 @@ def context_parallel_unshard(
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
-    ranks, layout = sequence_ranks(mesh), checked_layout(layout)
+    ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
     dims = checked_buffers(buffers, seq_dims, layout)
     return [
         _Unshard.apply(tensor, dim, layout, ranks, grad == "partial") for tensor, dim in zip(buffers, dims, strict=True)
@@ -98,7 +100,7 @@ def local_positions(
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    ranks, layout = sequence_ranks(mesh), checked_layout(layout)
+    ranks, layout = _ranks_and_layout("local_positions", mesh, layout)
     seq_len = checked_length(seq_len)
     if batch_size is not None and checked_length(batch_size, "batch_size") == 0:
         raise ValueError("expected batch_size to be at least 1, got 0")
@@ -112,6 +114,12 @@ def local_positions(
         for index, (start, stop) in enumerate(layout.batch_groups(batch_size))
     ]
     return torch.cat(rows)
+
+
+def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
+    ranks = sequence_ranks(mesh)
+    refuse_left_out(owner, ranks, layout=layout is not None)
+    return ranks, checked_layout(layout)
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:

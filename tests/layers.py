@@ -58,6 +58,7 @@ LAYERS = {
     "planning": 3,
     "splitting": 3,
     "settings": 3,
+    "left_out": 3,
     "global_lengths": 3,
     "shard_recipe": 3,
     "shard_attention": 3,

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from collectives import errors_by_rank, recorded_collectives
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from masked_problems import fits
 from packed_documents import PackedProblem, assert_close, equal_generators
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import PerDocument
+from cp_dtensor import Documents, PerDocument
 from cp_dtensor.integrations import ring_flash_attn
 from cp_dtensor.integrations.ring_flash_attn import shard_varlen, unshard_varlen
 from cp_dtensor.integrations.ring_flash_attn_sharding import ContiguousPerDocument
@@ -103,6 +104,9 @@ def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> N
         edges = [0]
         for length in local_lengths:
             edges.append(edges[-1] + length * CHUNKS[kind] * ranks)
+        for chunk in (1, ranks):  # of one rank, and of all: neither may look like ids of documents
+            local = tuple(edge // ranks * chunk for edge in edges)
+            assume(fits(Documents(local), *[local[-1] + padding * chunk] * 2, 1))
         q_heads, kv_heads = (heads[0], heads[0]) if packing == "qkvpacked_" else heads
         problem = PackedProblem(
             tuple(edges), q_len=edges[-1] + padding * ranks, q_heads=q_heads, kv_heads=kv_heads, is_causal=causal,
