@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.layouts import Layout
+from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.sharding import put_shard, take_shard
+
+_SHARD = "cp_dtensor_shard"  # attribute of tensors that were left sharded: over which ranks, and how long
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +25,7 @@ class Buffer:
     tensor: torch.Tensor
     dim: int
     layout: Layout
-    rank: int
-    world_size: int
+    ranks: SequenceRanks
     restore: bool
 
     @property
@@ -46,6 +49,10 @@ class _Standing:
     def push(self, tensor: torch.Tensor, contents: LocalContents) -> None:
         """`contents` stands in for the tensor."""
         self._stacks.setdefault(id(tensor), []).append(contents)
+
+    def ranks(self, tensor: torch.Tensor) -> list[set[int]]:
+        """Over which ranks the tensor is sharded now."""
+        return [contents.ranks for contents in self.stack(tensor)]
 
     def pop(self, tensor: torch.Tensor) -> None:
         """The innermost one no longer does."""
@@ -80,7 +87,12 @@ class LocalContents:
         self._sharded_for_good = False
         self._swapped_out: list[torch.Tensor | None] = []  # per entry, what has the identity of the tensor around it
         with torch.no_grad():
-            self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
+            self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those that share the buffer."""
+        return self._buffer.ranks.global_ranks()
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -117,6 +129,8 @@ class LocalContents:
         if not self._buffer.restore and not self._sharded_for_good:
             self._sharded_for_good = True
             self._swapped_out[-1] = None
+            buffer = self._buffer
+            setattr(buffer.tensor, _SHARD, (buffer.ranks.global_ranks(), self._shard.size(buffer.dim)))
 
     def _swap_in(self) -> torch.Tensor:
         # A new object each time: autograd may have saved the last one, and must not see it change identity.
@@ -136,7 +150,7 @@ class LocalContents:
                 _standing.wait(buffer.tensor, self, stand_in)
                 return
             grad = stand_in.grad.new_zeros(self._whole_shape)
-            put_shard(grad, stand_in.grad, buffer.dim, buffer.layout, buffer.rank, buffer.world_size)
+            put_shard(grad, stand_in.grad, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
             stand_in.grad = None
             buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
 
@@ -148,3 +162,49 @@ def refuse_non_leaf(index: int, tensor: torch.Tensor) -> None:
             f"buffer {index}: got a non-leaf tensor that requires grad (from {tensor.grad_fn}), expected a leaf or one "
             "that does not require grad. Use context_parallel_shard, which is differentiable, or detach it"
         )
+
+
+def refuse_shards(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
+    """Refuses buffers that are shards over these ranks already: of shards, attention would see a part only.
+
+    Raises:
+        ValueError: a buffer of a context that is open, or one that a context has left sharded.
+    """
+    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        left_sharded = getattr(tensor, _SHARD, None) == (ranks, tensor.size(dim))
+        if len(ranks) > 1 and (left_sharded or ranks in _standing.ranks(tensor)):
+            why = "was left sharded (no_restore_buffers) by" if left_sharded else "is a buffer of"
+            raise ValueError(
+                f"buffer {index}: expected a tensor that every rank has whole, got a shard of shape "
+                f"{tuple(tensor.shape)}: it {why} another context over the same ranks"
+            )
+
+
+def refuse_different_buffers(buffers: list[Buffer], ranks: SequenceRanks) -> None:
+    """Lets the ranks compare their buffers, which takes a pass over them.
+
+    Raises:
+        ValueError: on every rank alike, where they differ; names buffers and ranks.
+    """
+    device = buffers[0].tensor.device if buffers else torch.device("cpu")
+    (counts, *_) = zip(*ranks.gather_integers([len(buffers)], device), strict=True)
+    if len({*counts}) > 1:
+        raise ValueError(f"the ranks have different numbers of buffers: {list(counts)} on ranks 0 to {len(counts) - 1}")
+    said = ranks.gather_integers([_digest(buffer) for buffer in buffers], device) if buffers else []
+    for index, digests in enumerate(zip(*said, strict=True)):
+        usual = max(digests, key=digests.count)
+        odd = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
+        if odd:
+            raise ValueError(
+                f"buffer {index}: expected the same whole tensor on every rank, got another one on rank "
+                f"{', '.join(odd)} (shape {tuple(buffers[index].tensor.shape)} here): ranks that share a sequence read "
+                "the same data"
+            )
+
+
+def _digest(buffer: Buffer) -> int:
+    """Of a buffer's type and bits."""
+    tensor = buffer.tensor.detach()
+    bits = tensor.contiguous().view(-1).view(torch.uint8).cpu().to(torch.int64)
+    weights = torch.arange(len(bits), device="cpu") % 65521 + 1
+    return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)} {buffer.dim} {int((bits * weights).sum())}".encode())

@@ -11,7 +11,7 @@ import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, checked_length, refuse_other_lengths
-from cp_dtensor.buffers import Buffer, LocalContents, refuse_non_leaf
+from cp_dtensor.buffers import Buffer, LocalContents, refuse_different_buffers, refuse_non_leaf, refuse_shards
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
@@ -36,7 +36,9 @@ class context_parallel(ContextDecorator):
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
             dims, of which the one whose name begins with "ulysses" is the inner axis, otherwise the second.
-        buffers: tensors that every rank has whole, of any dtype. Leaf tensors may require grad: inside they are leaves
+        buffers: tensors that every rank has whole and equal, of any dtype: the very objects that the code inside uses
+            (a slice or a copy is another tensor), all that have a sequence dim, position ids and RoPE tables too.
+            Labels are shifted before they become shards. Leaf tensors may require grad: inside they are leaves
             of the local shape, and on exit `.grad` has the full shape, zero outside of this rank's tokens, so that its
             sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with
             `context_parallel_shard`, which is differentiable. Changes that are made inside to a buffer, by an optimizer
@@ -55,10 +57,12 @@ class context_parallel(ContextDecorator):
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
         seq_lens: global lengths that attention runs over besides those of the buffers.
-        debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
+        debug: on entry let the ranks compare the buffers, and at every attention call what must agree; a disagreement
+            names the rank.
 
     Raises:
-        TypeError, ValueError: on creation, for arguments that do not fit, before any collective.
+        TypeError, ValueError: on creation, for arguments that do not fit, before any collective; with `debug`, on
+            entry, for buffers that differ between ranks, on every rank alike.
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
             `torch.compile`d function; on exit, out of order.
 
@@ -90,9 +94,10 @@ class context_parallel(ContextDecorator):
         kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         for index, tensor in enumerate(tensors):
             refuse_non_leaf(index, tensor)
-        rank, world_size = self._settings.ranks.rank, self._settings.ranks.size
+        ranks = self._settings.ranks
+        refuse_shards(tensors, dims, ranks.global_ranks())
         self._buffers = [
-            Buffer(tensor, dim, layout, rank, world_size, restore=id(tensor) not in kept_sharded)
+            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in kept_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
         self._seq_lens = frozenset(checked_length(length) for length in checked_sequence("seq_lens", seq_lens))
@@ -110,6 +115,8 @@ class context_parallel(ContextDecorator):
             raise RuntimeError(
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
+        if self._settings.debug:
+            refuse_different_buffers(self._buffers, self._settings.ranks)
         lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None

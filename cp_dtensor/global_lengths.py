@@ -60,7 +60,24 @@ def global_lengths(
     )
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
+    if lengths is None and settings.lengths_vary:
+        _refuse_whole_queries([q_local for q_local, _ in everyone], found[0], settings.declared_lengths or ())
     return found
+
+
+def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:
+    """Refuses queries of a whole buffer's length on every rank: the context sees a sequence of so many copies of it.
+
+    Raises:
+        ValueError: on every rank alike.
+    """
+    if len(local) > 1 and found not in declared and len({*local}) == 1 and local[0] in declared:
+        raise ValueError(
+            f"got queries of {local[0]} tokens on each of {len(local)} ranks, as long as a whole buffer of the context "
+            f"(lengths {declared}), expected this rank's part: a tensor becomes its shard where it is one of buffers, "
+            "the very object (no copy or slice of it), or by context_parallel_shard. If there is a sequence of "
+            f"{found} tokens in all, announce it: context_parallel(..., seq_lens=[{found}])"
+        )
 
 
 def _check_local_lengths(

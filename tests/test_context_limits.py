@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Contiguous,
@@ -163,11 +164,11 @@ def test_a_backward_through_two_contexts_over_one_leaf_sums_both_gradients() -> 
 
 def test_contexts_over_one_buffer_left_in_the_wrong_order_are_refused() -> None:
     def body(rank: int) -> None:
-        tokens = torch.arange(16)
+        tokens, mesh = torch.arange(16), init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
         options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
-        outer = context_parallel(group(), **options)
+        outer = context_parallel(mesh["nodes"], **options)
         outer.__enter__()
-        inner = context_parallel(group(), **options)
+        inner = context_parallel(mesh["gpus"], **options)
         inner.__enter__()
         assert tokens.numel() == 4
         with pytest.raises(RuntimeError, match="reverse order"):
@@ -177,7 +178,7 @@ def test_contexts_over_one_buffer_left_in_the_wrong_order_are_refused() -> None:
         outer.__exit__(None, None, None)
         assert torch.equal(tokens, torch.arange(16))
 
-    run_ranks(2, body)
+    run_ranks(4, body)
 
 
 def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
@@ -191,6 +192,62 @@ def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
         assert tokens.numel() == 8
 
     run_ranks(2, body)
+
+
+def test_shards_are_no_buffers_over_the_same_ranks() -> None:
+    def body(rank: int) -> None:
+        tokens, labels, mesh = torch.arange(16), torch.arange(16), init_device_mesh("cpu", (2, 2))
+        rows, cols = mesh.get_group(0), mesh.get_group(1)
+        with context_parallel(rows, buffers=[tokens, labels], buffer_seq_dims=[0, 0], no_restore_buffers=[labels]):
+            for index, buffers in enumerate(([tokens], [labels.clone(), tokens])):
+                with pytest.raises(ValueError, match=rf"buffer {index}: .* a shard of shape \(8,\): it is a buffer of"):
+                    context_parallel(rows, buffers=buffers, buffer_seq_dims=[0] * len(buffers))
+            with context_parallel(cols, buffers=[tokens], buffer_seq_dims=[0]):
+                assert len(tokens) == 4
+        with pytest.raises(ValueError, match=r"a shard of shape \(8,\): it was left sharded \(no_restore_buffers\) by"):
+            context_parallel(rows, buffers=[tokens, labels], buffer_seq_dims=[0, 0])
+        context_parallel(cols, buffers=[tokens, labels], buffer_seq_dims=[0, 0])
+        labels.set_(torch.arange(16))
+        context_parallel(rows, buffers=[tokens, labels], buffer_seq_dims=[0, 0])
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_queries_of_a_whole_buffer_s_length_are_refused(ranks: int) -> None:
+    def body(rank: int) -> None:
+        tokens, copies = torch.arange(12), torch.ones(1, 1, 12, 8)
+        q = copies.tensor_split(ranks, 2)[rank]
+        options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
+        with context_parallel(group(), **options):
+            with pytest.raises(ValueError, match=rf"got queries of 12 tokens on each of {ranks} ranks, .* seq_lens=\["):
+                F.scaled_dot_product_attention(copies, copies, copies)
+            F.scaled_dot_product_attention(q, q, q)
+            F.scaled_dot_product_attention(q, copies, copies)  # of whole keys it makes no difference
+        with context_parallel(group(), seq_lens=[12 * ranks], **options):
+            F.scaled_dot_product_attention(copies, copies, copies)
+
+    run_ranks(ranks, body)
+
+
+def test_debug_compares_the_buffers() -> None:
+    def body(rank: int, change: str) -> None:
+        buffers = [torch.arange(12), torch.ones(2, 12, dtype=torch.bfloat16), torch.zeros(0, 3)]
+        if rank == 1:
+            buffers[1][1, 5] += change == "values"
+            buffers = buffers[: 2 if change == "number" else 3]
+            buffers[0] = buffers[0].int() if change == "dtype" else buffers[0]
+        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 1, 0][: len(buffers)], debug=True):
+            assert len(buffers[0]) == 4
+
+    run_ranks(3, body, "nothing")
+    for change, message in (
+        ("values", r"buffer 1: .* got another one on rank 1 \(shape \(2, 12\)"),
+        ("dtype", r"buffer 0: .* got another one on rank 1"),
+        ("number", r"different numbers of buffers: \[3, 2, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_ranks(3, body, change)
 
 
 @pytest.mark.parametrize(
