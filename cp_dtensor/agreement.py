@@ -171,6 +171,7 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
 
 
 def _refuse_disagreement(everyone: list[CallFacts]) -> None:
+    disagreements = []
     for field in fields(CallFacts):
         if field.name in _LOCAL_FIELDS:
             continue
@@ -178,10 +179,9 @@ def _refuse_disagreement(everyone: list[CallFacts]) -> None:
         usual = max(said, key=said.count)
         odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if value != usual]
         if odd:
-            raise ValueError(
-                f"the ranks of the context-parallel axis disagree about {field.name}: {', '.join(odd)}, "
-                f"the others {usual!r}"
-            )
+            disagreements.append(f"{field.name}: {', '.join(odd)}, the others {usual!r}")
+    if disagreements:  # all of them: what comes first may follow from another, as heads that were expanded for a mask
+        raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
 
 
 def _encode(value: object) -> list[int]:

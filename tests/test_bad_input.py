@@ -175,6 +175,10 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
         {"k": tensor(heads=2), "v": tensor(heads=2), "enable_gqa": True},
         "kv_heads: rank 1 says 2, the others 4",
     ),
+    "key heads and mask": (
+        {"k": tensor(heads=2), "v": tensor(heads=2), "enable_gqa": True, "is_causal": True},
+        'kv_heads: rank 1 says 2, the others 4; about mask: rank 1 says "Causal(',
+    ),
     "head dim": ({name: tensor(dim=8) for name in "qkv"}, "head_dim: rank 1 says 8, the others 16"),
     "value head dim": ({"v": tensor(dim=8)}, "v_head_dim: rank 1 says 8, the others 16"),
     "dtype": (
