@@ -26,6 +26,7 @@ from cp_dtensor.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.installation import SharedInstallation
 from cp_dtensor.interception import SdpaArguments, intercepted
 from cp_dtensor.mask_arguments import checked_mask
+from cp_dtensor.masks import Mask
 from cp_dtensor.settings import AttentionSettings, check_batch_size
 from cp_dtensor.shard_attention import attend
 from cp_dtensor.shard_recipe import AMBIENT_SETTINGS, AmbientSettings
@@ -120,18 +121,18 @@ def _region_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
-        result = local_only_sdpa(call, region.settings.ranks.global_ranks(), partial(_plain_sdpa, region))
+        result = local_only_sdpa(call, region.settings.ranks.global_ranks(), partial(sdpa_of_shards, region))
         if result is None and region.settings.mask is not None:
             raise NotImplementedError(
                 f"the mask of this context ({region.settings.mask}) is for plain tensors: got DTensors over the ranks "
                 "of the context; pass their local shards"
             )
         return result
-    return _plain_sdpa(region, call)
+    return sdpa_of_shards(region, call)
 
 
-def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
-    """SDPA of plain tensors, which are shards of the region."""
+def sdpa_of_shards(region: Region, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
+    """SDPA of plain tensors, which are shards of the region; with `mask`, besides what the call masks."""
     if call.q.dim() != 4 and len(region.settings.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
             f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
@@ -142,7 +143,7 @@ def _plain_sdpa(region: Region, call: SdpaArguments) -> torch.Tensor:
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
-        q, k, v, region.settings, mask=checked_mask(None, call.is_causal), scale=call.scale,
+        q, k, v, region.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
         attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, first=call.first,
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
@@ -169,13 +170,15 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
 
 
 def _replacements() -> Iterator[AbstractContextManager[None]]:
-    from cp_dtensor.region_flex import flex_replacements  # which asks for regions
+    from cp_dtensor.region_bias import bias_replacements  # which asks for regions
+    from cp_dtensor.region_flex import flex_replacements
     from cp_dtensor.region_varlen import varlen_replacements
 
     yield dispatcher_installation.held()
     yield intercepted(_region_sdpa)
     yield _torch_private.checkpointed_functions_bound(_bound_to_region)
     yield _torch_private.compiled_code_kept_apart(_variant_of_compiled_code)
+    yield from bias_replacements()
     yield from flex_replacements()
     yield from varlen_replacements()
     yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)

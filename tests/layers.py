@@ -67,6 +67,7 @@ LAYERS = {
     "interception": 4,
     "dtensor": 4,
     "region": 5,
+    "region_bias": 5,
     "region_flex": 5,
     "region_varlen": 5,
     "buffers": 5,

@@ -40,6 +40,7 @@ from cp_dtensor._torch_private.flex import (
 from cp_dtensor._torch_private.groups import group_of_name, name_of_group
 from cp_dtensor._torch_private.patches import (
     checkpointed_functions_bound,
+    lower_right_bias_redirected,
     multihead_attention_ends_in_sdpa,
 )
 from cp_dtensor._torch_private.profiling import label
@@ -92,6 +93,7 @@ __all__ = [
     "is_in_cuda_graph",
     "is_traced",
     "label",
+    "lower_right_bias_redirected",
     "math_sdpa",
     "mesh_of",
     "multihead_attention_ends_in_sdpa",

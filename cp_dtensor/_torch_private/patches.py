@@ -62,6 +62,31 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
 
 
 @contextmanager
+def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While open, SDPA with a `causal_lower_right` of unequal lengths as its mask goes to `redirect(original)`.
+
+    Who has no such bias has not loaded its module, which loads Dynamo; then there is nothing to replace.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is None:
+        yield
+        return
+
+    def dispatch(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+        redirected = redirect(original.__func__)
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            bias = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3]
+            is_triangle = bias.variant != module.CausalVariant.LOWER_RIGHT or bias.seq_len_q == bias.seq_len_kv
+            return (original.__func__ if is_triangle else redirected)(*args, **kwargs)
+
+        return staticmethod(chosen)
+
+    with patched(module.CausalBias, "_dispatch", dispatch):
+        yield
+
+
+@contextmanager
 def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Iterator[None]:
     """While open, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take the path that calls SDPA.
 
