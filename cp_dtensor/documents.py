@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -36,6 +36,8 @@ class Documents(Mask):
     cu_seqlens: tuple[int, ...]
     cu_seqlens_k: tuple[int, ...]
     within: Mask
+    only_length: int | None = field(default=None, repr=False)
+    """Of the sequence, if the mask was made of an id for each of its tokens."""
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
         queries = ascending(cu_seqlens, "Documents", "cu_seqlens")
@@ -46,7 +48,12 @@ class Documents(Mask):
             raise ValueError(
                 f"Documents expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
             )
-        for name, value in (("cu_seqlens", queries), ("cu_seqlens_k", keys), ("within", within or Full())):
+        for name, value in (
+            ("cu_seqlens", queries),
+            ("cu_seqlens_k", keys),
+            ("within", within or Full()),
+            ("only_length", None),
+        ):
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -65,6 +72,9 @@ class Documents(Mask):
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
         """A document is a run of equal ids; of ids (B, S) every batch row has documents of its own.
 
+        Ids are those of all tokens, in the order of their positions, so attention over another number of queries
+        refuses the mask. Make it before a context shards the ids.
+
         >>> Documents.from_ids([7, 7, 1]).cu_seqlens
         (0, 2, 3)
         """
@@ -73,7 +83,9 @@ class Documents(Mask):
             raise ValueError(f"Documents expects ids to be a list or a tensor, (S,) or (B, S), got {ids!r}")
         if ids and isinstance(ids[0], list):
             return Batched([cls.from_ids(row, within=within) for row in ids])
-        return cls.from_lengths((sum(1 for _ in run) for _, run in groupby(ids)), within=within)
+        mask = cls.from_lengths((sum(1 for _ in run) for _, run in groupby(ids)), within=within)
+        object.__setattr__(mask, "only_length", len(ids))
+        return mask
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -85,6 +97,11 @@ class Documents(Mask):
             raise ValueError(
                 f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
                 f"expected at most the lengths of the sequence, {q_len} and {kv_len}"
+            )
+        if self.only_length not in (None, q_len):
+            raise ValueError(
+                f"Documents.from_ids got ids of {self.only_length} tokens, expected one for each of the {q_len} tokens "
+                "of the whole sequence; those of a rank's own tokens, or positions (cu_seqlens), make another mask"
             )
         refuse_no_edges(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
         refuse_no_edges(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
@@ -98,7 +115,7 @@ class Documents(Mask):
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.cu_seqlens, self.cu_seqlens_k, self.within))
+        return hash((self.cu_seqlens, self.cu_seqlens_k, self.within, self.only_length))
 
     def __hash__(self) -> int:
         return self._hash  # looked up at every call of attention

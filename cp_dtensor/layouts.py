@@ -191,7 +191,8 @@ class MirroredBatch(_AnyLength):
     """Contiguous chunks, dealt to the ranks in reversed order for the second half of the batch ("step attention").
 
     Balances causal attention without cutting a row in two, as long as the batch has an even number of rows; of an odd
-    batch the first half has one row more. Rank r has the same number of tokens in both halves.
+    batch the first half has one row more. Rank r has the same number of tokens in both halves. Attention takes the rows
+    of a whole batch as they were sharded: parts of it (microbatches) would be halved anew.
 
     >>> [[list(MirroredBatch().segments(4, r, 2, group=g)[0].positions()) for g in (0, 1)] for r in range(2)]
     [[[0, 1], [2, 3]], [[2, 3], [0, 1]]]

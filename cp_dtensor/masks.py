@@ -76,6 +76,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """Query i sees keys i - left to i + right; None: without end on that side.
 
+    It sees its own place besides: what models call a sliding window of W tokens is `SlidingWindow(W - 1, 0)`.
+
     Aligned "bottom_right", the last query stands at the last key, as in FlashAttention.
 
     >>> [SlidingWindow(1, 0).layers(3, 3)[0][0].keys(i) for i in range(3)]

@@ -30,7 +30,9 @@ class ContextParallel(ParallelStyle):
 
     The module form of `context_parallel`. It belongs to the module, so it holds whenever and wherever its forward
     runs: in a recompute under any activation checkpointing, after any context, in any thread. It does not shard
-    inputs; pass it shards, from `context_parallel_shard` say.
+    inputs; pass it shards, from `context_parallel_shard` say. Of a DTensor sharded along the sequence, the local part
+    is one in the layout `Contiguous()`. Copy the module by `copy.deepcopy`: what `copy.copy` makes computes with the
+    parameters of the original, as it does of any module whose `forward` was replaced.
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).

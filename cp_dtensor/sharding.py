@@ -23,7 +23,7 @@ def context_parallel_shard(
 
     Args:
         mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
-            share the sequence.
+            share the sequence, whose inner one counts first: flattened, a mesh ("ulysses", "ring") has another order.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         seq_dims: the sequence dim of each, negative counts from the end.
         layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch. None is

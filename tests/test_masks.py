@@ -79,8 +79,11 @@ def test_masks_are_values() -> None:
 
 
 def test_documents_from_ids_and_lengths() -> None:
-    assert Documents.from_ids(torch.tensor([4, 4, 9, 9, 9])) == Documents.from_lengths([2, 3]) == Documents([0, 2, 5])
-    assert Documents.from_ids([[0, 0], [0, 1]]) == Batched([Documents([0, 2]), Documents([0, 1, 2])])
+    one, several = Documents.from_ids(torch.tensor([4, 4, 9, 9, 9])), Documents.from_ids([[0, 0], [0, 1]])
+    assert one.layers(5, 5) == Documents.from_lengths([2, 3]).layers(5, 5) == Documents([0, 2, 5]).layers(5, 5)
+    assert isinstance(several, Batched)
+    assert [row.cu_seqlens for row in several.masks] == [(0, 2), (0, 1, 2)]
+    assert pickle.loads(pickle.dumps(one)) == one == Documents.from_ids([0, 0, 1, 1, 1]) != Documents([0, 2, 5])
     assert Documents([1, 3, 3]).lengths == (2, 0)
 
 
@@ -138,6 +141,7 @@ def test_masks_that_torch_has_kernels_of(mask: Mask, q_len: int, kv_len: int, pl
         ),
         (lambda: Documents([4, 4]).pairs(12, 12), r"\(4, 4\) for 12 tokens, .* Documents.from_lengths\(lengths\)"),
         (lambda: Documents([0, 6], [3, 4]).pairs(6, 7), r"cu_seqlens_k to be .* look like the lengths"),
+        (lambda: Documents.from_ids([0, 0, 1]).pairs(6, 6), r"from_ids got ids of 3 tokens, expected one .* of the 6"),
         (lambda: Documents([0, 9]).pairs(5, 5), r"end at 9 \(queries\) and 9 \(keys\), expected at most .* 5 and 5"),
         (lambda: layers_of(Batched([Full()]), 3, 3, 2), r"of 1 batch rows, got a batch of 2"),
         (lambda: Batched([Full()]).layers(3, 3), r"layers by batch row"),

@@ -197,6 +197,7 @@ OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
     "document ids for positions": (
         {"mask": Documents([0] * 9 + [1] * 8 + [2] * 7)}, r"24 numbers .* for 24 tokens, .* a document id of each token"
     ),
+    "ids of this rank's tokens": ({"mask": Documents.from_ids([0, 0, 1, 1, 1, 2, 2, 2])}, "ids of 8 tokens, .* the 24"),
     "lengths of documents for positions": ({"mask": Documents([8, 8, 8])}, r"\(8, 8, 8\) for 24 .* the lengths"),
 }  # fmt: skip
 
