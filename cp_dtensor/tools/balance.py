@@ -25,16 +25,17 @@ SEED = 0
 
 
 def main() -> None:
-    """Prints the tables, and writes them."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536, 131072])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/balance.md"))
+    parser.add_argument("--output", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()
     text = report(arguments.seq_len, arguments.ranks)
     print(text)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text + "\n")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text + "\n")
 
 
 def report(seq_lens: Sequence[int], rank_counts: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ python -m cp_dtensor.tools.interception_cost
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ def _declines(call: SdpaArguments) -> None:
 
 def main() -> None:
     """Measures and prints the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     x = torch.randn(8, 8)
     leaf = torch.randn(8, 8, requires_grad=True)
