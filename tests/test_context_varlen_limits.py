@@ -23,25 +23,58 @@ LENGTH = 14
 ONE_ROW = [0, 3, 3, 9, LENGTH]
 
 
-def test_other_threads_have_torchs_own() -> None:
-    q = torch.randn(4, 2, 8)
-    edges = torch.tensor([0, 4], dtype=torch.int32)
+class Kernels:
+    """Somebody's CPU kernels of torch's operator, which has none: each document's mean value, and gradients of it."""
 
+    def __init__(self) -> None:
+        self._library = torch.library.Library("torch_attn", "IMPL")
+        self._library.impl("_varlen_attn", self._forward, "CPU")
+        self._library.impl("_varlen_attn_backward", self._backward, "CPU")
+        self.take_back = self._library._destroy
+
+    @staticmethod
+    def _means(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return torch.cat([each.mean(0, keepdim=True).expand_as(each) for each in x.split(edges.diff().tolist())])
+
+    def _forward(self, q: Any, k: Any, v: Any, edges: Any, *settings: Any) -> Any:
+        return self._means(v, edges), q.new_zeros(q.shape[1::-1]), torch.zeros(2, dtype=torch.uint64)
+
+    def _backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, edges: Any, *settings: Any) -> Any:
+        return torch.zeros_like(q), torch.ones_like(k), self._means(grad, edges)
+
+
+def of_kernels() -> bool:
+    """Whether a call gives what `Kernels` do, with gradients and in inference mode; False if torch has no kernel."""
+    q, k, v = (torch.randn(4, 2, 8).requires_grad_() for _ in range(3))
+    edges, grad = torch.tensor([0, 1, 4], dtype=torch.int32), torch.randn(4, 2, 8)
+    try:
+        out = varlen.varlen_attn(q, k, v, edges, edges, 3, 3)
+        with torch.inference_mode():
+            inferred = varlen.varlen_attn(q, k, v, edges, edges, 3, 3)
+    except NotImplementedError:
+        return False
+    got = out, inferred, *torch.autograd.grad(out, (q, k, v), grad)
+    expected = [Kernels._means(v, edges)] * 2 + [torch.zeros(4, 2, 8), torch.ones(4, 2, 8), Kernels._means(grad, edges)]
+    return all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("when", ["never", "before", "inside"])
+def test_other_threads_have_torchs_own_and_what_others_registered(when: str) -> None:
     def body(rank: int) -> None:
-        errors: list[BaseException] = []
-
-        def elsewhere() -> None:
-            try:
-                varlen.varlen_attn(q, q, q, edges, edges, 4, 4)
-            except NotImplementedError as error:  # torch has no kernel for CPUs
-                errors.append(error)
-
-        with context_parallel(dist.group.WORLD, seq_lens=[4]):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-        elsewhere()
-        assert ["_flash_attention_forward" in str(error) for error in errors] == [True, True]
+        seen: list[bool] = []
+        kernels = Kernels() if when == "before" else None
+        try:
+            with context_parallel(dist.group.WORLD, seq_lens=[4]):
+                kernels = Kernels() if when == "inside" else kernels
+                thread = threading.Thread(target=lambda: seen.append(of_kernels()))
+                thread.start()
+                thread.join()
+                assert not of_kernels()
+            assert [*seen, of_kernels()] == [when != "never"] * 2
+        finally:
+            if kernels is not None:
+                kernels.take_back()
+        assert not of_kernels()
 
     run_ranks(1, body)
 

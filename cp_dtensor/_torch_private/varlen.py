@@ -17,9 +17,11 @@ from torch._library.autograd import make_autograd_impl
 Handler = Callable[[dict[str, Any]], Any]
 """Gets all arguments by their names, and computes the call or returns None to leave it to torch."""
 
-# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd.
+# Autograd keys serve ordinary calls; those in inference mode skip them, and come by the key before all backends, at
+# which nobody has a kernel: those of others for backends stay.
 _AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
-_BACKEND_KEYS = ("CPU", "CUDA")
+_BEFORE_BACKENDS = "BackendSelect"
+_BACKENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _NAMES = ("_varlen_attn", "_varlen_attn_out")  # the latter from torch 2.13 on
 
 
@@ -35,8 +37,7 @@ def varlen_attn_overridden(attend: Handler, attend_into: Handler) -> Iterator[No
     for name, handler in zip(_NAMES, (attend, attend_into), strict=True):
         for key in _AUTOGRAD_KEYS:
             library.impl(name, partial(_with_autograd, name, handler), key, with_keyset=True)
-        for key in _BACKEND_KEYS:
-            library.impl(name, partial(_without_autograd, name, handler), key)
+        library.impl(name, partial(_without_autograd, name, handler), _BEFORE_BACKENDS, with_keyset=True)
     _forget_where_calls_go()
     try:
         yield
@@ -49,7 +50,7 @@ def _forget_where_calls_go() -> None:
     """Of torch's dispatcher in Python, which traces."""
     for name in _NAMES:
         if hasattr(torch.ops.torch_attn, name):
-            getattr(torch.ops.torch_attn, name).default._dispatch_cache.clear()
+            _operator(name)._dispatch_cache.clear()
 
 
 def _with_autograd(name: str, handler: Handler, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,24 +58,23 @@ def _with_autograd(name: str, handler: Handler, keyset: Any, *args: Any, **kwarg
     return _original(name)(keyset, *args, **kwargs) if result is None else result
 
 
-def _without_autograd(name: str, handler: Handler, *args: Any, **kwargs: Any) -> Any:
-    result = handler(_by_name(name, args, kwargs)) if torch.is_inference_mode_enabled() else None
-    return _definition(name)._init_fn(*args, **kwargs) if result is None else result
+def _without_autograd(name: str, handler: Handler, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    result = handler(_by_name(name, args, kwargs))
+    return _operator(name).redispatch(keyset & _BACKENDS, *args, **kwargs) if result is None else result
 
 
 @lru_cache(maxsize=2)
 def _original(name: str) -> Callable[..., Any]:
     """What torch's dispatcher calls for autograd."""
-    definition = _definition(name)
-    return make_autograd_impl(definition._opoverload, definition)
+    return make_autograd_impl(_operator(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 
-def _definition(name: str) -> Any:
-    return getattr(sys.modules["torch.nn.attention.varlen"], name)
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.torch_attn, name).default
 
 
 def _by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of the operator; torch's dispatcher leaves out the last ones that have their defaults."""
-    arguments = getattr(torch.ops.torch_attn, name).default._schema.arguments
+    arguments = _operator(name)._schema.arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False))
     return {argument.name: argument.default_value for argument in arguments} | given | kwargs
