@@ -36,7 +36,7 @@ class Documents(Mask):
     cu_seqlens: tuple[int, ...]
     cu_seqlens_k: tuple[int, ...]
     within: Mask
-    only_length: int | None = field(default=None, repr=False)
+    only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
     """Of the sequence, if the mask was made of an id for each of its tokens."""
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
