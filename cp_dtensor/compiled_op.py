@@ -23,7 +23,6 @@ from cp_dtensor.extras import Extras
 from cp_dtensor.kept_rows import keep, keeps_rows, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
 from cp_dtensor.masks import Mask
-from cp_dtensor.packed_edges import packed_edges
 from cp_dtensor.packed_rows import PackedEdges
 from cp_dtensor.tensors import joined_rows, no_autocast, split_rows
 from cp_dtensor.tokens import Tokens
@@ -140,7 +139,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
     extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
-    edges = None if cu_seq_q is None or cu_seq_k is None else packed_edges(cu_seq_q, cu_seq_k)
+    edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
     lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known, edges)
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
-from cp_dtensor.documents import Documents
+from cp_dtensor.documents import Documents, ascending
 from cp_dtensor.layouts import Span
 from cp_dtensor.masks import Batched, Mask
 
@@ -20,6 +21,18 @@ class PackedEdges:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cu_seq_q: Any, cu_seq_k: Any) -> PackedEdges:
+        """What tensors say now; of those on a GPU, waits for it.
+
+        To remember the numbers would be wrong: nothing tells that collectives, or compiled code, have written others.
+
+        Raises:
+            ValueError: no ascending integers.
+        """
+        queries = ascending(cu_seq_q, "varlen_attn", "cu_seq_q")
+        return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
 
     def in_rows(self, lengths: tuple[int, ...] | None) -> PackedRows:
         """The batch rows.

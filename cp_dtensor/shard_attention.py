@@ -14,8 +14,7 @@ from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.mask_arguments import check_bias, checked_dropout_p, checked_sinks, four_dims_of_mask
 from cp_dtensor.masks import Mask
-from cp_dtensor.packed_edges import packed_edges
-from cp_dtensor.packed_rows import checked_lengths
+from cp_dtensor.packed_rows import PackedEdges, checked_lengths
 from cp_dtensor.settings import AttentionSettings, check_batch_size, with_ambient_mask
 from cp_dtensor.shard_recipe import ShardRecipe
 from cp_dtensor.splitting import decide_call
@@ -85,7 +84,7 @@ def attend_packed(
         return traced_attention(
             q, k, v, NO_EXTRAS, token, backends_token(), within, scale, None, needs_lse=True, cu_seqlens=cu_seqlens
         )
-    packed = packed_edges(*cu_seqlens).in_rows(settings.declared_lengths)
+    packed = PackedEdges.of(*cu_seqlens).in_rows(settings.declared_lengths)
     q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
     check_batch_size(q, settings)
     out, lse = attend(q, k, v, settings, mask=packed.mask(within), scale=scale, lengths=packed.lengths, needs_lse=True)

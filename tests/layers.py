@@ -33,7 +33,6 @@ LAYERS = {
     "arguments": 3,
     "functional": 3,
     "varlen": 3,
-    "packed_edges": 3,
     "captured_values": 3,
     "flex": 3,
     "flex_keys": 3,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from compile_checks import compiled, equal, fresh, no_compilation
 from masked_problems import MaskedProblem
 from packed_calls import documents, edges_of, packed_attention
@@ -157,6 +158,31 @@ def by_inductor(rank: int) -> None:
 
 def test_by_inductor(two_processes: Processes) -> None:
     two_processes.run(by_inductor)
+
+
+def edges_made_in_compiled_code(rank: int) -> None:
+    """Whose memory Inductor uses again for those of the next layer, and tells nobody."""
+    fresh()
+    ends, starts = torch.tensor([0, LENGTH], dtype=torch.int32).split(1), (3, 9, 1)
+
+    def layers(x: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        for start in starts:
+            edges = torch.cat([ends[0], offset + start, ends[1]])
+            x = attend(x, x, x, edges, edges)
+            offset = offset + (x[0, 0, 0, :1] * 0).int()  # so that the next edges are made only now
+        return x
+
+    whole = torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]), torch.no_grad():
+        got = compiled(layers, backend="inductor")(shard(whole, HeadTail(), rank, RANKS), torch.zeros_like(ends[0]))
+    for start in starts:
+        parts = whole.split([start, LENGTH - start], 2)
+        whole = torch.cat([F.scaled_dot_product_attention(x, x, x, is_causal=True) for x in parts], 2)
+    equal(got, shard(whole, HeadTail(), rank, RANKS), "out")
+
+
+def test_edges_made_in_compiled_code(two_processes: Processes) -> None:
+    two_processes.run(edges_made_in_compiled_code)
 
 
 def without_lengths(rank: int) -> None:

@@ -182,6 +182,7 @@ def check_masked(rank: int, case: MaskedProblem, attend: Any) -> None:
 
 
 def test_scale_inference_and_edges_that_are_written_to() -> None:
+    """Also where torch does not count what is written: collectives do not either."""
     first, second = documents(ONE_ROW, within=Causal()), documents([0, 3, 7, 9, LENGTH], within=Causal())
 
     def body(rank: int) -> None:
@@ -189,7 +190,7 @@ def test_scale_inference_and_edges_that_are_written_to() -> None:
         with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
             for guard in (torch.no_grad, torch.inference_mode):
                 for mask in (first, second):
-                    edges.copy_(edges_of(mask, 1, (LENGTH, LENGTH))[0])
+                    edges.data.copy_(edges_of(mask, 1, (LENGTH, LENGTH))[0])
                     case = MaskedProblem(LENGTH, LENGTH, mask, 1, 2, 2)
                     whole = case.draw(2)
                     q, k, v, _ = case.shard(whole, HeadTail(), rank, 2)
