@@ -22,7 +22,16 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
 
 
 def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """(1, H, rows * S, ...), the tokens of batch rows one after the other, as a view (rows, H, S, ...)."""
+    """(1, H, rows * S, ...), the tokens of batch rows one after the other, as a view (rows, H, S, ...).
+
+    Raises:
+        ValueError: tokens that are not of so many rows.
+    """
+    if tensor.size(2) % rows:
+        raise ValueError(
+            f"expected this rank's tokens of {rows} batch rows, as many of each, one row after the other; got "
+            f"{tensor.size(2)} tokens"
+        )
     return tensor if rows == 1 else tensor.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
 
 

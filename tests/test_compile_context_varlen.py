@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,19 @@ from processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cp_dtensor import Balanced, Causal, ContextParallel, HeadTail, Layout, Mask, SlidingWindow, context_parallel
+from cp_dtensor import (
+    ATTENTION_OPS,
+    Balanced,
+    Causal,
+    ContextParallel,
+    HeadTail,
+    Layout,
+    Mask,
+    SlidingWindow,
+    context_parallel,
+)
 from cp_dtensor.traced_masks import outstanding
 
 LENGTH, RANKS = 14, 2
@@ -144,6 +155,31 @@ def recomputed(rank: int) -> None:
 
 def test_recomputed(two_processes: Processes) -> None:
     two_processes.run(recomputed)
+
+
+def kept(rank: int) -> None:
+    """By selective checkpoints; backwards come in another order, and when edges have been written to."""
+    fresh()
+
+    def inside(*args: torch.Tensor) -> torch.Tensor:
+        keeping = partial(create_selective_checkpoint_contexts, list(ATTENTION_OPS))
+        result: torch.Tensor = checkpoint(attend, *args, use_reentrant=False, context_fn=keeping)
+        return result * 1.0
+
+    for function in (compiled(inside), compiled(attend)):
+        steps = [Step(rank, mask) for mask in STEPS]
+        outs = []
+        for step in steps:
+            with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+                outs.append(function(*step.leaves, *step.edges))
+            step.edges[0].zero_()
+        for step, out in reversed([*zip(steps, outs, strict=True)]):
+            step.check(out)
+        assert outstanding.only() is None
+
+
+def test_kept(two_processes: Processes) -> None:
+    two_processes.run(kept)
 
 
 def by_inductor(rank: int) -> None:

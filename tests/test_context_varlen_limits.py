@@ -105,6 +105,8 @@ def test_bad_input() -> None:
     refused("begin with 0", cu_seq_q=torch.tensor([1, 2, 3, 12, LENGTH], dtype=torch.int32))
     refused("three dims", query=torch.randn(7, 2, 2, 8))
     refused("length does not fit: got 6 local tokens", query=torch.randn(6, 2, 8))
+    two_rows = torch.tensor([*ONE_ROW, 2 * LENGTH], dtype=torch.int32)
+    refused("tokens of 2 batch rows, as many of each, .* got 7 tokens", cu_seq_q=two_rows, cu_seq_k=two_rows)
 
 
 def test_dtensors_are_refused() -> None:
