@@ -19,7 +19,7 @@ from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
 from cp_dtensor.flex_mods import ScoreMod, local_mask_mod, local_score_mod
 from cp_dtensor.flex_ops import check_mask_lengths, finds_layout, traced_tables, world_size
 from cp_dtensor.flex_rows import LocalRows
-from cp_dtensor.flex_tables import Tables, local_tables, mask_lengths
+from cp_dtensor.flex_tables import Tables, mask_lengths, remembered_tables
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.layouts import Layout
 from cp_dtensor.left_out import refuse_left_out
@@ -194,7 +194,7 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
     if mask is not None and rows.count:
         tables = _tables_of(mask)
         if of_mask is not None:
-            tables = local_tables(tables, mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
+            tables = remembered_tables(tables, mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
         mask = block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions, None)
     keys, values = GatheredKeys.apply(call.k, call.v, WholeKeys(ranks, layout, lengths[1], lengths[1]))
     return call.attend(keys, values, local_score_mod(call.score_mod, positions), mask)

@@ -64,24 +64,16 @@ def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
     return mask.seq_lengths[0], mask.seq_lengths[1]
 
 
-def local_tables(
-    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, general: bool = False
-) -> Tables:
-    """The tables of one rank's mask, int32 but for `kinds`; remembered as long as the whole mask's tables exist.
+def remembered_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
+    """`local_tables`, made once as long as the whole mask's tables exist.
 
-    Args:
-        mask: those of keys, of the whole sequence.
-        block_size: how many queries and keys a block has.
-        kv_len: global number of keys.
-        rows: the queries, one at least.
-        with_q: also those of queries, which backward needs.
-        general: in shapes that are the same for all layouts that divide batch rows alike (`general_shapes`).
+    Not for compiled code, which writes other masks to the same tensors, and the tensors do not count it.
     """
     made = cache.made_of(mask)
-    key = (block_size, kv_len, rows, with_q, general)
+    key = (block_size, kv_len, rows, with_q)
     tables = made.get(key)
     if tables is None:
-        tables = _torch_private.prepared(lambda: _local_tables(mask, block_size, kv_len, rows, with_q, general))
+        tables = _torch_private.prepared(lambda: local_tables(mask, block_size, kv_len, rows, with_q))
         if not capturing():
             made[key] = tables
     return tables
@@ -93,7 +85,7 @@ def table_shapes(
     """The shapes of what `local_tables` returns, None for what there is not; `mask_shape` is that of `kv_indices`."""
     batch, heads, _, columns = mask_shape
     rows.check_batch_size(batch)
-    touched = kept(_touched, rows, block_size[0])
+    touched = kept(_touched, rows, block_size[0], torch.device("cpu"))
     if len(rows.groups) > 1:
         batch = rows.batch_size
     several = touched.blocks.size(2) > 1
@@ -144,7 +136,7 @@ class _TableCache:
         """What has been made of a mask so far; to be added to."""
         tables = [table for table in mask[:4] if table is not None]
         versions = [_torch_private.version_of(table) for table in tables]
-        if None in versions:  # nobody counts what is written to inference tensors
+        if None in versions:  # nobody counts what is written
             return {}
         with self._lock:
             refs, seen, made = self._by_indices.get(mask.kv_indices, ((), (), {}))
@@ -158,7 +150,7 @@ class _TableCache:
 cache = _TableCache()
 
 
-def _touched(rows: LocalRows, block: int) -> _Touched:
+def _touched(rows: LocalRows, block: int, device: torch.device) -> _Touched:
     of_groups, cpu = [], torch.device("cpu")
     for positions in rows.group_positions(cpu):
         unique, row = torch.unique(positions // block, return_inverse=True)
@@ -171,25 +163,36 @@ def _touched(rows: LocalRows, block: int) -> _Touched:
         blocks = unique[which[first[:, None] + torch.where(slot < counts[:, None], slot, 0)]]
         of_groups.append((blocks, unique, row.int()))
     several, unique_count = (max(group[i].size(-1) for group in of_groups) for i in (0, 1))
-    return _Touched(
+    touched = (
         torch.stack([torch.cat([b, b[:, :1].expand(-1, several - b.size(1))], 1) for b, _, _ in of_groups]),
         torch.stack([torch.cat([u, u[:1].expand(unique_count - u.numel())]) for _, u, _ in of_groups]),
         torch.stack([row for *_, row in of_groups]),
     )
+    return _Touched(*(tensor.to(device) for tensor in touched))
 
 
-def _local_tables(
-    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, general: bool
+def local_tables(
+    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, general: bool = False
 ) -> Tables:
+    """The tables of one rank's mask, int32 but for `kinds`.
+
+    Args:
+        mask: those of keys, of the whole sequence.
+        block_size: how many queries and keys a block has.
+        kv_len: global number of keys.
+        rows: the queries, one at least.
+        with_q: also those of queries, which backward needs.
+        general: in shapes that are the same for all layouts that divide batch rows alike (`general_shapes`).
+    """
     assert mask.kv_indices is not None
     rows.check_batch_size(mask.kv_indices.size(0))
     device = mask.kv_indices.device
-    touched = kept(_touched, rows, block_size[0])
+    touched = kept(_touched, rows, block_size[0], device)
     if general:
         touched = _among_all(touched, -(-rows.seq_len // block_size[0]))
     several, columns = general or touched.blocks.size(2) > 1, -(-kv_len // block_size[1])
     parts = []
-    for (start, stop), blocks, unique in zip(rows.groups, *(t.to(device) for t in touched[:2]), strict=True):
+    for (start, stop), blocks, unique in zip(rows.groups, *touched[:2], strict=True):
         whole = Tables(*(_of_batch(table, start, stop, rows) for table in mask[:4]))
         parts.append(_united(whole, blocks, unique, columns) if several else _selected(whole, blocks[:, 0]))
     made = Tables(*map(_joined, *parts))
@@ -197,7 +200,7 @@ def _local_tables(
         made = made._replace(**_transposed(made.kv_num_blocks, made.kv_indices, ""))
         made = made._replace(**_transposed(made.full_kv_num_blocks, made.full_kv_indices, "full_"))
     if several:
-        lines = zip(touched.row.to(device), rows.groups, strict=True)
+        lines = zip(touched.row, rows.groups, strict=True)
         row = torch.cat([line.expand(stop - start, -1) for line, (start, stop) in lines])
         made = made._replace(kinds_row=row if len(rows.groups) > 1 else row[0].contiguous())
     return made

@@ -17,7 +17,7 @@ from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.flex import block_mask_of_rows
 from cp_dtensor.flex_keys import most_tokens
 from cp_dtensor.flex_rows import LocalRows
-from cp_dtensor.flex_tables import Tables, general_shapes, local_tables, table_shapes
+from cp_dtensor.flex_tables import Tables, general_shapes, local_tables, remembered_tables, table_shapes
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
@@ -114,32 +114,32 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
 def test_tables_are_made_once_for_a_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    tables = local_tables(Tables.of(mask), (8, 8), 61, rows, True)
-    assert local_tables(Tables.of(mask), (8, 8), 61, rows, True) is tables
-    assert local_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 0, 2, 2), True) is not tables
+    tables = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    assert remembered_tables(Tables.of(mask), (8, 8), 61, rows, True) is tables
+    assert remembered_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 0, 2, 2), True) is not tables
     other = block_mask(window, 61)
-    assert local_tables(Tables.of(other), (8, 8), 61, rows, True) is not tables
+    assert remembered_tables(Tables.of(other), (8, 8), 61, rows, True) is not tables
 
 
 def test_tables_follow_what_is_written_to_the_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    before = local_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    before = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
     mask.full_kv_num_blocks.zero_()
-    after = local_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    after = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
     assert after is not before
     assert after.full_kv_num_blocks.sum() == 0
     mask.full_kv_indices = mask.full_kv_indices.clone()
-    assert local_tables(Tables.of(mask), (8, 8), 61, rows, True) is not after
+    assert remembered_tables(Tables.of(mask), (8, 8), 61, rows, True) is not after
 
 
 def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     with torch.inference_mode():
         mask = block_mask(window, 61)
-        tables = local_tables(Tables.of(mask), (8, 8), 61, rows, True)
+        tables = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
         mask.kv_num_blocks.zero_()
-        assert local_tables(Tables.of(mask), (8, 8), 61, rows, True).kv_num_blocks.sum() == 0
+        assert remembered_tables(Tables.of(mask), (8, 8), 61, rows, True).kv_num_blocks.sum() == 0
     assert not any(table.is_inference() for table in tables if table is not None)
 
 
@@ -149,7 +149,7 @@ def test_a_mask_that_is_gone_is_forgotten() -> None:
     gc.collect()
     before = len(flex_tables.cache)
     mask = block_mask(window, 61)
-    local_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 1, 2, 2), True)
+    remembered_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 1, 2, 2), True)
     assert len(flex_tables.cache) == before + 1
     del mask
     gc.collect()

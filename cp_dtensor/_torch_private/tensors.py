@@ -18,8 +18,13 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts what has been written to a tensor; None for inference tensors, where nobody does."""
-    return None if tensor.is_inference() else tensor._version
+    """Counts what has been written to a tensor; None where nobody does.
+
+    That is so of inference tensors, and of what Inductor's CUDA graphs give: a replay writes to the same tensors. Also,
+    collectives do not count what they write, nor does compiled code where it uses memory again.
+    """
+    is_of_graph = torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
+    return None if tensor.is_inference() or is_of_graph else tensor._version
 
 
 def current_stream_handle(device: torch.device) -> int:
