@@ -6,8 +6,6 @@ for each axis, and are summed there in float32 and rounded once.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from cp_dtensor import _torch_private
+from cp_dtensor.kept_values import KeptValues, capturing
 from cp_dtensor.layouts import Layout
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.tensors import positions_of
@@ -121,46 +120,16 @@ def most_tokens(layout: Layout, local: int, rank: int, world_size: int) -> int:
 
 
 def kept(make: Callable[..., T], *key: Any) -> T:
-    """`make(*key)`, a few small tensors, remembered."""
-    return _kept.of(make, key)  # type: ignore[return-value]
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-class _Kept:
-    """The latest; and for good, those that CUDA graphs read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._latest: OrderedDict[object, object] = OrderedDict()
-        self._captured: dict[object, object] = {}
-
-    def of(self, make: Callable[..., object], key: tuple[Any, ...]) -> object:
-        """What `make` has made of a key before; else it makes it, in a capture as a part of the graph."""
-        name = make, *key
-        with self._lock:
-            value = self._latest.get(name)
-            if value is not None:
-                self._latest.move_to_end(name)
-                if capturing():
-                    self._captured[name] = value
-                return value
+    """`make(*key)`, a few small tensors, remembered; in a capture, what is not yet is computed by the graph."""
+    value = _kept.get((make, *key))
+    if value is None:
         if capturing():
-            return make(*key)  # computed when the graph is replayed
-        value = _torch_private.prepared(lambda: make(*key))
-        with self._lock:
-            self._latest[name] = value
-            if len(self._latest) > _MOST_KEPT:
-                self._latest.popitem(last=False)
-        return value
+            return make(*key)
+        value = _kept.add((make, *key), _torch_private.prepared(lambda: make(*key)))
+    return value  # type: ignore[return-value]
 
 
-_MOST_KEPT = 32
-"""Of a million tokens each has megabytes."""
-_kept = _Kept()
+_kept = KeptValues[object](most=32)  # of a million tokens each has megabytes
 
 
 def _sources(

@@ -28,6 +28,7 @@ LAYERS = {
     "sums": 1,
     "accumulate": 1,
     "tensors": 1,
+    "kept_values": 1,
     "kernels": 1,
     "rotation": 2,
     "arguments": 3,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -11,6 +9,7 @@ import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.bands import Layer
+from cp_dtensor.kept_values import KeptValues
 from cp_dtensor.key_runs import KeyRun
 from cp_dtensor.masked_attention import RowMask
 from cp_dtensor.tensors import positions_of
@@ -107,36 +106,10 @@ def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
     return torch.where(index < 0, 0, rows[beyond] + within)
 
 
-_MOST_KEPT = 256
-"""Tiles whose rows are kept on devices: of the masks of some steps, which come with every batch anew."""
-
-
-class _Kept:
-    """The latest, by mask (which is looked up by identity) and device; those that CUDA graphs read for good."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._latest: OrderedDict[tuple[IntervalMask, torch.device], TileRows] = OrderedDict()
-        self._captured: set[TileRows] = set()
-
-    def of(self, mask: IntervalMask, device: torch.device) -> TileRows:
-        key = mask, device
-        with self._lock:
-            rows = self._latest.get(key)
-            if rows is None:
-                rows = self._latest[key] = TileRows(mask, device)
-                if len(self._latest) > _MOST_KEPT:
-                    self._latest.popitem(last=False)
-            else:
-                self._latest.move_to_end(key)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._captured.add(rows)
-        return rows
-
-
-_kept = _Kept()
+_kept = KeptValues[TileRows](most=256)
+"""By mask (which is looked up by identity) and device: of the masks of some steps, which come with every batch anew."""
 
 
 def tile_rows(mask: IntervalMask, device: torch.device) -> TileRows:
     """What the rows of a tile see, on a device."""
-    return _kept.of(mask, device)
+    return _kept.get((mask, device)) or _kept.add((mask, device), TileRows(mask, device))
