@@ -9,11 +9,13 @@ import pytest
 import torch
 from launching import launch
 from masked_problems import shown
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dtensor.masks import Causal, SlidingWindow
 from cp_dtensor.tools.balance import lognormal_documents
 from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
 from cp_dtensor.tools.bench.contestants import contestants_by_name
+from cp_dtensor.tools.bench.flex_masks import mask_mod, whole_mask
 from cp_dtensor.tools.bench.rows import Results
 from cp_dtensor.tools.bench.varlen import Documented
 
@@ -48,6 +50,16 @@ def test_contestants_take_part_where_they_can() -> None:
     assert per_document.refusal(case("documents 100", 8192), 2) == "not all lengths of documents are multiples of 4"
 
 
+@pytest.mark.parametrize("mask", ["causal", "documents 100", "window 200", "window 129"])
+def test_whole_masks_are_those_of_create_block_mask(mask: str) -> None:
+    problem = case(mask, 1024)
+    found = whole_mask(problem, CPU)
+    expected = create_block_mask(mask_mod(problem, CPU), None, None, 1024, 1024, device="cpu", BLOCK_SIZE=128)
+    assert found.seq_lengths == expected.seq_lengths
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
 @pytest.mark.parametrize("documents", [[(0, 4), (4, 9), (9, 10)], [(0, 10)]])
 @pytest.mark.parametrize("queries", [(0, 5), (5, 10), (2, 4), (3, 10)])
 def test_documented_queries_see_what_they_should(documents: list[tuple[int, int]], queries: tuple[int, int]) -> None:
@@ -73,12 +85,18 @@ def test_documented_queries_see_what_they_should(documents: list[tuple[int, int]
 NAMES = [
     "ideal", "ideal-kernels", "ideal-varlen", "ours-allgather", "ours-allgather Balanced", "ours-ulysses Contiguous",
     "ours-auto PerDocument", "torch-flex HeadTail", "torch-flex PerDocument", "torch-flex PTRR", "llama3-varlen",
+    "ours-flex", "ours-flex Balanced", "ours-flex PerDocument",
 ]  # fmt: skip
-NOT_ON_CPUS = ("ideal-varlen", "llama3-varlen", "torch-flex HeadTail", "torch-flex PTRR")
+NOT_ON_CPUS = (
+    "ideal-varlen", "llama3-varlen", "torch-flex HeadTail", "torch-flex PTRR", "ours-flex", "ours-flex Balanced",
+    "ours-flex PerDocument",
+)  # fmt: skip
 REFUSALS = {
     ("documents 100", "torch-flex PerDocument"): "not all lengths of documents are multiples of 4",
     ("window 40", "ours-auto PerDocument"): "PerDocument is a layout of documents",
     ("causal", "ours-auto PerDocument"): "PerDocument is a layout of documents",
+    ("window 40", "ours-flex PerDocument"): "PerDocument is a layout of documents",
+    ("causal", "ours-flex PerDocument"): "PerDocument is a layout of documents",
 }
 
 
@@ -101,11 +119,11 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     }
     assert {(row.case.mask, row.contestant, row.pass_name) for row in found.rows} == expected
     for row in found.rows:
-        if row.contestant in NOT_ON_CPUS:
+        if (row.case.mask, row.contestant) in REFUSALS:
+            assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.contestant])
+        elif row.contestant in NOT_ON_CPUS:
             assert row.status == "refused"
             assert "NotImplementedError" in row.message
-        elif (row.case.mask, row.contestant) in REFUSALS:
-            assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.contestant])
         else:
             assert row.status == "measured", row
             assert list(row.errors) == (["out"] if row.pass_name == "fwd" else ["out", "dq", "dk", "dv"])

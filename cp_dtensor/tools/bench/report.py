@@ -28,9 +28,9 @@ A name's second word is the layout, where it is not that of the title. `document
 sigma {DOCUMENTS_SIGMA}, seed 0), causal inside, the last cut off at the end. `window N`: a query sees itself and the
 N - 1 keys before it. `ideal-kernels` are our Triton kernels, `ideal-varlen` FlashAttention-2 as torch has it.
 `torch-flex`: torch's context parallel of FlexAttention, compiled: all K/V are gathered, in the order of the load
-balancer whose name follows. `llama3-varlen`: K/V are gathered in stages of heads, the next under the attention of the
-last, for FlashAttention-2 over the documents of each rank's contiguous part; gradients are reduce-scattered in the
-inputs' dtype."""
+balancer whose name follows. `ours-flex`: `context_parallel_flex_attention`, compiled likewise. `llama3-varlen`: K/V are
+gathered in stages of heads, the next under the attention of the last, for FlashAttention-2 over the documents of each
+rank's contiguous part; gradients are reduce-scattered in the inputs' dtype."""
 
 
 def markdown(results: Results) -> str:
