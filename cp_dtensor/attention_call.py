@@ -76,14 +76,14 @@ class _NoSecondDerivative(torch.autograd.Function):
     """A gradient, and an error for whoever differentiates it."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, _differentiable: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gradient: torch.Tensor, *_differentiable: torch.Tensor) -> torch.Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            "trying to differentiate twice: attention of sequence shards has first derivatives only, got "
-            "create_graph=True and then a derivative of its gradients"
+            "trying to differentiate twice: attention of sequence shards, and context_parallel_unshard, have first "
+            "derivatives only; got create_graph=True and then a derivative of their gradients"
         )
 
 
@@ -91,7 +91,10 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     """A backward whose gradients cannot be differentiated, and say so.
 
     torch's `once_differentiable` says so only if the incoming gradients can be differentiated themselves. Those of
-    `out.sum()` cannot, and a second derivative would silently lack what comes through q, k and v.
+    `out.sum()` cannot, and a second derivative would silently lack what comes through q, k and v. So the gradients
+    depend, for autograd, on all that they could be derived by: the incoming ones, and what was saved of the inputs, or
+    of the outputs, which stand for all inputs. (Not only on some leaf: where unused inputs are allowed, as
+    in `torch.autograd.functional`, autograd goes no way that leads to none of those asked for, and answers zero.)
     """
 
     @wraps(backward)
@@ -101,7 +104,8 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
         if not torch.is_grad_enabled():  # no create_graph=True
             return found
         made = torch.zeros((), device="cpu", requires_grad=True)
-        return tuple(None if grad is None else _NoSecondDerivative.apply(grad, made) for grad in found)
+        origins = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        return tuple(None if grad is None else _NoSecondDerivative.apply(grad, made, *origins) for grad in found)
 
     return first_only
 
@@ -120,26 +124,32 @@ class Attention(torch.autograd.Function):
         extras: Extras,
         call: AttentionCall,
         needs_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`bias` and `sinks` are those of `extras`, here so that autograd sees them."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`bias` and `sinks` are those of `extras`, here so that autograd sees them. Returns out, lse and `origin`."""
+        # A minus sign that torch leaves for later, as in `x.conj().imag`, is not in the memory that kernels read.
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        if extras.bias is not None and extras.bias.is_neg():
+            extras = replace(extras, bias=extras.bias.resolve_neg())
         with no_autocast(q):  # casting has happened before the call; inside, dtypes are chosen with care
             out, lse, saved = call.forward(q, k, v, extras, needs_lse)
         of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
-        ctx.save_for_backward(extras.bias, extras.seed, *of_sinks, *saved)
+        # Stands for the inputs, in `differentiated_once`, where nothing of these is saved.
+        origin = q.new_empty(0) if call.saves_rows_of_others else None
+        ctx.save_for_backward(extras.bias, extras.seed, *of_sinks, origin, *saved)
         ctx.extras = extras if extras is NO_EXTRAS else replace(extras, bias=None, seed=None, sinks=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
-        return out, lse
+        return out, lse, origin
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        bias, seed, sinks, out, lse, *saved = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: torch.Tensor, *_others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        bias, seed, sinks, out, lse, _origin, *saved = ctx.saved_tensors
         extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         with no_autocast(grad_out):
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
-            grads = ctx.call.backward(grad_out, extras, tuple(saved), grad_bias)
+            grads = ctx.call.backward(grad_out.resolve_neg(), extras, tuple(saved), grad_bias)
         return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), grad_sinks, None, None, None)
 
 

@@ -204,7 +204,7 @@ def refuse_different_buffers(buffers: list[Buffer], ranks: SequenceRanks) -> Non
 
 def _digest(buffer: Buffer) -> int:
     """Of a buffer's type and bits."""
-    tensor = buffer.tensor.detach()
+    tensor = buffer.tensor.detach().resolve_conj().resolve_neg()  # whose bits are not those of its memory
     bits = tensor.contiguous().view(-1).view(torch.uint8).cpu().to(torch.int64)
     weights = torch.arange(len(bits), device="cpu") % 65521 + 1
     return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)} {buffer.dim} {int((bits * weights).sum())}".encode())

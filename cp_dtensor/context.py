@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import replace
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +21,8 @@ from cp_dtensor.region import Region, innermost_region
 from cp_dtensor.settings import AttentionSettings
 from cp_dtensor.sharding import check_whole_lengths, checked_buffers, checked_sequence
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class context_parallel(ContextDecorator):
     """Inside of the `with` block, the sequence is sharded over the ranks of `mesh`.
@@ -31,7 +35,7 @@ class context_parallel(ContextDecorator):
 
     Only the thread that enters is in the region, and the threads in which autograd runs its backward. Backward may run
     inside or after; recomputation under `torch.utils.checkpoint` likewise, in either mode. Contexts nest: the inner
-    one's mesh and settings hold inside of it.
+    one's mesh and settings hold inside of it. As a decorator it is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -107,6 +111,21 @@ class context_parallel(ContextDecorator):
         self._open: ExitStack | None = None
         self._region: Region | None = None
         self._entered_before = False
+
+    def __call__(self, func: F) -> F:
+        """`func`, called inside of this context.
+
+        Raises:
+            TypeError: a generator or a coroutine function, whose body runs when such a call has ended already.
+        """
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(func) for is_kind in kinds):
+            raise TypeError(
+                "context_parallel decorates plain functions: got a generator or coroutine function, "
+                f"{getattr(func, '__qualname__', func)}, whose body would run after the context has been left; open "
+                "the context inside of it"
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         _torch_private.refuse_in_compiled_function("context_parallel")

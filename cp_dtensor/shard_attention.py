@@ -56,7 +56,8 @@ def attend(
     call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
     # Nothing can be refused now.
     drawn, needs_lse = extras.drawn(q.device), needs_lse or extras.need_lse
-    return Attention.apply(q, k, v, extras.bias, extras.sinks, drawn, call, needs_lse)
+    out, lse, _ = Attention.apply(q, k, v, extras.bias, extras.sinks, drawn, call, needs_lse)
+    return out, lse
 
 
 def attend_packed(

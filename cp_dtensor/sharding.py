@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
+from cp_dtensor.attention_call import differentiated_once
 from cp_dtensor.layouts import Layout
 from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.rotation.ranks import SequenceRanks
@@ -213,6 +214,7 @@ class _Unshard(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @differentiated_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, layout, ranks, sum_gradients, lengths = ctx.settings
         world_size, rank = len(lengths), ranks.rank

@@ -250,6 +250,16 @@ def test_debug_compares_the_buffers() -> None:
             run_ranks(3, body, change)
 
 
+def test_debug_compares_what_torch_conjugates_and_negates_later() -> None:
+    def body(rank: int) -> None:
+        lazy = torch.polar(torch.ones(12), torch.arange(12.0)).conj()
+        buffers = [lazy, lazy.imag] if rank else [lazy.resolve_conj(), lazy.imag.resolve_neg()]
+        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 0], debug=True):
+            assert len(buffers[0]) == 4
+
+    run_ranks(3, body)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

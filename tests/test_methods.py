@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from collectives import recorded_collectives, rows_in_place
+from masked_problems import MaskedProblem
 from method_checks import RING_ULYSSES, ULYSSES_RING, check, check_all
-from problems import Problem
+from problems import Problem, shard
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
+    Causal,
     Contiguous,
     HeadTail,
     Layout,
@@ -19,7 +24,10 @@ from cp_dtensor import (
     context_parallel_attention,
     planning,
 )
+from cp_dtensor.extras import Extras
 from cp_dtensor.planning import HeadStaging
+from cp_dtensor.ring import RingCall
+from cp_dtensor.ulysses import UlyssesCall
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -121,3 +129,38 @@ def test_rows_that_travel_straight_between_their_places(
     with rows_in_place(), recorded_collectives() as collectives:
         check(problem, HeadTail(), names, shape, method=method)
     assert {collective.kind for collective in collectives} == {"AllGather", "AllToAll"}  # of lengths, then rows
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_no_kernel_sees_a_minus_sign_that_torch_leaves_for_later(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `x.conj().imag`: it is not in memory, which is what kernels and copies between GPUs read."""
+    kind = {"ring": RingCall, "ulysses": UlyssesCall}[method]
+    forward, backward, seen = kind.forward, kind.backward, []
+
+    def looked_at(run: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            extras = next(each for each in args if isinstance(each, Extras))
+            tensors = [each for each in (*args, extras.bias) if isinstance(each, torch.Tensor)]
+            seen.extend(each.is_neg() for each in tensors)
+            return run(self, *args)
+
+        return call
+
+    monkeypatch.setattr(kind, "forward", looked_at(forward))
+    monkeypatch.setattr(kind, "backward", looked_at(backward))
+    whole = MaskedProblem(9, 9, Causal(), bias="additive s").draw(0)
+    expected = MaskedProblem(9, 9, Causal(), bias="additive s").reference(*whole)
+
+    def body(rank: int) -> None:
+        q, k, v, grad_out, bias = (torch._neg_view(-shard(each, HeadTail(), rank, 2)) for each in whole)
+        leaves = [each.requires_grad_() for each in (q, k, v, bias)]
+        out = context_parallel_attention(
+            q, k, v, mesh=dist.group.WORLD, method=method, mask=Causal(), attn_mask=bias
+        )  # fmt: skip
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        for got, wanted in zip((out, *grads), (*expected[:4], expected[5]), strict=True):
+            torch.testing.assert_close(got, shard(wanted, HeadTail(), rank, 2), rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+    assert seen
+    assert not any(seen)

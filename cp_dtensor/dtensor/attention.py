@@ -74,7 +74,7 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     decided = plan_dtensor_call(
         local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale, extras=extras
     )
-    out, _ = Attention.apply(local_q, local_k, local_v, extras.bias, None, extras, decided, False)
+    out, *_ = Attention.apply(local_q, local_k, local_v, extras.bias, None, extras, decided, False)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
 
 

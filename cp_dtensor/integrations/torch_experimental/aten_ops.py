@@ -63,7 +63,7 @@ class AtenOp:
             NotImplementedError: masks, dropout, and what the backend refuses.
         """
         query, call = self._call(group, layout, query, key, value, kwargs)
-        out, lse = Attention.apply(query, key, value, None, None, NO_EXTRAS, call, True)
+        out, lse, _ = Attention.apply(query, key, value, None, None, NO_EXTRAS, call, True)
         if self.name == "_scaled_dot_product_flash_attention_for_cpu":
             return out, lse
         state = query.new_empty(0, dtype=torch.int64)

@@ -1,0 +1,90 @@
+"""Contexts and functions whose bodies run later: generators and coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from problems import Problem, reference, shard
+from ranks import run_ranks
+
+from cp_dtensor import HeadTail, context_parallel
+
+PROBLEM = Problem(10, 10, is_causal=True)
+Q, K, V, GRAD_OUT = PROBLEM.draw(0)
+OUT = reference(PROBLEM, Q, K, V, GRAD_OUT)[0]
+
+
+def attend(rank: int, world_size: int = 2) -> torch.Tensor:
+    """SDPA of this rank's shards, which is checked."""
+    q, k, v, expected = (shard(each, HeadTail(), rank, world_size) for each in (Q, K, V, OUT))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    return out
+
+
+def assert_alone(rank: int) -> None:
+    q = torch.randn(1, 1, rank + 1, 4)
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, :, 0], q[:, :, 0])
+
+
+def generator(rank: int) -> Iterator[torch.Tensor]:
+    yield attend(rank)
+
+
+async def coroutine(rank: int) -> torch.Tensor:
+    return attend(rank)
+
+
+async def asynchronous_generator(rank: int) -> AsyncIterator[torch.Tensor]:
+    yield attend(rank)
+
+
+@pytest.mark.parametrize(
+    "function", [generator, coroutine, asynchronous_generator, partial(generator, 0)],
+    ids=["generator", "coroutine", "asynchronous generator", "bound beforehand"],
+)  # fmt: skip
+def test_functions_whose_bodies_run_later_are_not_decorated(function: Any) -> None:
+    """They would have run outside of the context, where each rank attends to its own tokens, and nobody is told."""
+
+    def body(rank: int) -> None:
+        with pytest.raises(TypeError, match="decorates plain functions: got a generator"):
+            context_parallel(dist.group.WORLD)(function)
+
+    run_ranks(2, body)
+
+
+def test_a_context_inside_of_them_is_left_when_they_are_closed() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(10)
+
+        def steps() -> Iterator[torch.Tensor]:
+            with context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0]):
+                yield attend(rank)
+                yield attend(rank)
+
+        async def step() -> torch.Tensor:
+            with context_parallel(dist.group.WORLD):
+                return attend(rank)
+
+        suspended = steps()
+        next(suspended)
+        assert tokens.numel() == 5
+        attend(rank)  # its context is open as long as it is suspended, as that of `with` anywhere
+        suspended.close()
+        assert tokens.numel() == 10
+        assert_alone(rank)
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(step())
+        finally:
+            loop.close()
+        assert_alone(rank)
+
+    run_ranks(2, body)
