@@ -1,6 +1,7 @@
 """Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences too long for one device."""
 
 from cp_dtensor.areas import imbalance
+from cp_dtensor.block_layouts import BalancedBlocks
 from cp_dtensor.compiled_op import ATTENTION_OPS
 from cp_dtensor.context import context_parallel
 from cp_dtensor.documents import Documents
@@ -19,6 +20,7 @@ from cp_dtensor.varlen import varlen_attention
 __all__ = [
     "ATTENTION_OPS",
     "Balanced",
+    "BalancedBlocks",
     "Batched",
     "Causal",
     "ContextParallel",

@@ -1,7 +1,8 @@
 """Keys and values of all ranks in the order of their positions, for FlexAttention, which takes them whole.
 
-One all-gather brings K and V together; their gradients go straight to the ranks that own the tokens, by one all-to-all
-for each axis, and are summed there in float32 and rounded once.
+K and V travel together, straight to where they belong in the memory that FlexAttention reads; their gradients straight
+to the ranks that own the tokens, where they are summed in float32 and rounded once. Layouts of many short pieces, or
+over two axes, are gathered rank by rank and put in order afterwards.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +20,14 @@ from torch.autograd.function import once_differentiable
 from cp_dtensor import _torch_private
 from cp_dtensor.kept_values import KeptValues, capturing
 from cp_dtensor.layouts import Layout
+from cp_dtensor.rotation.exchange import Exchange, Places
 from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.sums import add_parts
 from cp_dtensor.tensors import positions_of
 
 T = TypeVar("T")
+_MOST_PIECES = 8
+"""Of a rank; each is a message to every other one."""
 
 
 @dataclass(frozen=True)
@@ -32,50 +38,120 @@ class WholeKeys:
     layout: Layout
     seq_len: int
     rows: int
-    """How many to return, at least `seq_len`; the further ones are copies of some key, for nobody to look at."""
+    """How many to return, at least `seq_len`; the further ones are finite, for nobody to look at."""
 
-    def gathered(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, H, local S, D) and (B, H, local S, Dv) to (B, H, rows, D) and (B, H, rows, Dv), new tensors.
+    def gathered(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """(B, H, local S, D) and (B, H, local S, Dv) to (rows, B, H, D + Dv); see `keys_and_values`.
 
         A collective, in which every rank takes part.
         """
-        if not self._padded:  # alike on every rank
-            return tuple(x.new_zeros(*x.shape[:2], self.rows, x.size(3)) for x in (k, v))  # type: ignore[return-value]
-        batch, heads, local, width = k.shape
-        sent = k.new_empty(self._padded, batch, heads, width + v.size(3))
-        sent[:local, ..., :width] = k.permute(2, 0, 1, 3)
-        sent[:local, ..., width:] = v.permute(2, 0, 1, 3)
-        # As bytes, since groups do not know every dtype.
-        everyone = self.ranks.gather(sent.view(torch.uint8)).view(k.dtype).flatten(0, 1).permute(1, 2, 0, 3)
-        return (
-            self._by_batch_group(_sources, everyone[..., :width], self.rows),
-            self._by_batch_group(_sources, everyone[..., width:], self.rows),
-        )
+        whole = k.new_empty(self.rows, *k.shape[:2], k.size(3) + v.size(3))
+        whole[self.seq_len :].zero_()
+        if not whole[: self.seq_len].numel():  # alike on every rank
+            return whole
+        pieces = self._pieces(k.size(0))
+        if pieces is None:
+            self._gather_by_index(k, v, whole)
+            return whole
+        mine = pieces[self.ranks.rank]
+        for start, stop, first in mine:
+            here = slice(first, first + stop - start)
+            pack(k[:, :, here], v[:, :, here], whole[start:stop])
+        rows = _as_bytes(whole)
+        outgoing = self._places(lambda slot, rank: rows[slice(*mine[slot][:2])], len(mine))
+        incoming = self._places(lambda slot, rank: rows[slice(*pieces[rank][slot][:2])], len(mine))
+        Exchange(incoming, outgoing, rows, self.ranks.outer).wait()
+        return whole
 
-    def gradients(
-        self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too."""
-        if not self._padded:
-            return tuple(x.new_zeros(*x.shape[:2], local, x.size(3)) for x in (grad_k, grad_v))  # type: ignore[return-value]
-        width = grad_k.size(3)
-        sent = torch.cat([self._by_batch_group(_targets, grad, 0) for grad in (grad_k, grad_v)], 3)
-        blocks = sent.permute(2, 0, 1, 3).unflatten(0, (self.ranks.size, self._padded))
-        home = _summed_at_home(blocks, self.ranks)[:local].permute(1, 2, 0, 3).to(grad_k.dtype)
-        return home[..., :width].contiguous(), home[..., width:].contiguous()
+    def gradients(self, whole: torch.Tensor, local: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too.
+
+        Args:
+            whole: (rows, B, H, D + Dv), contiguous.
+            local: number of tokens of this rank.
+            width: D.
+        """
+        batch, heads = whole.shape[1:3]
+        grads = whole.new_empty(batch, heads, local, width), whole.new_empty(batch, heads, local, whole.size(3) - width)
+        if not whole[: self.seq_len].numel():
+            return grads
+        pieces = self._pieces(batch)
+        if pieces is None:
+            for grad, found in zip(grads, keys_and_values(self._sums_by_index(whole)[:local], width), strict=True):
+                grad.copy_(found)
+            return grads
+        mine = pieces[self.ranks.rank]
+        others = whole.new_empty(self.ranks.size - 1, local, *whole.shape[1:])
+        rows, received = _as_bytes(whole), [_as_bytes(of_rank) for of_rank in others]
+
+        def received_from(slot: int, rank: int) -> torch.Tensor:
+            start, stop, first = mine[slot]
+            return received[rank - (rank > self.ranks.rank)][first : first + stop - start]
+
+        outgoing = self._places(lambda slot, rank: rows[slice(*pieces[rank][slot][:2])], len(mine))
+        Exchange(self._places(received_from, len(mine)), outgoing, rows, self.ranks.outer).wait()
+        sum_dtype = torch.promote_types(whole.dtype, torch.float32)
+        own, contributions = keys_and_values(whole, width), keys_and_values(others, width)
+        for grad, of_rank, of_others in zip(grads, own, contributions, strict=True):
+            for start, stop, first in mine:
+                here, length = slice(first, first + stop - start), stop - start
+                if length:
+                    parts = [((0, length), of_others[..., here, :])]
+                    add_parts(grad[:, :, here], of_rank[:, :, start:stop], parts, sum_dtype)
+        return grads
+
+    def _pieces(self, batch_size: int) -> tuple[tuple[_Piece, ...], ...] | None:
+        """Those of each rank, equally many, where they are what travels."""
+        if self.ranks.inner is not None or len(self.layout.batch_groups(batch_size)) > 1:
+            return None
+        return _pieces(self.layout, self.seq_len, self.ranks.size)
+
+    def _places(self, rows: Callable[[int, int], torch.Tensor], slots: int) -> Places:
+        """The rows of a slot that go to or come from each other rank."""
+        ranks = range(self.ranks.size)
+        return [[None if rank == self.ranks.rank else rows(slot, rank) for rank in ranks] for slot in range(slots)]
+
+    def _gather_by_index(self, k: torch.Tensor, v: torch.Tensor, whole: torch.Tensor) -> None:
+        sent = whole.new_empty(self._padded, *whole.shape[1:])
+        pack(k, v, sent[: k.size(2)])
+        everyone = self.ranks.gather(_as_bytes(sent)).view(whole.dtype).view(-1, *whole.shape[1:])
+        whole[: self.seq_len] = self._by_batch_group(_sources, everyone)
+
+    def _sums_by_index(self, whole: torch.Tensor) -> torch.Tensor:
+        """(padded, B, H, D + Dv), summed in float32 or wider, of this rank's tokens."""
+        sent = self._by_batch_group(_targets, whole)
+        return _summed_at_home(sent.unflatten(0, (self.ranks.size, self._padded)), self.ranks)
 
     @property
     def _padded(self) -> int:
         """The longest shard's length."""
         return max(shard_lengths(self.layout, self.seq_len, self.ranks.size))
 
-    def _by_batch_group(self, index: Callable[..., torch.Tensor], rows: torch.Tensor, count: int) -> torch.Tensor:
-        """Rows (dim 2) in another order, which may differ by batch row."""
-        groups = self.layout.batch_groups(rows.size(0))
-        key = (self.layout, self.seq_len, self.ranks.size, count, rows.device)
+    def _by_batch_group(self, index: Callable[..., torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """Rows (dim 0) in another order, which may differ by batch row (dim 1)."""
+        groups = self.layout.batch_groups(rows.size(1))
+        key = (self.layout, self.seq_len, self.ranks.size, rows.device)
         bits = rows.view(torch.uint8) if rows.itemsize == 1 else rows  # torch cannot index every dtype
-        parts = [bits[a:b].index_select(2, kept(index, *key, group)) for group, (a, b) in enumerate(groups)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(rows.dtype)
+        parts = [bits[:, a:b].index_select(0, kept(index, *key, group)) for group, (a, b) in enumerate(groups)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(rows.dtype)
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """(B, H, S, D) and (B, H, S, Dv) as (S, B, H, D + Dv), in `rows` if given."""
+    if rows is None:
+        rows = k.new_empty(k.size(2), *k.shape[:2], k.size(3) + v.size(3))
+    for part, tensor in zip(keys_and_values(rows, k.size(3)), (k, v), strict=True):
+        part.copy_(tensor)
+    return rows
+
+
+def keys_and_values(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., S, B, H, D + Dv) as views (..., B, H, S, D) and (..., B, H, S, Dv); `width` is D.
+
+    >>> [tuple(x.shape) for x in keys_and_values(torch.zeros(5, 1, 2, 7), 4)]
+    [(1, 2, 5, 4), (1, 2, 5, 3)]
+    """
+    return rows[..., :width].movedim(-4, -2), rows[..., width:].movedim(-4, -2)
 
 
 class GatheredKeys(torch.autograd.Function):
@@ -83,15 +159,15 @@ class GatheredKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, keys: WholeKeys) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `keys.gathered(k, v)`."""
+        """(B, H, rows, D) and (B, H, rows, Dv)."""
         ctx.keys, ctx.local = keys, k.size(2)
-        return keys.gathered(k, v)
+        return keys_and_values(keys.gathered(k, v), k.size(3))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """As `keys.gradients`."""
-        return *ctx.keys.gradients(grad_k, grad_v, ctx.local), None
+        return *ctx.keys.gradients(pack(grad_k, grad_v), ctx.local, grad_k.size(3)), None
 
 
 @lru_cache(maxsize=256)
@@ -132,12 +208,34 @@ def kept(make: Callable[..., T], *key: Any) -> T:
 _kept = KeptValues[object](most=32)  # of a million tokens each has megabytes
 
 
-def _sources(
-    layout: Layout, seq_len: int, world_size: int, rows: int, device: torch.device, group: int
-) -> torch.Tensor:
-    """(rows,): where each position lies in the shards of all ranks, padded to one length."""
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """(rows, ...) as (rows, bytes), since groups do not know every dtype."""
+    return rows.flatten(1).view(torch.uint8)
+
+
+_Piece = tuple[int, int, int]
+"""Positions from and up to, and the first of them as the rank counts its own tokens."""
+
+
+@lru_cache(maxsize=256)
+def _pieces(layout: Layout, seq_len: int, world_size: int) -> tuple[tuple[_Piece, ...], ...] | None:
+    """The unbroken ranges of each rank, equally many; None if they are too many to travel one by one."""
+    found = []
+    for rank in range(world_size):
+        segments = layout.segments(seq_len, rank, world_size)
+        if len(segments) > _MOST_PIECES or not all(segment.is_contiguous for segment in segments):
+            return None
+        first = accumulate((segment.length for segment in segments), initial=0)
+        found.append(
+            tuple((each.start, each.start + each.length, at) for each, at in zip(segments, first, strict=False))
+        )
+    return tuple(found)
+
+
+def _sources(layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int) -> torch.Tensor:
+    """(positions,): where each lies in the shards of all ranks, padded to one length."""
     padded = max(shard_lengths(layout, seq_len, world_size))
-    index = torch.zeros(rows, dtype=torch.int32, device=device)
+    index = torch.zeros(seq_len, dtype=torch.int32, device=device)
     for rank in range(world_size):
         positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
         first = rank * padded
@@ -145,11 +243,8 @@ def _sources(
     return index
 
 
-def _targets(
-    layout: Layout, seq_len: int, world_size: int, rows: int, device: torch.device, group: int
-) -> torch.Tensor:
+def _targets(layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int) -> torch.Tensor:
     """(ranks * padded,): the position of each row of these shards; 0 for padding."""
-    del rows
     index = torch.zeros(world_size, max(shard_lengths(layout, seq_len, world_size)), dtype=torch.int32, device=device)
     for rank in range(world_size):
         positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)

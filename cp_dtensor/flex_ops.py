@@ -15,7 +15,7 @@ from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import WholeKeys, most_tokens
 from cp_dtensor.flex_rows import LocalRows
-from cp_dtensor.flex_tables import Tables, general_shapes, local_tables, table_shapes
+from cp_dtensor.flex_tables import Tables, aligned_shapes, general_shapes, local_tables, table_shapes
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Full, Mask
 from cp_dtensor.rotation.ranks import SequenceRanks
@@ -51,6 +51,11 @@ def finds_layout(token: str) -> bool:
     return shard_recipe(token).finds_mask
 
 
+def _lies_anywhere(token: str, block: int) -> bool:
+    """Whether the layout is only found where compiled code runs, and a local block may lie in several global ones."""
+    return finds_layout(token) and shard_recipe(token).alignment % block != 0
+
+
 def check_context_mask(mask: Mask | None) -> None:
     """Refuses contexts with a mask."""
     if mask is not None:
@@ -79,7 +84,7 @@ def _keys(
     told: bool,
     scale: float,
     needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     known = (q_len, kv_len) if q_len >= 0 else None
     decider = shard_recipe(recipe)
     said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
@@ -94,7 +99,7 @@ def _keys(
             f"{layout}"
         )
     rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)
-    keys, values = WholeKeys(ranks, layout, lengths[1], rows).gathered(k, v)
+    keys_and_values = WholeKeys(ranks, layout, lengths[1], rows).gathered(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if decider.finds_mask:
@@ -102,13 +107,7 @@ def _keys(
         found = torch.tensor([lengths[1], found_numbers.number_of(what), begun_in], device="cpu")
     else:
         found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
-    return (
-        keys,
-        values,
-        positions.clone(),
-        keys.new_full((1,), lengths[1], dtype=torch.int32),
-        found,
-    )
+    return keys_and_values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), found
 
 
 def _fake_keys(
@@ -121,15 +120,14 @@ def _fake_keys(
     told: bool,
     scale: float,
     needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     (ranks, layout), finds = _division_of(recipe), finds_layout(recipe)
     rows = kv_len if kv_len >= 0 else most_tokens(layout, int(k.size(2)), ranks.rank, ranks.size)
     per_row = () if finds or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
     numbers = 3 if finds else 0 if q_len >= 0 else 1
     found = torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
     return (
-        k.new_empty(*k.shape[:2], rows, k.size(3)),
-        v.new_empty(*v.shape[:2], rows, v.size(3)),
+        k.new_empty(rows, *k.shape[:2], k.size(3) + v.size(3)),
         q.new_empty(*per_row, q.size(2), dtype=torch.int32),
         q.new_empty(1, dtype=torch.int32),
         found,
@@ -137,33 +135,33 @@ def _fake_keys(
 
 
 def _keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
+    grad: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
     if what is not None:
         outstanding.end(what, int(found[2]))
     ranks, layout = _division_of(recipe, what)
-    keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
-    return keys.gradients(grad_k, grad_v, local)
+    keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad.size(0))
+    return keys.gradients(grad.contiguous(), local, width)
 
 
 def _fake_keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
+    grad: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int, width: int
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
+    return tuple(grad.new_empty(*grad.shape[1:3], local, dim) for dim in (width, grad.size(3) - width))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, k, _, recipe, _, kv_len, *_ = inputs
     *_, positions, total, found = output
     ctx.save_for_backward(found)
-    ctx.settings = recipe, kv_len, k.size(2)
+    ctx.settings = recipe, kv_len, k.size(2), k.size(3)
     ctx.mark_non_differentiable(positions, total, found)
 
 
 @once_differentiable
-def _gradients(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *ctx.saved_tensors, *ctx.settings)
+def _gradients(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    grads = torch.ops.cp_dtensor.flex_keys_backward(grad, *ctx.saved_tensors, *ctx.settings)
     return None, *grads, *[None] * 6
 
 
@@ -190,7 +188,7 @@ def _tables(
     ranks, layout = _division_of(recipe, _found_in(found))
     rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
     whole = Tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    general = finds_layout(recipe)
+    general = _lies_anywhere(recipe, q_block)
     made = [
         table for table in local_tables(whole, (q_block, kv_block), kv_len, rows, with_q, general) if table is not None
     ]
@@ -206,7 +204,10 @@ def _fake_tables(
     mask_shape, has_full = tuple(int(size) for size in kv_indices.shape), full_kv_indices is not None
     block_size, lengths = (q_block, kv_block), (q_len, kv_len)
     if finds_layout(recipe):
-        shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
+        if _lies_anywhere(recipe, q_block):
+            shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
+        else:
+            shapes = aligned_shapes(mask_shape, has_full, q_block, local, with_q)
     else:
         ranks, layout = _division_of(recipe)
         rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
@@ -224,11 +225,11 @@ def _defined() -> torch.library.Library:
     library.define(
         "flex_keys(Tensor q, Tensor k, Tensor v, str recipe, int q_len, int kv_len, bool told, float scale, "
         "bool needs_backward) "
-        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor found)",
+        "-> (Tensor keys_and_values, Tensor positions, Tensor kv_total, Tensor found)",
         tags=apart,
     )
     library.define(
-        "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor found, str recipe, int kv_len, SymInt local) "
+        "flex_keys_backward(Tensor grad, Tensor found, str recipe, int kv_len, SymInt local, SymInt width) "
         "-> (Tensor grad_k, Tensor grad_v)",
         tags=apart,
     )

@@ -114,6 +114,13 @@ def general_shapes(
     )
 
 
+def aligned_shapes(
+    mask_shape: tuple[int, ...], has_full: bool, q_block: int, local: int, with_q: bool
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Those of `local` queries, whose blocks lie in one global block each, wherever."""
+    return *_shapes_of_pairs(mask_shape[:2], -(-local // q_block), mask_shape[3], has_full, with_q), None, None
+
+
 def _shapes_of_pairs(
     first: tuple[int, ...], blocks: int, columns: int, has_full: bool, with_q: bool
 ) -> list[tuple[int, ...] | None]:

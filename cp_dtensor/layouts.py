@@ -114,6 +114,11 @@ class Layout(ABC):
     def only_length(self) -> int | None:
         """The one length that the layout divides; None if it divides any."""
 
+    @property
+    def alignment(self) -> int:
+        """Unbroken ranges begin at multiples of it, in the sequence and in the shard, whatever the rank."""
+        return 1
+
 
 class _AnyLength(Layout):
     """Layouts of sequences of any length."""

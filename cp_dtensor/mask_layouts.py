@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import isfinite
@@ -17,15 +17,25 @@ from cp_dtensor.masks import Mask, is_integer
 from cp_dtensor.necklace import Dealing
 
 
-class _OneLength(Layout):
+class OneLength(Layout):
     """Layouts of contiguous blocks for one length, alike in all rows of the batch; shards differ by one token at most.
 
-    The first ranks own the longer shards, as with `Contiguous`.
+    The first ranks own the longer shards, as with `Contiguous`. Subclasses are frozen dataclasses.
     """
 
     @abstractmethod
     def blocks(self, world_size: int) -> list[list[Span]]:
         """The ranges of positions that each rank owns, ascending and not empty, no two of them neighbours."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return self._hash  # looked up at every call of attention
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         self._refuse_other_lengths(seq_len)
@@ -46,7 +56,7 @@ class _OneLength(Layout):
 
 
 @lru_cache(maxsize=128)
-def _segments(layout: _OneLength, world_size: int) -> tuple[tuple[Segment, ...], ...]:
+def _segments(layout: OneLength, world_size: int) -> tuple[tuple[Segment, ...], ...]:
     by_rank = layout.blocks(world_size)
     most = max(1, *map(len, by_rank))
     nothing = [(layout.only_length or 0,) * 2]
@@ -56,7 +66,7 @@ def _segments(layout: _OneLength, world_size: int) -> tuple[tuple[Segment, ...],
 
 
 @dataclass(frozen=True, init=False)
-class PerDocument(_OneLength):
+class PerDocument(OneLength):
     """Head-tail within each document: of its 2n chunks, rank r of n owns chunks r and 2n-1-r.
 
     So causal attention within documents is balanced document by document. Chunks of a document differ by one token at
@@ -84,6 +94,7 @@ class PerDocument(_OneLength):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
+    __hash__ = OneLength.__hash__
 
     def __init__(self, cu_seqlens: Any, *, seq_len: int | None = None) -> None:
         edges = ascending(cu_seqlens, "PerDocument", "cu_seqlens")
@@ -114,16 +125,6 @@ class PerDocument(_OneLength):
                     _append(by_rank[rank], (start, start + length))
                     start += length
         return by_rank
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.cu_seqlens, self.seq_len))
-
-    def __hash__(self) -> int:
-        return self._hash  # looked up at every call of attention
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
 
 def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, int]]:
@@ -159,7 +160,7 @@ def _append(blocks: list[Span], block: Span) -> None:
 
 
 @dataclass(frozen=True)
-class Balanced(_OneLength):
+class Balanced(OneLength):
     """Every rank owns equally many tokens and computes equally many (query, key) pairs of `mask`, whatever it is.
 
     One block a rank where that is balanced already; otherwise n ranks own at most 2n - 1 blocks together, and no rank
@@ -188,14 +189,14 @@ class Balanced(_OneLength):
     mask: Mask
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
+    __hash__ = OneLength.__hash__
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"Balanced expects a mask such as Causal(), got {self.mask!r}")
         if not is_integer(self.seq_len) or self.seq_len < 0:
             raise ValueError(f"Balanced expects seq_len to be an integer >= 0, got {self.seq_len!r}")
-        if not (isfinite(self.tolerance) and self.tolerance >= 0):
-            raise ValueError(f"Balanced expects tolerance to be a fraction >= 0, got {self.tolerance!r}")
+        check_tolerance("Balanced", self.tolerance)
         areas_of(self.mask, self.seq_len)
 
     @property
@@ -215,12 +216,8 @@ class Balanced(_OneLength):
         """
         return imbalance(self, self.mask, self.seq_len, world_size)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.mask, self.seq_len, self.tolerance))
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
+def check_tolerance(layout: str, tolerance: float) -> None:
+    """Refuses what is none."""
+    if not (isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"{layout} expects tolerance to be a fraction >= 0, got {tolerance!r}")

@@ -15,8 +15,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol
 
-from cp_dtensor.areas import Areas
 from cp_dtensor.layouts import Span
 
 _PROBES = 16
@@ -25,6 +25,19 @@ _FEW = 128
 """Of so many tokens every window is looked at."""
 
 Blocks = list[Span]
+
+
+class Areas(Protocol):
+    """How much work the first tokens are: `cp_dtensor.areas.Areas`, or what has been counted by the block."""
+
+    def before(self, position: int, /) -> int:
+        """That of all tokens before `position`."""
+
+    def of(self, queries: Span, /) -> int:
+        """That of some tokens."""
+
+    def reach_across(self, position: int, /) -> int:
+        """What a cut there costs."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Dealing:
 class Necklace:
     """Some blocks of a sequence, strung one after the other, and the end joined to the beginning.
 
+    >>> from cp_dtensor.areas import Areas
     >>> from cp_dtensor.masks import Causal
     >>> necklace = Necklace([(0, 2), (6, 8)], Areas([Causal().layers(8, 8)]))
     >>> [necklace.window_area(start, 2) for start in range(4)]  # queries 0 1 6 7 see 1 2 7 8 keys

@@ -54,6 +54,8 @@ class ShardRecipe(Recipe):
     debug: bool
     finds_mask: bool = False  # or the layout
     fixed_mask: Mask | None = None
+    alignment: int = 1
+    """Of the layout that is found."""
 
     @classmethod
     def of(cls, settings: AttentionSettings) -> ShardRecipe:
@@ -67,10 +69,11 @@ class ShardRecipe(Recipe):
         splitting, mask = settings.splitting, None if settings.lengths_vary else settings.mask
         # A layout of one length is made for a mask, and like it differs from context to context.
         of_one_context = settings.lengths_vary and splitting.layout.only_length is not None
+        alignment = splitting.layout.alignment if of_one_context else 1
         if of_one_context:
             splitting = replace(splitting, layout=_FOUND_LAYOUT)
         finds = settings.lengths_vary and (settings.mask is not None or of_one_context)
-        return cls(groups, splitting, fixed, settings.debug, finds, mask)
+        return cls(groups, splitting, fixed, settings.debug, finds, mask, alignment)
 
     def __repr__(self) -> str:
         splitting = self.splitting
@@ -80,6 +83,7 @@ class ShardRecipe(Recipe):
             f"{lengths}{', deterministic' * splitting.deterministic}{', debug' * self.debug}"
             f"{', masked' * self.finds_mask}"
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
+            f"{'' if self.alignment == 1 else f', in blocks of {self.alignment}'}"
         )
 
     @property

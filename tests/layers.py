@@ -8,6 +8,7 @@ LAYERS = {
     "areas": 0,
     "necklace": 0,
     "mask_layouts": 0,
+    "block_layouts": 0,
     "documents": 0,
     "packed_rows": 0,
     "tile_masks": 0,

@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
+    BalancedBlocks,
     Contiguous,
     HeadTail,
     Layout,
@@ -55,6 +56,7 @@ each_division = pytest.mark.parametrize(
         (Striped(8), 61, 3),
         (MirroredBatch(), 51, 4),
         (PerDocument([0, 13, 40, 61]), 61, 3),
+        (BalancedBlocks((1, 2, 3, 4, 3, 2, 1, 9), 8, 61), 61, 3),
         (HeadTail(), 5, 4),  # ranks with one token
         (Contiguous(), 3, 4),  # and with none
     ],
@@ -217,23 +219,26 @@ def test_gradients_of_what_a_score_captures_are_shares() -> None:
     assert_close(sum(run_ranks(3, body)), expected)
 
 
-def test_one_gather_and_one_exchange_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "forward"), [(HeadTail(), "AllToAllBase"), (Striped(1), "AllGather")], ids=["in place", "by index"]
+)
+def test_one_collective_each_way(layout: Layout, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides the lengths, unless the caller says them."""
     monkeypatch.setattr(_torch_private, "original_flex_attention", dense_flex_attention)
     whole, mask = draw(40), block_mask(window, 40)
 
     def body(rank: int) -> None:
-        *local, grad = (shard(tensor, HeadTail(), rank, 2) for tensor in whole)
+        *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
         inputs = [tensor.requires_grad_() for tensor in local]
         out = context_parallel_flex_attention(
-            *inputs, block_mask=mask, mesh=dist.group.WORLD, enable_gqa=True, seq_len=40
+            *inputs, block_mask=mask, mesh=dist.group.WORLD, enable_gqa=True, layout=layout, seq_len=40
         )
         assert isinstance(out, torch.Tensor)
         out.backward(grad)
 
     with recorded_collectives() as collectives:
         run_ranks(2, body)
-    assert kinds(collectives) == ["AllGather", "AllToAllBase"]
+    assert kinds(collectives) == [forward, "AllToAllBase"]
 
 
 def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
     Balanced,
+    BalancedBlocks,
     HeadTail,
     Layout,
     MirroredBatch,
@@ -104,18 +105,21 @@ def layouts_of_one_length(rank: int) -> None:
     whole, mask = draw(64), block_mask(documents, 64)
     expected = on_one_device(whole, documents, distance)
     code = compiled(model)
-    layouts = (PerDocument([0, 13, 26, 64]), PerDocument([0, 40, 64]), Balanced(SlidingWindow(9, 0), 64), HeadTail())
+    blocks = [BalancedBlocks(work, 8, 64) for work in ((1, 2, 3, 4, 5, 6, 7, 8), (9, 1, 1, 9, 1, 1, 1, 1))]
+    layouts = (
+        PerDocument([0, 13, 26, 64]), PerDocument([0, 40, 64]), Balanced(SlidingWindow(9, 0), 64), *blocks, HeadTail(),
+    )  # fmt: skip
     for again, layout in enumerate(layouts):
         *local, _ = (shard(tensor, layout, rank, 2) for tensor in whole)
-        recompiles = again in (0, 3)  # the last one is part of the code
+        recompiles = again in (0, 3, 5)  # the last one is part of the code, and so is that blocks stay whole
         with torch.no_grad(), warnings.catch_warnings() if recompiles else no_compilation(), region(layout=layout):
             equal(code(*local, mask, distance), shard(expected[0], layout, rank, 2), layout)
     with mock.patch.object(_torch_private, "original_flex_attention", traceable):
         code = compiled(lambda *args: checkpoint(model, *args, use_reentrant=False))
-        for again, layout in enumerate(layouts[:3]):
+        for again, layout in enumerate(layouts[:5]):
             *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
             inputs = [tensor.clone().requires_grad_() for tensor in local]
-            with no_compilation() if again else warnings.catch_warnings(), region(layout=layout):
+            with warnings.catch_warnings() if again in (0, 3) else no_compilation(), region(layout=layout):
                 out = code(*inputs, mask, distance)
             results = (out, *torch.autograd.grad(out, inputs, grad))  # computed again, after the context
             for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):

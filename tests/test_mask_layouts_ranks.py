@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Balanced,
+    BalancedBlocks,
     Batched,
     Causal,
     ContextParallel,
@@ -44,8 +45,11 @@ LAYOUTS = [
     Balanced(Documents(CU_SEQLENS, within=Causal()), LENGTH),
     Balanced(Causal(), LENGTH),
     Balanced(PrefixLM(9) | SlidingWindow(4, 1), LENGTH, tolerance=0.0),
+    BalancedBlocks(tuple(i % 7 for i in range(LENGTH)), 1, LENGTH),
 ]
+UNEVEN = [BalancedBlocks((1, 2, 3, 4, 5, 1, 1, 1, 9, 0), 4, LENGTH), BalancedBlocks((1, 2), 32, LENGTH)]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: repr(layout)[:48])
+each_layout_and_uneven = pytest.mark.parametrize("layout", LAYOUTS + UNEVEN, ids=lambda layout: repr(layout)[:48])
 each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
 CAUSAL = Problem(LENGTH, LENGTH, batch=2, q_heads=4, kv_heads=2, is_causal=True)
 
@@ -75,7 +79,7 @@ def test_unshard_is_the_inverse_of_shard(case: tuple[Layout, int], world_size: i
 
 
 @pytest.mark.parametrize("grad", ["replicated", "partial"])
-@each_layout
+@each_layout_and_uneven
 def test_gradients_through_shard_and_unshard(layout: Layout, grad: str) -> None:
     def loss(hidden: torch.Tensor) -> torch.Tensor:
         return (hidden.cumsum(0) ** 2).sum()
@@ -95,23 +99,23 @@ def test_gradients_through_shard_and_unshard(layout: Layout, grad: str) -> None:
 
 
 @each_rotation
-@each_layout
+@each_layout_and_uneven
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_causal_attention_equals_one_device(world_size: int, layout: Layout, rotate_method: str) -> None:
     check_against_reference(CAUSAL, world_size, layout, rotate_method=rotate_method)
 
 
-@each_layout
+@each_layout_and_uneven
 def test_full_attention_equals_one_device(layout: Layout) -> None:
     check_against_reference(Problem(LENGTH, LENGTH), 3, layout)
 
 
-@each_layout
+@each_layout_and_uneven
 def test_ulysses_equals_one_device(layout: Layout) -> None:
     check(CAUSAL, layout, ("cp",), (4,), method="ulysses")
 
 
-@each_layout
+@each_layout_and_uneven
 @pytest.mark.parametrize("names", [RING_ULYSSES, ULYSSES_RING, ("cp_node", "cp_gpu")], ids=str)
 @pytest.mark.parametrize("method", ["ring", "hybrid"])
 def test_two_axes_equal_one_device(method: str, names: tuple[str, ...], layout: Layout) -> None:
@@ -127,7 +131,7 @@ def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pyte
     check_against_reference(CAUSAL, 2, layout)
 
 
-@each_layout
+@each_layout_and_uneven
 def test_debug_mode_and_given_lengths_agree(layout: Layout) -> None:
     check_against_reference(CAUSAL, 2, layout, debug=True)
     check_against_reference(CAUSAL, 2, layout, seq_len=LENGTH)
