@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+_REFUSED_FOR_WEAK_REFERENCES = re.compile(r"no weakrefs to t([12])'s Tensor object but got +(\d+)")
+
 
 def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchanges what two tensor objects are: data, shape, autograd state. References from C++ stay with the content.
 
     `torch.utils.swap_tensors` does the same but refuses tensors that autograd refers to, which is the very case here.
+    torch's own function refuses tensors that C++ refers to weakly, as a profiler does that records shapes, and
+    autocast, which remembers what it has cast. Such references may stay with the content too.
     """
-    torch._C._swap_tensor_impl(first, second)
+    pair, swapped = (first, second), False
+    uncounted: dict[int, int] = {}  # of either: how many weak references are left out meanwhile
+    try:
+        while not swapped:
+            try:
+                torch._C._swap_tensor_impl(first, second)
+                swapped = True
+            except RuntimeError as error:
+                refused = _REFUSED_FOR_WEAK_REFERENCES.search(str(error))
+                which = int(refused[1]) - 1 if refused else -1
+                if refused is None or which in uncounted:
+                    raise
+                uncounted[which] = int(refused[2])
+                for _ in range(uncounted[which]):
+                    torch.UntypedStorage._free_weak_ref(pair[which]._cdata)  # of anything that counts references
+    finally:
+        for which, count in uncounted.items():
+            for _ in range(count):  # each counts one and is never freed: whoever owns the reference will count it off
+                counted = torch._C._WeakTensorRef(pair[which ^ swapped])  # type: ignore[attr-defined]
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(counted))
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
