@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Any
 
 from cp_dtensor.layouts import Span, chunk_length
 from cp_dtensor.mask_layouts import OneLength, check_tolerance
 from cp_dtensor.masks import is_integer
 from cp_dtensor.necklace import Dealing
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,13 @@ class BalancedBlocks(OneLength):
         check_tolerance("BalancedBlocks", self.tolerance)
 
     @classmethod
-    def of(cls, block_mask: BlockMask, *, tolerance: float = 0.01) -> BalancedBlocks:
+    def of(cls, block_mask: Any, *, tolerance: float = 0.01) -> BalancedBlocks:
         """For a block mask of the whole sequence; it is waited for where it is on a GPU.
 
         A block of queries has as much work as it sees blocks of keys, all batch rows and heads of the mask together.
 
         Args:
-            block_mask: of as many queries as keys, alike on every rank.
+            block_mask: a `BlockMask` of as many queries as keys, alike on every rank.
             tolerance: as for the class.
 
         Raises:

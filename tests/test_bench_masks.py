@@ -85,11 +85,11 @@ def test_documented_queries_see_what_they_should(documents: list[tuple[int, int]
 NAMES = [
     "ideal", "ideal-kernels", "ideal-varlen", "ours-allgather", "ours-allgather Balanced", "ours-ulysses Contiguous",
     "ours-auto PerDocument", "torch-flex HeadTail", "torch-flex PerDocument", "torch-flex PTRR", "llama3-varlen",
-    "ours-flex", "ours-flex Balanced", "ours-flex PerDocument",
+    "ours-flex", "ours-flex Balanced", "ours-flex PerDocument", "ours-flex BalancedBlocks",
 ]  # fmt: skip
 NOT_ON_CPUS = (
     "ideal-varlen", "llama3-varlen", "torch-flex HeadTail", "torch-flex PTRR", "ours-flex", "ours-flex Balanced",
-    "ours-flex PerDocument",
+    "ours-flex PerDocument", "ours-flex BalancedBlocks",
 )  # fmt: skip
 REFUSALS = {
     ("documents 100", "torch-flex PerDocument"): "not all lengths of documents are multiples of 4",

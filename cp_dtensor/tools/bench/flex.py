@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
+from cp_dtensor.block_layouts import BalancedBlocks
 from cp_dtensor.documents import Documents
 from cp_dtensor.flex import context_parallel_flex_attention
+from cp_dtensor.layouts import Layout
+from cp_dtensor.sharding import take_shard
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.flex_masks import BLOCK, mask_mod, whole_mask
@@ -28,12 +31,14 @@ if TYPE_CHECKING:
 
 def flex_contestants() -> list[Contestant]:
     """Ours, in the layout of the case and in each other, and one for each of torch's load balancers."""
+    divisions: dict[str, ByLayout | InBlocks] = {"flex": ByLayout(), "flex BalancedBlocks": InBlocks()}
+    divisions.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     ours = [
         Contestant(
-            f"{OURS_PREFIX}flex {layout or ''}".strip(), partial(_ours, layout), partial(_our_refusal, layout),
-            shards=ByLayout(layout), suits=lambda case: case.mask != "full", by_default=False,
+            OURS_PREFIX + name, partial(_ours, shards), partial(_our_refusal, shards), shards=shards,
+            suits=lambda case: case.mask != "full", by_default=False,
         )
-        for layout in (None, *LAYOUTS)
+        for name, shards in divisions.items()
     ]  # fmt: skip
     theirs = [
         Contestant(
@@ -49,18 +54,34 @@ def flex_contestants() -> list[Contestant]:
     return [*ours, *theirs]
 
 
+@dataclass(frozen=True)
+class InBlocks(Shards):
+    """Whole blocks of the mask."""
+
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        layout = _layout(self, case, device)
+        return lambda tokens: take_shard(tokens, 1, layout, rank, world_size)
+
+
+@lru_cache
+def _layout(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Layout:
+    if isinstance(shards, ByLayout):
+        return case.layout_value(shards.name)
+    return BalancedBlocks.of(whole_mask(case, device))
+
+
 @contextmanager
-def _ours(layout_name: str | None, case: Case, device: torch.device) -> Iterator[Attention]:
-    yield _ours_compiled(layout_name, case, device)
+def _ours(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Iterator[Attention]:
+    yield _ours_compiled(shards, case, device)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
-def _ours_compiled(layout_name: str | None, case: Case, device: torch.device) -> Attention:
+def _ours_compiled(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Attention:
     _check_device(device)
     torch.compiler.reset()
     group = dist.group.WORLD
     assert group is not None
-    layout, mask = case.layout_value(layout_name), whole_mask(case, device)
+    layout, mask = _layout(shards, case, device), whole_mask(case, device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = context_parallel_flex_attention(
@@ -73,13 +94,14 @@ def _ours_compiled(layout_name: str | None, case: Case, device: torch.device) ->
     return _with_gradients(attention)
 
 
-def _our_refusal(layout_name: str | None, case: Case, world_size: int) -> str | None:
+def _our_refusal(shards: ByLayout | InBlocks, case: Case, world_size: int) -> str | None:
     if case.seq_len % BLOCK:
         return f"the length is not a multiple of {BLOCK}"
-    try:
-        case.layout_value(layout_name)
-    except ValueError as error:
-        return str(error)
+    if isinstance(shards, ByLayout):
+        try:
+            case.layout_value(shards.name)
+        except ValueError as error:
+            return str(error)
     return None
 
 
