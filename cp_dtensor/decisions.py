@@ -41,11 +41,13 @@ class RingDecision(Decision):
     """What the plan was made for."""
     rotation: Rotation
     backend: LocalAttention
+    own_backward: LocalAttention
+    """What computes the gradients of this rank's own keys' tiles."""
     state_dtype: torch.dtype
 
     def call(self, ranks: SequenceRanks | None, scale: float) -> RingCall:
         ring = ranks.outer if ranks is not None and self.plan.world_size > 1 else None
-        return RingCall(self.plan, ring, self.rotation, self.backend, scale, self.state_dtype)
+        return RingCall(self.plan, ring, self.rotation, self.backend, self.own_backward, scale, self.state_dtype)
 
 
 @dataclass(frozen=True)

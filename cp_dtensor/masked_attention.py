@@ -28,7 +28,7 @@ if TRITON_AVAILABLE:
     from cp_dtensor.kernels.attention_backward import launch_attention_backward, launch_attention_delta
     from cp_dtensor.kernels.attention_forward import launch_attention_forward
 
-_MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 """Of the kernels, for each dtype that they take."""
 Partial = tuple[torch.Tensor, torch.Tensor]
 """`(out, lse)`, see `merge`."""
@@ -223,7 +223,7 @@ def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def uses_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels compute this rather than their twins."""
     head_dim = max(q.size(3), v.size(3))
-    return TRITON_AVAILABLE and q.is_cuda and head_dim <= _MAX_HEAD_DIM.get(q.dtype, 0) and has_tensor_cores(q.device)
+    return TRITON_AVAILABLE and q.is_cuda and head_dim <= MAX_HEAD_DIM.get(q.dtype, 0) and has_tensor_cores(q.device)
 
 
 def _empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from cp_dtensor.division import CallShape, Division
 from cp_dtensor.head_division import HeadDivision, divide_heads
 from cp_dtensor.layouts import Layout, Span
 from cp_dtensor.local_attention.base import LocalAttention, Problem
+from cp_dtensor.local_attention.policy import with_wide_gradients
 from cp_dtensor.masks import Mask
 from cp_dtensor.plan import Plan, ring_plan
 from cp_dtensor.rotation.allgather import AllGather
@@ -78,6 +79,8 @@ class HeadStaging:
 
 
 DEFAULT_HEAD_STAGING = HeadStaging()
+_WIDE_GRADIENTS_FROM = 4
+"""Ranks. With fewer the own tiles are so much of the work that their slower kernel would cost 10% of backward."""
 
 
 def decide_ring(request: CallRequest, group: dist.ProcessGroup | None, rank: int) -> RingDecision:
@@ -130,7 +133,8 @@ def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDeci
     # Direct hops between ranks of the same place. All heads at once: each hop is a whole inner ring.
     division = OuterDivision(request.division, inner_size, inner_rank)
     plan = ring_plan(replace(shape, division=division).tiling, outer_rank, shape.kv_heads)
-    outer = RingDecision(plan, shape, AllToAll(), request.backend, request.problem.state_dtype)
+    backend = request.backend
+    outer = RingDecision(plan, shape, AllToAll(), backend, backend, request.problem.state_dtype)
     inner: list[RingDecision | None] = []
     for within in inner_divisions(request.division, plan, inner_size):
         inner_shape = replace(shape, division=within)
@@ -145,7 +149,11 @@ def _ring(shape: CallShape, request: CallRequest, group: dist.ProcessGroup | Non
     with on_device(request.device):
         alone = group is None or group.size() == 1
         rotation = AllGather() if group is None or alone else request.rotation.for_call(shape, group, request.device)
-    return RingDecision(_plan(rotation, shape, rank), shape, rotation, request.backend, request.problem.state_dtype)
+    own = None
+    if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and rotation.keeps_own_gradients_wide:
+        own = with_wide_gradients(request.backend, request.problem)
+    plan, state_dtype = _plan(rotation, shape, rank), request.problem.state_dtype
+    return RingDecision(plan, shape, rotation, request.backend, own or request.backend, state_dtype)
 
 
 def with_heads(shape: CallShape, heads: HeadDivision, units: Span) -> CallShape:

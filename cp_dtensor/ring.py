@@ -38,6 +38,8 @@ class RingCall(AttentionCall):
     """None where nothing travels."""
     rotation: Rotation
     backend: LocalAttention
+    own_backward: LocalAttention
+    """The backend of those tiles, in backward, whose keys are this rank's own."""
     scale: float
     state_dtype: torch.dtype
 
@@ -121,7 +123,7 @@ def _forward_step(
         tile_q = cut(q, tile.batch, heads, tile.q)
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            backend = _backend(call, tile, heads, extras)
+            backend = _with_extras(call.backend, tile, heads, extras)
             partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
         parts.append(Part(tile.batch, tile.q, partial))
     return parts
@@ -201,7 +203,8 @@ def _backward_step(
         tile_grad_out, tile_q, tile_out, tile_lse = (cut(x, tile.batch, heads, tile.q) for x in of_queries)
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            backend = _backend(call, tile, heads, extras, delta)
+            backend = call.own_backward if step.transfer is None else call.backend
+            backend = _with_extras(backend, tile, heads, extras, delta)
             inputs = (tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale)
             grads = backend.backward(*inputs)
             if grad_bias is not None:
@@ -213,15 +216,15 @@ def _backward_step(
     return parts_q, parts_k, parts_v
 
 
-def _backend(
-    call: RingCall, tile: Tile, heads: Span, extras: Extras, delta: torch.Tensor | None = None
+def _with_extras(
+    backend: LocalAttention, tile: Tile, heads: Span, extras: Extras, delta: torch.Tensor | None = None
 ) -> LocalAttention:
     """The backend, with what a tile has besides its mask."""
-    if not isinstance(call.backend, ByRowAttention):
+    if not isinstance(backend, ByRowAttention):
         assert not extras.concern_tiles, "calls with a bias or dropout mask by row"
-        return call.backend
+        return backend
     return replace(
-        call.backend,
+        backend,
         extras=extras.part(tile.batch, heads, tile.q) if extras.concern_tiles else extras,
         delta=None if delta is None else cut(delta, tile.batch, heads, tile.q),
     )

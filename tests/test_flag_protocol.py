@@ -125,7 +125,8 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         shape = shape_of(rank.size(), layout, mask)
         by_heads = Stages(1, stages)
         plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
-        call = RingCall(plan, rank, SymmetricMemory(), Tiles(rank), 1.0, torch.float32)
+        tiles = Tiles(rank)
+        call = RingCall(plan, rank, SymmetricMemory(), tiles, tiles, 1.0, torch.float32)
         q, k, v, grad_out = tensors(rank, 4)
         _, _, saved = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)
         if backward:

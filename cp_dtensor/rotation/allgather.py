@@ -68,5 +68,9 @@ class AllGather(ExchangedRotation):
     def name(self) -> str:
         return "allgather"
 
+    @property
+    def keeps_own_gradients_wide(self) -> bool:
+        return True  # it is the most exact of the rotations, and symm_mem is the fastest
+
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return self.staging.plan(shape, rank)

@@ -76,6 +76,11 @@ class Rotation(RotationMethod):
     def slows_compute(self) -> bool:
         """Whether transfers take multiprocessors from the attention that runs meanwhile."""
 
+    @property
+    def keeps_own_gradients_wide(self) -> bool:
+        """Whether what a rank gives to its own dK/dV may take longer, for not to be rounded before it is added up."""
+        return False
+
     @abstractmethod
     def plan(self, shape: CallShape, rank: int) -> Plan:
         """The steps of a call on one rank, in the order that suits this rotation."""

@@ -130,7 +130,7 @@ class RankTiles:
         """As the library does it: a backend's results, merged."""
         # Nothing travels, so the group is never asked for anything.
         group = dist.ProcessGroup(dist.HashStore(), self.shape.rank, self.shape.world_size)
-        call = RingCall(self._plan, group, self._rotation, backend, self._scale, torch.float32)
+        call = RingCall(self._plan, group, self._rotation, backend, backend, self._scale, torch.float32)
         return ring_forward(self._q, self._k, self._v, call)
 
     def unmerged(self, backend: LocalAttention) -> None:
