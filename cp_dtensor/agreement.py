@@ -177,11 +177,16 @@ def _refuse_disagreement(everyone: list[CallFacts]) -> None:
             continue
         said = [getattr(facts, field.name) for facts in everyone]
         usual = max(said, key=said.count)
-        odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if value != usual]
+        odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if not _are_equal(value, usual)]
         if odd:
             disagreements.append(f"{field.name}: {', '.join(odd)}, the others {usual!r}")
     if disagreements:  # all of them: what comes first may follow from another, as heads that were expanded for a mask
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
+
+
+def _are_equal(first: object, second: object) -> bool:
+    """Also two NaNs, so that ranks with the same wrong scale are not told that it differs."""
+    return first == second or (first != first and second != second)
 
 
 def _encode(value: object) -> list[int]:

@@ -164,6 +164,15 @@ def refuse_non_leaf(index: int, tensor: torch.Tensor) -> None:
         )
 
 
+def refuse_wrapper(index: int, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose data is in other tensors: these stay whole where the identity is exchanged."""
+    if _torch_private.is_wrapper(tensor):
+        raise TypeError(
+            f"buffer {index}: got a {type(tensor).__name__}, which keeps its data in other tensors, expected a plain "
+            "torch.Tensor. Use context_parallel_shard, which makes a new one"
+        )
+
+
 def refuse_shards(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
     """Refuses buffers that are shards over these ranks already: of shards, attention would see a part only.
 

@@ -13,7 +13,14 @@ import torch
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import Mesh, checked_length, refuse_other_lengths
-from cp_dtensor.buffers import Buffer, LocalContents, refuse_different_buffers, refuse_non_leaf, refuse_shards
+from cp_dtensor.buffers import (
+    Buffer,
+    LocalContents,
+    refuse_different_buffers,
+    refuse_non_leaf,
+    refuse_shards,
+    refuse_wrapper,
+)
 from cp_dtensor.layouts import Layout
 from cp_dtensor.mask_arguments import checked_mask
 from cp_dtensor.masks import Mask
@@ -99,6 +106,7 @@ class context_parallel(ContextDecorator):
         kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         for index, tensor in enumerate(tensors):
             refuse_non_leaf(index, tensor)
+            refuse_wrapper(index, tensor)
         ranks = self._settings.ranks
         refuse_shards(tensors, dims, ranks.global_ranks())
         self._buffers = [

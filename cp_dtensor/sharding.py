@@ -148,6 +148,8 @@ def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], la
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
+        if tensor.is_nested:  # which cannot say its shape
+            raise TypeError(f"buffer {index}: expected a tensor whose sequence is one dim, got a nested tensor")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"buffer {index}: expected an integer sequence dim, got {dim!r}")
         if not -tensor.dim() <= dim < tensor.dim():

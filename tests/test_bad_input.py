@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,8 @@ def tensor(
     return torch.ones(batch, heads, length, dim, dtype=dtype, **options)
 
 
-def call(rank: int, arguments: dict[str, Any]) -> None:
-    ring_attention(**{"q": tensor(), "k": tensor(), "v": tensor(), "mesh": dist.group.WORLD, **arguments})
+def call(rank: int, arguments: dict[str, Any]) -> Any:
+    return ring_attention(**{"q": tensor(), "k": tensor(), "v": tensor(), "mesh": dist.group.WORLD, **arguments})
 
 
 Bad = tuple[dict[str, Any], type[Exception], str]
@@ -214,6 +215,11 @@ def test_ranks_that_disagree_are_told_alike_who_says_what(
         assert type(error) is ValueError
         assert f"the ranks of the context-parallel axis disagree about {message}" in str(error)
     assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS  # the exchange, no more
+
+
+def test_a_scale_that_is_no_number_on_any_rank_is_no_disagreement() -> None:
+    """It gives what it gives on one device."""
+    assert all(out.isnan().all() for out in run_ranks(RANKS, call, {"scale": math.nan, "mask": PrefixLM(4)}))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,13 @@ from cp_dtensor._torch_private.sdpa import (
     user_sdpa_priority,
 )
 from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
-from cp_dtensor._torch_private.tensors import current_stream_handle, no_modes, swap_identities, version_of
+from cp_dtensor._torch_private.tensors import (
+    current_stream_handle,
+    is_wrapper,
+    no_modes,
+    swap_identities,
+    version_of,
+)
 from cp_dtensor._torch_private.threads import (
     backward_may_come_again,
     current_backward,
@@ -92,6 +98,7 @@ __all__ = [
     "is_before_capture",
     "is_in_cuda_graph",
     "is_traced",
+    "is_wrapper",
     "label",
     "lower_right_bias_redirected",
     "math_sdpa",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 _REFUSED_FOR_WEAK_REFERENCES = re.compile(r"no weakrefs to t([12])'s Tensor object but got +(\d+)")
 
@@ -40,6 +40,11 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
             for _ in range(count):  # each counts one and is never freed: whoever owns the reference will count it off
                 counted = torch._C._WeakTensorRef(pair[which ^ swapped])  # type: ignore[attr-defined]
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(counted))
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its data in other tensors, its attributes, as DTensors and quantized weights do."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

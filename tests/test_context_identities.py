@@ -1,8 +1,10 @@
-"""Buffers of contexts to which C++ refers weakly: profilers that record shapes do, and autocast's memory of casts."""
+"""Buffers that are hard to exchange: C++ refers to them weakly (profilers that record shapes do, and autocast's memory
+of casts), or their data is in other tensors."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch.distributed as dist
 from problems import shard
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
 
-from cp_dtensor import HeadTail, context_parallel
+from cp_dtensor import HeadTail, context_parallel, context_parallel_shard
 
 
 def references(tensor: torch.Tensor, count: int = 3) -> list[Any]:
@@ -90,3 +93,32 @@ def test_inside_of_autocast_which_remembers_casts_of_leaves(used_before: bool, b
         torch.testing.assert_close(leaf.grad, torch.ones(12, 8))
 
     run_ranks(2, body)
+
+
+def test_tensors_that_keep_their_data_in_others_are_refused() -> None:
+    """They would say that they are shards, and compute with the whole."""
+
+    def body(rank: int) -> None:
+        wrapper = TwoTensor(torch.arange(8), torch.arange(8))
+        with pytest.raises(TypeError, match="buffer 0: got a TwoTensor, which keeps its data in other tensors"):
+            context_parallel(dist.group.WORLD, buffers=[wrapper], buffer_seq_dims=[0])
+        (mine,) = context_parallel_shard(dist.group.WORLD, [wrapper], [0])
+        assert (mine.a.tolist(), mine.b.tolist()) == ([[0, 1, 6, 7], [2, 3, 4, 5]][rank],) * 2
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    def body(rank: int) -> None:
+        nested = torch.nested.nested_tensor([torch.randn(3, 2), torch.randn(5, 2)], layout=layout)
+        for make in (
+            lambda: context_parallel(dist.group.WORLD, buffers=[nested], buffer_seq_dims=[1]),
+            lambda: context_parallel_shard(dist.group.WORLD, [nested], [1]),
+        ):
+            with pytest.raises(TypeError, match=r"buffer 0: expected .* got a nested tensor"):
+                make()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of nested tensors
+        run_ranks(2, body)
