@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from cp_dtensor import _torch_private
+from cp_dtensor.attention_call import differentiated_once
 from cp_dtensor.kept_values import KeptValues, capturing
 from cp_dtensor.layouts import Layout
 from cp_dtensor.rotation.exchange import Exchange, Places
@@ -164,7 +164,7 @@ class GatheredKeys(torch.autograd.Function):
         return keys_and_values(keys.gathered(k, v), k.size(3))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """As `keys.gradients`."""
         return *ctx.keys.gradients(pack(grad_k, grad_v), ctx.local, grad_k.size(3)), None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from cp_dtensor.attention_call import differentiated_once
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import WholeKeys, most_tokens
@@ -159,7 +159,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.mark_non_differentiable(positions, total, found)
 
 
-@once_differentiable
+@differentiated_once
 def _gradients(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     grads = torch.ops.cp_dtensor.flex_keys_backward(grad, *ctx.saved_tensors, *ctx.settings)
     return None, *grads, *[None] * 6

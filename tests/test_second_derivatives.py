@@ -15,6 +15,8 @@ from torch.autograd import functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
+from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
+from cp_dtensor.rotation.ranks import SequenceRanks
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -82,5 +84,15 @@ def test_of_unshard_which_is_linear(grad: Any) -> None:
             torch.autograd.grad(gradient.sum(), x, allow_unused=True)
         with refused():
             functional.hvp(penalty, x.detach(), torch.ones_like(x))
+
+    run_ranks(4, body)
+
+
+def test_of_gathered_keys_of_flex_attention() -> None:
+    def body(rank: int) -> None:
+        keys = WholeKeys(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8)
+        k, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(2))
+        with refused():
+            functional.hvp(lambda k: GatheredKeys.apply(k, v, keys)[0].square().sum(), k, torch.ones_like(k))
 
     run_ranks(4, body)
