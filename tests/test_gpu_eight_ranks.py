@@ -21,6 +21,11 @@ Tensors = list[torch.Tensor]
 @pytest.fixture(scope="module")
 def problem() -> tuple[Tensors, Tensors, list[float]]:
     """q, k, v and the gradient of out; out, dq, dk and dv in float64; errors of bfloat16 SDPA."""
+    with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread has no context for cuBLAS yet
+        return _problem()
+
+
+def _problem() -> tuple[Tensors, Tensors, list[float]]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(1, heads, LENGTH, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     whole = [torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes]
@@ -51,9 +56,11 @@ def test_errors_are_near_those_of_one_gpu(
     problem: tuple[Tensors, Tensors, list[float]], rotation: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, truth, single = problem
+    device = torch.cuda.current_device()
     monkeypatch.setattr(collectives, "_backend_name", lambda *_: "threaded")  # which has no object to ask
 
     def body(rank: int) -> Tensors:
+        torch.cuda.set_device(device)  # each thread has a device of its own
         q, k, v, grad = (shard(x, HeadTail(), rank, RANKS) for x in whole)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         with torch.autograd.set_multithreading_enabled(False):  # ranks would wait for each other in one thread
