@@ -72,6 +72,11 @@ class _Standing:
 _standing = _Standing()
 
 
+def is_shard_now(tensor: torch.Tensor) -> bool:
+    """Whether the shard of an open context stands in for this tensor."""
+    return bool(_standing.stack(tensor))
+
+
 class LocalContents:
     """A buffer's shard, which can stand in for the whole tensor.
 

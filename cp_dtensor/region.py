@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch_private
 from cp_dtensor.arguments import check_qkv
-from cp_dtensor.buffers import LocalContents
+from cp_dtensor.buffers import LocalContents, is_shard_now
 from cp_dtensor.dtensor.attention import local_only_sdpa
 from cp_dtensor.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.installation import SharedInstallation
@@ -182,6 +182,7 @@ def _replacements() -> Iterator[AbstractContextManager[None]]:
     yield from flex_replacements()
     yield from varlen_replacements()
     yield _torch_private.multihead_attention_ends_in_sdpa(_check_multihead_attention)
+    yield _torch_private.module_buffers_broadcast_but(is_shard_now)
 
 
 _installation = SharedInstallation(_replacements)

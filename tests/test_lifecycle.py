@@ -57,6 +57,7 @@ class State:
                 module._checkpoint_without_reentrant_generator,
                 module.checkpoint,
                 torch._dynamo.eval_frame._callback_from_stance,
+                vars(nn.parallel.DistributedDataParallel)["_distributed_broadcast_coalesced"],
             ),
             kernels="".join(
                 torch._C._dispatch_dump_table(name)

@@ -41,6 +41,7 @@ from cp_dtensor._torch_private.groups import group_of_name, name_of_group
 from cp_dtensor._torch_private.patches import (
     checkpointed_functions_bound,
     lower_right_bias_redirected,
+    module_buffers_broadcast_but,
     multihead_attention_ends_in_sdpa,
 )
 from cp_dtensor._torch_private.profiling import label
@@ -103,6 +104,7 @@ __all__ = [
     "lower_right_bias_redirected",
     "math_sdpa",
     "mesh_of",
+    "module_buffers_broadcast_but",
     "multihead_attention_ends_in_sdpa",
     "name_of_group",
     "never_compiled",

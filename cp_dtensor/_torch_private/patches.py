@@ -115,3 +115,23 @@ def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Ite
     finally:
         if not torch.backends.mha.get_fastpath_enabled():
             torch.backends.mha.set_fastpath_enabled(fused)
+
+
+@contextmanager
+def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """While open, `DistributedDataParallel` leaves out some buffers where it makes all ranks' equal to rank 0's.
+
+    It does so at every forward pass, unless it was told not to.
+    """
+
+    def leaving_out(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def broadcast(self: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+            kept = [tensor for tensor in tensors if not is_left_out(tensor)]
+            if kept:
+                original(self, kept, *args, **kwargs)
+
+        return broadcast
+
+    with patched(torch.nn.parallel.DistributedDataParallel, "_distributed_broadcast_coalesced", leaving_out):
+        yield
