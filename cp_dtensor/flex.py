@@ -15,7 +15,7 @@ from cp_dtensor.arguments import Mesh, check_qkv, checked_seq_len, refuse_dtenso
 from cp_dtensor.captured_values import made_of, parts_of
 from cp_dtensor.compiled_op import token_of
 from cp_dtensor.extras import NO_EXTRAS
-from cp_dtensor.flex_keys import GatheredKeys, WholeKeys, keys_and_values
+from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
 from cp_dtensor.flex_mods import ScoreMod, local_mask_mod, local_score_mod
 from cp_dtensor.flex_ops import check_mask_lengths, finds_layout, traced_tables, world_size
 from cp_dtensor.flex_rows import LocalRows
@@ -222,10 +222,9 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
             "Balanced, needs a block mask of the whole sequence, which says how long it is: got none"
         )
     batch_size, q_local, _ = index(call.q.size(0)), index(call.q.size(2)), index(call.k.size(2))
-    gathered, positions, total, found = torch.ops.cp_dtensor.flex_keys(
+    keys, values, positions, total, found = torch.ops.cp_dtensor.flex_keys(
         call.q, call.k, call.v, token, *lengths, told, softmax_scale(call.q, call.scale), torch.is_grad_enabled()
     )
-    keys, values = keys_and_values(gathered, call.k.size(3))
     kv_total = total if lengths[1] < 0 else None
     if mask is None and kv_total is not None:
         mask = _one_block(call.q)

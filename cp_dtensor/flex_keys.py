@@ -1,8 +1,8 @@
 """Keys and values of all ranks in the order of their positions, for FlexAttention, which takes them whole.
 
-K and V travel together, straight to where they belong in the memory that FlexAttention reads; their gradients straight
-to the ranks that own the tokens, where they are summed in float32 and rounded once. Layouts of many short pieces, or
-over two axes, are gathered rank by rank and put in order afterwards.
+K and V travel together, straight to their places among everybody's; their gradients straight to the ranks that own the
+tokens, where they are summed in float32 and rounded once. Layouts of many short pieces, or over two axes, are gathered
+rank by rank and put in order afterwards.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cp_dtensor.sums import add_parts
 from cp_dtensor.tensors import positions_of
 
 T = TypeVar("T")
+_WORD = torch.int64
 _MOST_PIECES = 8
 """Of a rank; each is a message to every other one."""
 
@@ -40,46 +41,51 @@ class WholeKeys:
     rows: int
     """How many to return, at least `seq_len`; the further ones are finite, for nobody to look at."""
 
-    def gathered(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """(B, H, local S, D) and (B, H, local S, Dv) to (rows, B, H, D + Dv); see `keys_and_values`.
+    def gathered(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, H, local S, D) and (B, H, local S, Dv) to (B, H, rows, D) and (B, H, rows, Dv), contiguous.
 
         A collective, in which every rank takes part.
         """
-        whole = k.new_empty(self.rows, *k.shape[:2], k.size(3) + v.size(3))
-        whole[self.seq_len :].zero_()
-        if not whole[: self.seq_len].numel():  # alike on every rank
-            return whole
+        everyone = k.new_empty(self.seq_len, *k.shape[:2], k.size(3) + v.size(3))
+        if everyone.numel():  # alike on every rank
+            self._gather(k, v, everyone)
+        whole = tuple(x.new_empty(*x.shape[:2], self.rows, x.size(3)) for x in (k, v))
+        # FlexAttention reads rows that follow each other 2% faster than such as are a token's K and V apart.
+        for target, source in zip(whole, keys_and_values(everyone, k.size(3)), strict=True):
+            copy_rows(target[:, :, : self.seq_len], source)
+            target[:, :, self.seq_len :].zero_()
+        return whole  # type: ignore[return-value]
+
+    def _gather(self, k: torch.Tensor, v: torch.Tensor, everyone: torch.Tensor) -> None:
         pieces = self._pieces(k.size(0))
         if pieces is None:
-            self._gather_by_index(k, v, whole)
-            return whole
+            self._gather_by_index(k, v, everyone)
+            return
         mine = pieces[self.ranks.rank]
         for start, stop, first in mine:
             here = slice(first, first + stop - start)
-            pack(k[:, :, here], v[:, :, here], whole[start:stop])
-        rows = _as_bytes(whole)
+            pack(k[:, :, here], v[:, :, here], everyone[start:stop])
+        rows = _as_bytes(everyone)
         outgoing = self._places(lambda slot, rank: rows[slice(*mine[slot][:2])], len(mine))
         incoming = self._places(lambda slot, rank: rows[slice(*pieces[rank][slot][:2])], len(mine))
         Exchange(incoming, outgoing, rows, self.ranks.outer).wait()
-        return whole
 
-    def gradients(self, whole: torch.Tensor, local: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too.
+    def gradients(
+        self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too."""
+        grads = tuple(x.new_empty(*x.shape[:2], local, x.size(3)) for x in (grad_k, grad_v))
+        whole, width = pack(*(x[:, :, : self.seq_len] for x in (grad_k, grad_v))), grad_k.size(3)
+        if whole.numel():
+            self._bring_home(whole, width, grads)
+        return grads  # type: ignore[return-value]
 
-        Args:
-            whole: (rows, B, H, D + Dv), contiguous.
-            local: number of tokens of this rank.
-            width: D.
-        """
-        batch, heads = whole.shape[1:3]
-        grads = whole.new_empty(batch, heads, local, width), whole.new_empty(batch, heads, local, whole.size(3) - width)
-        if not whole[: self.seq_len].numel():
-            return grads
-        pieces = self._pieces(batch)
+    def _bring_home(self, whole: torch.Tensor, width: int, grads: tuple[torch.Tensor, ...]) -> None:
+        local, pieces = grads[0].size(2), self._pieces(whole.size(1))
         if pieces is None:
             for grad, found in zip(grads, keys_and_values(self._sums_by_index(whole)[:local], width), strict=True):
                 grad.copy_(found)
-            return grads
+            return
         mine = pieces[self.ranks.rank]
         others = whole.new_empty(self.ranks.size - 1, local, *whole.shape[1:])
         rows, received = _as_bytes(whole), [_as_bytes(of_rank) for of_rank in others]
@@ -98,7 +104,6 @@ class WholeKeys:
                 if length:
                     parts = [((0, length), of_others[..., here, :])]
                     add_parts(grad[:, :, here], of_rank[:, :, start:stop], parts, sum_dtype)
-        return grads
 
     def _pieces(self, batch_size: int) -> tuple[tuple[_Piece, ...], ...] | None:
         """Those of each rank, equally many, where they are what travels."""
@@ -111,11 +116,11 @@ class WholeKeys:
         ranks = range(self.ranks.size)
         return [[None if rank == self.ranks.rank else rows(slot, rank) for rank in ranks] for slot in range(slots)]
 
-    def _gather_by_index(self, k: torch.Tensor, v: torch.Tensor, whole: torch.Tensor) -> None:
-        sent = whole.new_empty(self._padded, *whole.shape[1:])
+    def _gather_by_index(self, k: torch.Tensor, v: torch.Tensor, everyone: torch.Tensor) -> None:
+        sent = everyone.new_empty(self._padded, *everyone.shape[1:])
         pack(k, v, sent[: k.size(2)])
-        everyone = self.ranks.gather(_as_bytes(sent)).view(whole.dtype).view(-1, *whole.shape[1:])
-        whole[: self.seq_len] = self._by_batch_group(_sources, everyone)
+        by_rank = self.ranks.gather(_as_bytes(sent)).view(everyone.dtype).view(-1, *everyone.shape[1:])
+        everyone.copy_(self._by_batch_group(_sources, by_rank))
 
     def _sums_by_index(self, whole: torch.Tensor) -> torch.Tensor:
         """(padded, B, H, D + Dv), summed in float32 or wider, of this rank's tokens."""
@@ -141,8 +146,22 @@ def pack(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None = None) -> 
     if rows is None:
         rows = k.new_empty(k.size(2), *k.shape[:2], k.size(3) + v.size(3))
     for part, tensor in zip(keys_and_values(rows, k.size(3)), (k, v), strict=True):
-        part.copy_(tensor)
+        copy_rows(part, tensor)
     return rows
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies between tensors of other orders of dims, by words of 8 bytes where their rows consist of them."""
+    count = _WORD.itemsize // source.itemsize
+    if count > 1 and all(_has_words(x, count) for x in (target, source)):
+        target, source = target.view(_WORD), source.view(_WORD)
+    target.copy_(source)
+
+
+def _has_words(x: torch.Tensor, count: int) -> bool:
+    """Whether `count` elements are a word throughout."""
+    *strides, last = x.stride()
+    return last == 1 and not (x.size(-1) % count or x.storage_offset() % count or any(s % count for s in strides))
 
 
 def keys_and_values(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,15 +178,15 @@ class GatheredKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, keys: WholeKeys) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, H, rows, D) and (B, H, rows, Dv)."""
+        """As `keys.gathered(k, v)`."""
         ctx.keys, ctx.local = keys, k.size(2)
-        return keys_and_values(keys.gathered(k, v), k.size(3))
+        return keys.gathered(k, v)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """As `keys.gradients`."""
-        return *ctx.keys.gradients(pack(grad_k, grad_v), ctx.local, grad_k.size(3)), None
+        return *ctx.keys.gradients(grad_k, grad_v, ctx.local), None
 
 
 @lru_cache(maxsize=256)

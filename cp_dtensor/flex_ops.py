@@ -84,7 +84,7 @@ def _keys(
     told: bool,
     scale: float,
     needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     known = (q_len, kv_len) if q_len >= 0 else None
     decider = shard_recipe(recipe)
     said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
@@ -99,7 +99,7 @@ def _keys(
             f"{layout}"
         )
     rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)
-    keys_and_values = WholeKeys(ranks, layout, lengths[1], rows).gathered(k, v)
+    keys, values = WholeKeys(ranks, layout, lengths[1], rows).gathered(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if decider.finds_mask:
@@ -107,7 +107,7 @@ def _keys(
         found = torch.tensor([lengths[1], found_numbers.number_of(what), begun_in], device="cpu")
     else:
         found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
-    return keys_and_values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), found
+    return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), found
 
 
 def _fake_keys(
@@ -120,14 +120,15 @@ def _fake_keys(
     told: bool,
     scale: float,
     needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     (ranks, layout), finds = _division_of(recipe), finds_layout(recipe)
     rows = kv_len if kv_len >= 0 else most_tokens(layout, int(k.size(2)), ranks.rank, ranks.size)
     per_row = () if finds or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
     numbers = 3 if finds else 0 if q_len >= 0 else 1
     found = torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
     return (
-        k.new_empty(rows, *k.shape[:2], k.size(3) + v.size(3)),
+        k.new_empty(*k.shape[:2], rows, k.size(3)),
+        v.new_empty(*v.shape[:2], rows, v.size(3)),
         q.new_empty(*per_row, q.size(2), dtype=torch.int32),
         q.new_empty(1, dtype=torch.int32),
         found,
@@ -135,33 +136,33 @@ def _fake_keys(
 
 
 def _keys_backward(
-    grad: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int, width: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
     if what is not None:
         outstanding.end(what, int(found[2]))
     ranks, layout = _division_of(recipe, what)
-    keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad.size(0))
-    return keys.gradients(grad.contiguous(), local, width)
+    keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
+    return keys.gradients(grad_k, grad_v, local)
 
 
 def _fake_keys_backward(
-    grad: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int, width: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(grad.new_empty(*grad.shape[1:3], local, dim) for dim in (width, grad.size(3) - width))
+    return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, k, _, recipe, _, kv_len, *_ = inputs
     *_, positions, total, found = output
     ctx.save_for_backward(found)
-    ctx.settings = recipe, kv_len, k.size(2), k.size(3)
+    ctx.settings = recipe, kv_len, k.size(2)
     ctx.mark_non_differentiable(positions, total, found)
 
 
 @differentiated_once
-def _gradients(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.cp_dtensor.flex_keys_backward(grad, *ctx.saved_tensors, *ctx.settings)
+def _gradients(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *ctx.saved_tensors, *ctx.settings)
     return None, *grads, *[None] * 6
 
 
@@ -225,11 +226,11 @@ def _defined() -> torch.library.Library:
     library.define(
         "flex_keys(Tensor q, Tensor k, Tensor v, str recipe, int q_len, int kv_len, bool told, float scale, "
         "bool needs_backward) "
-        "-> (Tensor keys_and_values, Tensor positions, Tensor kv_total, Tensor found)",
+        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor found)",
         tags=apart,
     )
     library.define(
-        "flex_keys_backward(Tensor grad, Tensor found, str recipe, int kv_len, SymInt local, SymInt width) "
+        "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor found, str recipe, int kv_len, SymInt local) "
         "-> (Tensor grad_k, Tensor grad_v)",
         tags=apart,
     )
