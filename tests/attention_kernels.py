@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from conftest import GPUS
+from dropouts import moved
 
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
@@ -167,19 +168,6 @@ def to(mask: RowMask, device: str) -> RowMask:
     if mask.lo is None or mask.hi is None:
         return mask
     return RowMask(lo=mask.lo.to(device), hi=mask.hi.to(device))
-
-
-def moved(dropout: Dropout, device: str) -> Dropout:
-    """Its tensors on a device."""
-    names = ("seed", "q_positions", "kv_positions")
-    return replace(dropout, **{name: getattr(dropout, name).to(device) for name in names})
-
-
-def dropout_of(rows: int, columns: int, p: float = 0.3) -> Dropout:
-    """For a batch of 2 whose positions differ and are in no order."""
-    generator = torch.Generator().manual_seed(columns)
-    positions = [torch.randint(-(2**31), 2**31, (2, n), generator=generator).int() for n in (rows, columns)]
-    return Dropout(p, torch.tensor(-(2**62) - 12345), *positions, first_batch=3, first_head=5)
 
 
 def biases_of(heads: int, rows: int, columns: int) -> dict[str, torch.Tensor | None]:

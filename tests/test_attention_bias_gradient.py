@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_kernels import SCALE, Tensors, biases_of, dropout_of, masks_of
+from attention_kernels import SCALE, Tensors, biases_of, masks_of
+from dropouts import dropout_of
 
 from cp_dtensor.kernels import attention_twin
 from cp_dtensor.kernels.attention_dropout import Dropout, kept_twin
@@ -46,7 +47,7 @@ def expected_gradient(
     weights = logits.softmax(-1) * (logits > -1e300)
     if dropout is not None:
         kept = kept_twin(dropout, 2, HEADS, range(ROWS), range(COLUMNS))
-        weights = weights * kept / (1 - dropout.p)
+        weights = weights * kept * dropout.scale
     ((weights @ v) * grad_out).sum().backward()
     assert leaf.grad is not None
     return leaf.grad

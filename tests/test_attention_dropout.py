@@ -16,73 +16,16 @@ from attention_kernels import (
     biases_of,
     check,
     draw,
-    dropout_of,
     interpreted,
+    launch,
     masks_of,
-    moved,
     patterns,
     through_kernels,
 )
+from dropouts import dropout_in_runs, dropout_of, moved
 
-from cp_dtensor.kernels.attention_dropout import kept_twin, philox_twin
+from cp_dtensor.kernels.attention_dropout import kept_twin
 from cp_dtensor.masked_attention import Dropout, RowMask, attention_backward, attention_forward
-
-ONES = 2**32 - 1
-PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-# Of Random123, the library of the paper's authors: rounds, counter, key, words.
-KNOWN_ANSWERS = [
-    (7, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-    (7, (ONES,) * 4, (ONES, ONES), (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
-    (7, PI, (0xA4093822, 0x299F31D0), (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
-    (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-]
-
-
-@pytest.mark.parametrize(("rounds", "counter", "key", "words"), KNOWN_ANSWERS)
-def test_philox_gives_the_known_answers(
-    rounds: int, counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
-) -> None:
-    seed = key[0] + (key[1] - 2**32 * (key[1] >> 31)) * 2**32  # 64 bits as a signed number
-    got = philox_twin(torch.tensor(seed), tuple(torch.tensor(x) for x in counter), rounds)
-    assert tuple(map(int, got)) == words
-
-
-def test_an_element_is_its_counter() -> None:
-    dropout = dropout_of(5, 7)
-    kept = kept_twin(dropout, 2, 3, range(1, 5), range(2, 7))
-    for batch, head, row, column in ((0, 0, 1, 2), (1, 2, 4, 6), (1, 0, 2, 3)):
-        positions = int(dropout.q_positions[batch, row]), int(dropout.kv_positions[batch, column])
-        counter = (*(x % 2**32 for x in positions), 3 + batch, 5 + head)
-        word = int(philox_twin(dropout.seed, tuple(torch.tensor(x) for x in counter))[0])
-        assert kept[batch, head, row - 1, column - 2].item() == ((word >> 8) / 2**24 >= dropout.p)
-
-
-def ordered(p: float, seed: int, rows: int, columns: int) -> Dropout:
-    """At positions from 0 on."""
-    return Dropout(p, torch.tensor(seed), *(torch.arange(n, dtype=torch.int32) for n in (rows, columns)))
-
-
-@pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.97, 1.0])
-def test_fractions_are_kept(p: float) -> None:
-    """Of everything, and of each row, column and head."""
-    count = 200
-    kept = kept_twin(ordered(p, 7, count, count), 2, 3, range(count), range(count)).double()
-    for dims in ((), (0, 1, 2), (0, 1, 3), (0, 2, 3)):
-        fractions = kept.mean(dims) if dims else kept.mean()
-        drawn = kept.numel() / fractions.numel()
-        spread = (p * (1 - p) / drawn) ** 0.5
-        tail = 0 if p in (0, 1) else 10 / drawn  # of small numbers of elements that are dropped
-        assert ((fractions - (1 - p)).abs() <= 5 * spread + tail).all()
-
-
-def test_seeds_heads_batch_rows_and_neighbours_are_independent() -> None:
-    count = 100
-    kept = kept_twin(ordered(0.5, 1, count, count), 2, 2, range(count), range(count)).double() - 0.5
-    other = kept_twin(ordered(0.5, 1 + 2**32, count, count), 2, 2, range(count), range(count)).double() - 0.5
-    pairs = [(kept, other), (kept, kept.mT), (kept[0], kept[1]), (kept[:, 0], kept[:, 1])]
-    pairs += [(kept[..., 1:, :], kept[..., :-1, :]), (kept[..., 1:], kept[..., :-1])]
-    for x, y in pairs:
-        assert abs(4 * (x * y).mean().item()) <= 5 / x.numel() ** 0.5
 
 
 @interpreted
@@ -94,6 +37,60 @@ def test_kernels_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], 
     config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
     for got in patterns(dropout, rows, columns, config, device):
         assert torch.equal(got, expected)
+
+
+def moved_by(dropout: Dropout, rows: int, columns: int, step: int = 1) -> Dropout:
+    """Positions times `step`, and moved on."""
+    positions = dropout.q_positions * step + rows, dropout.kv_positions * step + columns
+    return replace(dropout, q_positions=positions[0], kv_positions=positions[1], in_runs=False)
+
+
+@interpreted
+@pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((64, 32), True), ((16, 64), True)], ids=str)
+def test_kernels_of_runs_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
+    rows, columns = 38, 56
+    dropout = dropout_in_runs(rows, columns)
+    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
+    for one in (dropout, replace(dropout, in_runs=False)):
+        for got in patterns(one, rows, columns, config, device):
+            assert torch.equal(got, expected)
+
+
+@interpreted
+@pytest.mark.parametrize(("by", "step"), [*(((n, 8 - n), 1) for n in range(1, 8)), ((0, 1), 2), ((3, 0), 5)], ids=str)
+def test_kernels_keep_what_the_twin_keeps_wherever_runs_begin(device: str, by: tuple[int, int], step: int) -> None:
+    """Moved by a part of a run, and in stripes."""
+    rows, columns = 17, 32
+    dropout = moved_by(dropout_in_runs(rows, columns), *by, step)
+    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    for got in patterns(dropout, rows, columns, SMALL, device):
+        assert torch.equal(got, expected)
+
+
+@interpreted
+def test_kernels_of_runs_compute_what_the_twin_computes(device: str) -> None:
+    """Under each mask: blocks begin where runs do. The dtype is one whose sums show single elements."""
+    for kind in ("causal", "causal window", "any intervals"):
+        tensors, mask = draw(device, 38, 60, heads=(2, 1), batch=2), masks_of(38, 60)[kind]
+        check(tensors, mask, config=replace(SMALL, block_columns=32), dropout=dropout_in_runs(38, 60))
+
+
+@interpreted
+def test_dropout_goes_on_from_a_state(device: str) -> None:
+    q, k, v = draw(device, 36, 64, batch=2)
+    dropout = moved(dropout_in_runs(36, 64), device)
+    whole = attention_forward(q, k, v, RowMask(), SCALE, dropout=dropout)
+    state = None
+    for columns in (slice(0, 32), slice(32, 64)):
+        of_tile = dropout.tile(slice(0, 36), columns)
+        out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+        k_tile, v_tile = k[:, :, columns].contiguous(), v[:, :, columns].contiguous()
+        launch(out, lse, q, k_tile, v_tile, SCALE, state=state, dropout=of_tile, config=SMALL)
+        state = out, lse
+    assert state is not None
+    for one, other in zip(state, whole, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
 
 
 @interpreted
@@ -110,7 +107,8 @@ def test_kernels_compute_what_the_twin_computes(device: str, kind: str, bias: st
 @pytest.mark.parametrize("dim", [64, 128])
 def test_default_configs(device: str, dim: int) -> None:
     tensors = draw(device, 70, 75, heads=(2, 1), dims=(dim, dim), dtype=NARROW[device], batch=2)
-    check(tensors, RowMask(causal_offset=5), config=None, dropout=dropout_of(70, 75))
+    for dropout in (dropout_of(70, 75), dropout_in_runs(70, 75)):
+        check(tensors, RowMask(causal_offset=5), config=None, dropout=dropout)
 
 
 @interpreted

@@ -17,17 +17,19 @@ from attention_kernels import (
     Tensors,
     assert_close,
     attended,
+    backward_kernel,
     biases_of,
     carried,
     check,
+    configs,
     draw,
-    dropout_of,
+    launch,
     masks_of,
-    moved,
     patterns,
     through_kernels,
     to,
 )
+from dropouts import dropout_in_runs, dropout_of, moved
 
 from cp_dtensor.kernels.attention_dropout import kept_twin
 from cp_dtensor.masked_attention import (
@@ -62,16 +64,36 @@ def test_descriptors_a_causal_mask_and_a_boolean_bias() -> None:
 def test_dropout_with_intervals() -> None:
     tensors = draw("cuda", ROWS, COLUMNS, heads=(4, 2), dtype=torch.float16, batch=2)
     for kind in ("any intervals", "causal documents"):
-        check(tensors, masks_of(ROWS, COLUMNS)[kind], config=TMA, dropout=dropout_of(ROWS, COLUMNS))
+        for dropout in (dropout_of(ROWS, COLUMNS), dropout_in_runs(ROWS, COLUMNS)):
+            check(tensors, masks_of(ROWS, COLUMNS)[kind], config=TMA, dropout=dropout)
 
 
 @pytest.mark.parametrize("config", [SMALL, replace(TMA, block_columns=32)], ids=["pointers", "descriptors"])
 def test_dropout_keeps_what_the_twin_keeps(config: ForwardConfig) -> None:
     rows, columns = 57, 64
-    dropout = dropout_of(rows, columns)
-    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
-    for got in patterns(dropout, rows, columns, config, "cuda"):
-        assert torch.equal(got, expected)
+    for dropout in (dropout_of(rows, columns), dropout_in_runs(rows, columns)):
+        expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+        for got in patterns(dropout, rows, columns, config, "cuda"):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dropout_of_runs_is_that_of_single_elements_in_default_blocks(dim: int) -> None:
+    """The same bits of every result, with equal blocks."""
+    tensors = draw("cuda", 300, 520, heads=(4, 2), dims=(dim, dim), batch=2)
+    dropout = moved(dropout_in_runs(300, 520), "cuda")
+    forward, backward = configs.default_config(*tensors[1:]), configs.default_backward_config(*tensors, tensors[0])
+    results = []
+    for one in (dropout, replace(dropout, in_runs=False)):
+        check(tensors, RowMask(causal_offset=7), config=None, dropout=one)
+        out, lse = torch.empty_like(tensors[0]), tensors[0].new_empty(tensors[0].shape[:3], dtype=torch.float32)
+        launch(out, lse, *tensors, SCALE, dropout=one, config=forward)
+        gradients = [torch.empty_like(x) for x in tensors]
+        delta = attention_delta(out, out)
+        options = {"dropout": one, "config": backward}
+        backward_kernel.launch_attention_backward(*gradients, out, *tensors, lse, delta, SCALE, **options)
+        results.append((out, lse, *gradients))
+    assert all(map(torch.equal, *results))
 
 
 def test_float32() -> None:

@@ -21,6 +21,9 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_attention,
 )
+from cp_dtensor.kernels.attention_dropout import are_in_runs
+from cp_dtensor.local_attention import by_row
+from cp_dtensor.masked_attention import Dropout
 
 Tensors = tuple[torch.Tensor, ...]
 LENGTH, DROPOUT = 19, 0.3
@@ -83,6 +86,44 @@ def test_every_way_to_split_drops_the_same(
                     atol=1e-10,
                     msg=lambda text, n=name: f"{n}: {text}",
                 )
+
+
+@pytest.mark.usefixtures("_same_seed_everywhere")
+@pytest.mark.parametrize(
+    ("layout", "length", "method", "expected"),
+    [
+        (HeadTail(), 128, "ring", True),
+        (HeadTail(), 128, "ulysses", True),
+        (Striped(16), 128, "ring", True),
+        (HeadTail(), 120, "ring", False),
+        (HeadTail(), 120, "ulysses", True),  # which has the whole sequence
+        (Striped(2), 128, "ring", False),
+    ],
+    ids=str,
+)
+def test_kernels_are_told_of_runs_of_positions(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, length: int, method: str, expected: bool
+) -> None:
+    seen = []
+
+    def noticed(*args: Any) -> Dropout:
+        seen.append(Dropout(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(by_row, "Dropout", noticed)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        whole = torch.randn(1, 2, length, 4, generator=torch.Generator().manual_seed(0))
+        local = shard(whole, layout, rank, 2)
+        options = {"layout": layout, "method": method, "is_causal": True}
+        context_parallel_attention(local, local, local, mesh=mesh, dropout_p=DROPOUT, **options)
+
+    run_ranks(2, body)
+    assert seen
+    for dropout in seen:
+        assert dropout.in_runs == (are_in_runs(dropout.q_positions) and are_in_runs(dropout.kv_positions))
+    assert all(dropout.in_runs for dropout in seen) is expected
 
 
 def on_one_rank(body: Any, *args: Any) -> Any:

@@ -94,7 +94,8 @@ def launch_attention_backward(
         for grad in (dq, dk, dv):
             grad.zero_()
         return
-    config = config or default_backward_config(q, k, v, grad_out, bias is not None, dropout is not None)
+    draws_each = dropout is not None and not dropout.in_runs
+    config = config or default_backward_config(q, k, v, grad_out, bias is not None, draws_each)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
     bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
     seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
@@ -114,7 +115,8 @@ def launch_attention_backward(
     launches = _launches(
         facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
         tuple([x.dtype for x in others]), (mask, offset, *interval_strides), (bias_kind, *bias_strides), tuple(drop),
-        dropout is not None, float(scale), padded_rows, config,
+        1.0 if dropout is None else dropout.scale, dropout is not None, dropout is not None and dropout.in_runs,
+        float(scale), padded_rows, config,
     )  # fmt: skip
     launches.rows(shift, padded_delta, lse, delta)
     launches.dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
@@ -144,7 +146,9 @@ def _launches(
     mask: tuple[int, ...],
     bias: tuple[int, ...],
     dropout: tuple[float, ...],
+    dropout_scale: float,
     has_dropout: bool,
+    in_runs: bool,
     scale: float,
     padded_rows: int,
     config: BackwardConfig,
@@ -158,7 +162,7 @@ def _launches(
     strides = (*grad_out.strides[:3], *q.strides[:3], *k.strides[:3], *v.strides[:3], intervals_stride)
     last = (*bias[1:], *dropout)
     constants = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
-    constants |= {"MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout}
+    constants |= {"MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "IN_RUNS": in_runs}
 
     cut = config.dkv
     line = (1, cut.block_rows) if cut.tma else None
@@ -190,7 +194,7 @@ def _launches(
     of_rows = Launch(
         attention_rows_kernel,
         (triton.cdiv(padded_rows, _BLOCK), heads, batch),
-        (rows, padded_rows, *lse.strides[:2], *delta.strides[:2]),
+        (rows, padded_rows, math.log2(dropout_scale), 1 / dropout_scale, *lse.strides[:2], *delta.strides[:2]),
         {"BLOCK_ROWS": _BLOCK},
     )
     return _Launches(of_rows, dkv, of_dq)

@@ -18,8 +18,8 @@ from cp_dtensor.kernels.attention_common import (
 from cp_dtensor.kernels.attention_philox import (
     DROPOUT_NOT_ALIGNED,
     DROPOUT_NOT_SPECIALIZED,
-    dropout_factors,
     load_positions,
+    which_are_kept_transposed,
 )
 
 
@@ -31,7 +31,7 @@ def _add_rows(
     q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums and what `count` blocks of rows of each of the group's query heads add to them.
 
@@ -77,17 +77,20 @@ def _add_rows(
         row_delta = load_row_values(head_delta, line, start, BLOCK_ROWS, TMA)
         grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
         if DROPOUT:
-            seed, counted_batch, first_head, threshold, dropout_scale = dropout
-            factors = dropout_factors(
-                load_positions(q_positions, row, rows)[None, :], kv_position[:, None],
-                (seed, counted_batch, first_head + head, threshold, dropout_scale),
+            seed, counted_batch, first_head, dropout_limit = dropout
+            q_position = load_positions(q_positions, start, rows, BLOCK_ROWS, IN_RUNS, 8)
+            kept = which_are_kept_transposed(
+                q_position, kv_position, (seed, counted_batch, first_head + head, dropout_limit),
+                BLOCK_ROWS, column.shape[0], IN_RUNS,
             )  # fmt: skip
-            dropped = weights * factors
-            grad_weights = grad_weights * factors
+            dropped = tl.where(kept, weights, 0.0)
         else:
             dropped = weights
         grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
-        grad_logits = weights * (grad_weights - row_delta[None, :])
+        if DROPOUT:  # what is kept is used only once, and so need not be held
+            grad_logits = dropped * grad_weights - weights * row_delta[None, :]
+        else:
+            grad_logits = weights * (grad_weights - row_delta[None, :])
         grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
         index += 1
         head = tl.where(index == count, head + 1, head)
@@ -110,11 +113,11 @@ def attention_dkv_kernel(
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     intervals_stride_b, ranges_stride, ranges_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
-    q_position_stride_b, kv_position_stride_b, first_batch, first_head, threshold, dropout_scale,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, dropout_limit,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads."""
     kv_head = tl.program_id(0)
@@ -144,8 +147,9 @@ def attention_dkv_kernel(
     if DROPOUT:
         seed = tl.load(seed_ptr)
         q_position_ptr += batch_64 * q_position_stride_b
-        kv_position = load_positions(kv_position_ptr + batch_64 * kv_position_stride_b, column, columns)
-    dropout = (seed, first_batch + batch, first_head, threshold, dropout_scale)
+        kv_position_ptr += batch_64 * kv_position_stride_b
+        kv_position = load_positions(kv_position_ptr, first_column, columns, BLOCK_COLUMNS, IN_RUNS, 8)
+    dropout = (seed, first_batch + batch, first_head, dropout_limit)
     first, blocks, before, whole = seeing_rows(
         ranges_ptr + batch_64 * ranges_stride_b + tl.program_id(1), ranges_stride,
         first_column, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK,
@@ -161,7 +165,7 @@ def attention_dkv_kernel(
             first, blocks - whole, before, whole, rows, columns, offset, padded_rows,
             q_position_ptr, kv_position, dropout,
             q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA, PRECISION,
+            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
         )  # fmt: skip
     grad_k, grad_v = _add_rows(
         grad_k, grad_v, k_block, v_block, column, scale_log2,
@@ -169,7 +173,7 @@ def attention_dkv_kernel(
         first + before * BLOCK_ROWS, whole, 0, 0, rows, columns, offset, padded_rows,
         q_position_ptr, kv_position, dropout,
         q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA, PRECISION,
+        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
     )  # fmt: skip
     tl.store(
         dk_ptr + batch_64 * dk_stride_b + kv_head_64 * dk_stride_h + column_64 * dk_stride_s + dim,

@@ -10,8 +10,8 @@ from cp_dtensor.kernels.attention_common import INTERVALS, LOG2_E, NO_BIAS, load
 from cp_dtensor.kernels.attention_philox import (
     DROPOUT_NOT_ALIGNED,
     DROPOUT_NOT_SPECIALIZED,
-    dropout_factors,
     load_positions,
+    which_are_kept,
 )
 
 
@@ -39,12 +39,13 @@ def attention_delta_kernel(
 @triton.jit(do_not_specialize=["rows", "padded_rows"])
 def attention_rows_kernel(
     shift_ptr, padded_delta_ptr, lse_ptr, delta_ptr,
-    rows, padded_rows, lse_stride_b, lse_stride_h, delta_stride_b, delta_stride_h,
+    rows, padded_rows, log_scale, kept_share, lse_stride_b, lse_stride_h, delta_stride_b, delta_stride_h,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Lines of `padded_rows` for each (batch, head): of the LSE in units of log 2, and of delta.
 
     Rows that see nothing, and rows that are not there, get infinity for the LSE: every weight is exp2(x - inf) = 0.
+    Dropout's scale s is in both: P (s dP - delta) is s P (dP - delta / s). Without it, `log_scale` is 0, the share 1.
     """
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -53,8 +54,9 @@ def attention_rows_kernel(
     lse = tl.load(lse_ptrs, mask=row < rows, other=float("-inf")).to(tl.float32)
     delta = tl.load(delta_ptrs, mask=row < rows, other=0.0).to(tl.float32)
     at = (batch * tl.num_programs(1) + head) * padded_rows + row
-    tl.store(shift_ptr + at, tl.where(lse > float("-inf"), lse * LOG2_E, float("inf")), mask=row < padded_rows)
-    tl.store(padded_delta_ptr + at, delta, mask=row < padded_rows)
+    shift = lse * LOG2_E - log_scale
+    tl.store(shift_ptr + at, tl.where(lse > float("-inf"), shift, float("inf")), mask=row < padded_rows)
+    tl.store(padded_delta_ptr + at, delta * kept_share, mask=row < padded_rows)
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def _add_columns(
     k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`acc` and what `count` blocks of columns add to it; which ones they are, forward's `_attend` says."""
     for index in tl.range(0, count):
@@ -92,8 +94,9 @@ def _add_columns(
             weights = tl.where(seen, weights, 0.0)
         grad_weights = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
         if DROPOUT:
-            kv_position = load_positions(kv_positions, column, columns)
-            grad_weights = grad_weights * dropout_factors(q_position[:, None], kv_position[None, :], dropout)
+            kv_position = load_positions(kv_positions, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
+            kept = which_are_kept(q_position, kv_position, dropout, row.shape[0], BLOCK_COLUMNS, IN_RUNS)
+            grad_weights = tl.where(kept, grad_weights, 0.0)
         grad_logits = weights * (grad_weights - delta[:, None])
         acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
     return acc
@@ -112,11 +115,11 @@ def attention_dq_kernel(
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
-    q_position_stride_b, kv_position_stride_b, first_batch, first_head, threshold, dropout_scale,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, dropout_limit,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they see."""
     head = tl.program_id(0)
@@ -152,11 +155,12 @@ def attention_dq_kernel(
     if DROPOUT:
         seed = tl.load(seed_ptr)
         kv_position_ptr += batch_64 * kv_position_stride_b
-        q_position = load_positions(q_position_ptr + batch_64 * q_position_stride_b, row, rows)
-    dropout = (seed, first_batch + batch, first_head + head, threshold, dropout_scale)
+        q_position_ptr += batch_64 * q_position_stride_b
+        q_position = load_positions(q_position_ptr, first_row, rows, BLOCK_ROWS, IN_RUNS, 8)
+    dropout = (seed, first_batch + batch, first_head + head, dropout_limit)
 
     lo, hi, first, blocks, before, whole = seen_columns(
-        lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK
+        lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
     acc = _add_columns(
@@ -164,14 +168,14 @@ def attention_dq_kernel(
         k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
         q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, TMA, PRECISION,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
     )  # fmt: skip
     acc = _add_columns(
         acc, q, grad, shift, delta, row, lo, hi, scale_log2,
         k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
         q_position, kv_position_ptr, dropout,
         k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, TMA, PRECISION,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
     )  # fmt: skip
     dq_ptrs = dq_ptr + batch_64 * dq_stride_b + head_64 * dq_stride_h + row_64[:, None] * dq_stride_s + dim[None, :]
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=in_q)

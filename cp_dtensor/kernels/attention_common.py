@@ -11,11 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
+from cp_dtensor.kernels.attention_dropout import RUN
 from cp_dtensor.kernels.attention_intervals import Intervals
 from cp_dtensor.kernels.launching import Facts
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+_RUN = tl.constexpr(RUN)
 
 # Kinds of masks.
 FULL = tl.constexpr(0)
@@ -89,12 +92,12 @@ def load_intervals(lo_ptr, hi_ptr, row, rows, columns):
 @triton.jit
 def seen_columns(
     lo_ptr, hi_ptr, first_row, rows, columns, offset,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """What a block of rows sees, as `(lo, hi, first, blocks, before, whole)`.
 
     Of blocks of columns from `first` on, `blocks` are seen by some row; `whole` of them, after the first `before`, by
-    every row wholly. `lo` and `hi` are the rows' own.
+    every row wholly. `lo` and `hi` are the rows' own. With DROPOUT, blocks begin where runs of positions may.
 
     Example, 2 rows with [3, 40) and [5, 50), blocks of 8 columns: first 3, 6 blocks; the first one is not seen wholly
     by the second row, the next 3 (columns 11 to 34) are seen by both.
@@ -121,6 +124,8 @@ def seen_columns(
         last = columns
         whole_first = 0
         whole_last = columns
+    if DROPOUT and MASK == INTERVALS:
+        first = first // _RUN * _RUN
     blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK_COLUMNS)
     if MASK == INTERVALS:
         before = tl.minimum(tl.cdiv(tl.maximum(whole_first - first, 0), BLOCK_COLUMNS), blocks)

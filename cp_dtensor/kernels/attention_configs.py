@@ -85,17 +85,18 @@ _SMALL_FORWARD_FLOAT32 = dict.fromkeys(_HOPPER_FORWARD_FLOAT32, _TF32_32)
 _SMALL_BACKWARD_FLOAT32 = dict.fromkeys(_HOPPER_FORWARD_FLOAT32, BackwardConfig(_TF32_32, _TF32_32))
 
 
-def default_config(
-    k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, has_dropout: bool = False
-) -> ForwardConfig:
-    """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv)."""
+def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, draws_each: bool = False) -> ForwardConfig:
+    """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv).
+
+    `draws_each`: there is dropout at positions that are not in runs, so each element draws its own random numbers.
+    """
     large = _is_large(k.device)
-    return _forward_config(large, k.dtype, _block_dim(k, v), has_bias, has_dropout, large and can_use_tma(k, v))
+    return _forward_config(large, k.dtype, _block_dim(k, v), has_bias, draws_each, large and can_use_tma(k, v))
 
 
 @cache
 def _forward_config(
-    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, has_dropout: bool, tma: bool
+    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma: bool
 ) -> ForwardConfig:
     if dtype == torch.float32:
         config = (_HOPPER_FORWARD_FLOAT32 if large else _SMALL_FORWARD_FLOAT32)[dim]
@@ -103,7 +104,7 @@ def _forward_config(
         config = (_HOPPER_FORWARD if large else _SMALL_FORWARD)[dim]
         if has_bias:  # which goes through shared memory
             config = replace(config, block_columns=max(32, config.block_columns // 2))
-        if has_dropout and dim <= 128:  # whose random numbers take registers; measured for 64 and 128
+        if draws_each and dim <= 128:  # which takes registers; measured for 64 and 128
             config = replace(config, block_rows=64, block_columns=min(64, config.block_columns), warps=4)
     return replace(config, tma=tma)
 
@@ -114,17 +115,17 @@ def default_backward_config(
     v: torch.Tensor,
     grad_out: torch.Tensor,
     has_bias: bool = False,
-    has_dropout: bool = False,
+    draws_each: bool = False,
 ) -> BackwardConfig:
-    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
+    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv); as `default_config`."""
     large = _is_large(k.device)
     tma_dq, tma_dkv = large and can_use_tma(k, v), large and can_use_tma(q, grad_out)
-    return _backward_config(large, k.dtype, _block_dim(k, v), has_bias, has_dropout, tma_dq, tma_dkv)
+    return _backward_config(large, k.dtype, _block_dim(k, v), has_bias, draws_each, tma_dq, tma_dkv)
 
 
 @cache
 def _backward_config(
-    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, has_dropout: bool, tma_dq: bool, tma_dkv: bool
+    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma_dq: bool, tma_dkv: bool
 ) -> BackwardConfig:
     if dtype == torch.float32:
         config = (_HOPPER_BACKWARD_FLOAT32 if large else _SMALL_BACKWARD_FLOAT32)[dim]
@@ -134,9 +135,9 @@ def _backward_config(
         dq, dkv = config.dq, config.dkv
         if has_bias:
             dq, dkv = (replace(x, stages=min(2, x.stages)) for x in (dq, dkv))
-        if has_dropout and dim <= 64:
+        if draws_each and dim <= 64:
             dq = replace(dq, block_rows=64)
-        elif has_dropout:
+        elif draws_each:
             dkv = replace(dkv, block_rows=32)
     return BackwardConfig(dq=replace(dq, tma=tma_dq), dkv=replace(dkv, tma=tma_dkv))
 

@@ -1,12 +1,14 @@
 """Dropout whose pattern is a function of a seed and of global positions, and so of no tiling, layout or kernel.
 
-An element of the softmax is a counter of Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011): (query position, key position, batch row, query head). Its first output word decides.
+Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) makes four words of
+32 bits from a counter. Here the counter is (query position, key position, batch row, query head), and its words are 8
+numbers of 16 bits: for 2 query positions, that of the counter and the one 8 later, and 4 key positions, that of the
+counter, the next, and those 8 later. So query positions of counters have bit 3 clear, and key positions bits 0 and 3.
+Which 8 elements share a counter is chosen for the kernels, see `attention_philox`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,23 +18,27 @@ PHILOX_ROUNDS = 7
 
 PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_BITS = 24
+RUN = 16
+"""Positions: a run of so many that begins at a multiple of it holds whole groups of those that share counters."""
+
+_BITS = 16
 _WORD = 2**32 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Element (b, h, i, j) of the softmax is kept iff its uniform number is >= p, and then multiplied by 1 / (1 - p).
+    """Element (b, h, i, j) of the softmax is kept iff its number is >= `threshold`, and then multiplied by `scale`.
 
     The number is a function of `seed`, q_positions_i, kv_positions_j, first_batch + b and first_head + h alone, uniform
-    in [0, 1) in steps of 2^-24. lse is that of the softmax before: partial results merge as they do without dropout.
+    in [0, 2^16). lse is that of the softmax before: partial results merge as they do without dropout.
 
     Args:
-        p: probability to drop, in [0, 1]; 1 drops everything, also in float32.
+        p: probability to drop, in [0, 1], rounded to a multiple of 2^-16 (not to 0 or 1); 1 drops everything.
         seed: int64, of one element, on the device of q; read by the kernels, which does not wait for the GPU.
         q_positions: int32, (S,) or (B, S), the last dim contiguous: which rows of the whole problem these are.
         kv_positions: int32, (T,) or (B, T), likewise of columns.
         first_batch, first_head: of the whole problem, where these of q begin; heads are query heads.
+        in_runs: promises that rows and columns are runs as `are_in_runs` says, for which kernels are faster.
     """
 
     p: float
@@ -41,6 +47,7 @@ class Dropout:
     kv_positions: torch.Tensor
     first_batch: int = 0
     first_head: int = 0
+    in_runs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
@@ -56,17 +63,35 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """An element is kept iff the first 24 bits of its word, as a number, are no less."""
-        return math.ceil(self.p * 2**_BITS)
+        """How many of the 2^16 numbers are dropped."""
+        return round(self.p) << _BITS if self.p in (0, 1) else min(max(1, round(self.p * 2**_BITS)), 2**_BITS - 1)
 
     @property
     def scale(self) -> float:
-        """What kept elements are multiplied with."""
-        return 1 / (1 - self.p) if self.p < 1 else 0.0
+        """What kept elements are multiplied with, so that the mean is that without dropout; 1 if none is kept."""
+        return 2**_BITS / (2**_BITS - self.threshold) if self.p < 1 else 1.0
 
     def tile(self, rows: slice, columns: slice) -> Dropout:
         """That of some rows and columns."""
-        return replace(self, q_positions=self.q_positions[..., rows], kv_positions=self.kv_positions[..., columns])
+        return replace(
+            self,
+            q_positions=self.q_positions[..., rows],
+            kv_positions=self.kv_positions[..., columns],
+            in_runs=self.in_runs and all((x.start or 0) % RUN == 0 and x.step in (None, 1) for x in (rows, columns)),
+        )
+
+
+def are_in_runs(positions: torch.Tensor) -> bool:
+    """Whether positions, along the last dim, come in runs of 16 (the last one may be shorter) from multiples of 16 on.
+
+    Looks at the numbers, so they had better be on the host.
+
+    >>> are_in_runs(torch.cat([torch.arange(32, 64), torch.arange(0, 5)])), are_in_runs(torch.arange(3, 40))
+    (True, False)
+    """
+    index = torch.arange(positions.size(-1), device=positions.device)
+    begin = positions[..., index // RUN * RUN]
+    return bool(((begin % RUN == 0) & (positions == begin + index % RUN)).all())
 
 
 def kept_twin(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> torch.Tensor:
@@ -75,19 +100,22 @@ def kept_twin(dropout: Dropout, batch: int, heads: int, rows: range, columns: ra
     >>> position = torch.arange(8, dtype=torch.int32)
     >>> dropout = Dropout(0.5, torch.tensor(1), position, position)
     >>> kept_twin(dropout, 1, 1, range(2), range(8)).int().tolist()
-    [[[[1, 0, 1, 0, 0, 0, 1, 1], [0, 0, 1, 0, 1, 0, 1, 0]]]]
+    [[[[1, 1, 0, 1, 1, 0, 0, 1], [0, 0, 0, 1, 0, 1, 0, 1]]]]
     """
     device = dropout.seed.device
-    q_position = torch.atleast_2d(dropout.q_positions)[:, None, rows.start : rows.stop, None]
-    kv_position = torch.atleast_2d(dropout.kv_positions)[:, None, None, columns.start : columns.stop]
+    q_position = torch.atleast_2d(dropout.q_positions)[:, None, rows.start : rows.stop, None].long()
+    kv_position = torch.atleast_2d(dropout.kv_positions)[:, None, None, columns.start : columns.stop].long()
     counter = (
-        q_position.long() & _WORD,
-        kv_position.long() & _WORD,
+        q_position & (_WORD - 8),
+        kv_position & (_WORD - 9),
         torch.arange(batch, device=device).view(-1, 1, 1, 1) + dropout.first_batch,
         torch.arange(heads, device=device).view(-1, 1, 1) + dropout.first_head,
     )
     words = philox_twin(dropout.seed.view(()), counter)
-    return (words[0] >> (32 - _BITS)) >= dropout.threshold
+    is_second = (kv_position & 8) != 0
+    halves = [torch.where(is_second, words[i + 1], words[i]) for i in (0, 2)]
+    word = torch.where((q_position & 8) != 0, halves[1], halves[0])
+    return ((word >> (kv_position & 1) * _BITS) & (2**_BITS - 1)) >= dropout.threshold
 
 
 def philox_twin(

@@ -66,7 +66,7 @@ def launch_attention_forward(
     columns = v.size(2)
     if q.numel() == 0:
         return
-    config = config or default_config(k, v, bias is not None, dropout is not None)
+    config = config or default_config(k, v, bias is not None, dropout is not None and not dropout.in_runs)
     mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
     lo, hi = (lse, lse) if intervals is None else intervals.lines()
     intervals_stride = lo.stride(0) if intervals is not None and lo.dim() == 2 else 0
@@ -76,8 +76,9 @@ def launch_attention_forward(
     others = (bias, lse if sinks is None else sinks.contiguous(), seed, q_position, kv_position)
     launch = _launch(
         facts(out), facts(lse), facts(q), facts(k), facts(v), facts(state_out), facts(state_lse),
-        tuple([x.dtype for x in others]), (mask, offset, intervals_stride), (bias_kind, *bias_strides), tuple(drop),
-        state is not None, sinks is not None, dropout is not None, float(scale), config,
+        tuple([x.dtype for x in others]), (mask, offset, intervals_stride), (bias_kind, *bias_strides),
+        (*drop, 1.0 if dropout is None else dropout.scale), state is not None, sinks is not None,
+        dropout is not None, dropout is not None and dropout.in_runs, float(scale), config,
     )  # fmt: skip
     launch(out, lse, q, k, v, state_out, state_lse, lo, hi, *others)
 
@@ -98,6 +99,7 @@ def _launch(
     has_state: bool,
     has_sinks: bool,
     has_dropout: bool,
+    in_runs: bool,
     scale: float,
     config: ForwardConfig,
 ) -> Launch:
@@ -114,7 +116,7 @@ def _launch(
     constants = {
         "HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns,
-        "MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "HAS_SINKS": has_sinks,
+        "MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "IN_RUNS": in_runs, "HAS_SINKS": has_sinks,
         "HAS_STATE": has_state, "TMA": config.tma, "PRECISION": config.precision,
         "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True,
     }  # fmt: skip

@@ -92,8 +92,9 @@ class ByRowAttention(LocalAttention):
         if extras.seed is None:
             return None
         return Dropout(
-            extras.dropout_p, extras.seed, rows.q_positions, rows.kv_positions, extras.first_batch, extras.first_head
-        )
+            extras.dropout_p, extras.seed, rows.q_positions, rows.kv_positions, extras.first_batch, extras.first_head,
+            rows.in_runs,
+        )  # fmt: skip
 
 
 def _rows(mask: TileMask, q: torch.Tensor) -> TileRows:

@@ -10,6 +10,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.bands import Layer
 from cp_dtensor.kept_values import KeptValues
+from cp_dtensor.kernels.attention_dropout import are_in_runs
 from cp_dtensor.key_runs import KeyRun
 from cp_dtensor.masked_attention import RowMask
 from cp_dtensor.tensors import positions_of
@@ -34,9 +35,12 @@ class TileRows:
     @cached_property
     def kv_positions(self) -> torch.Tensor:
         """(T,), int32: positions of the columns."""
-        return _torch_private.prepared(
-            lambda: self._on_device(positions_of(self._keys.segments, "cpu")[slice(*self._kv)])
-        )
+        return _torch_private.prepared(lambda: self._on_device(self._key_positions()))
+
+    @cached_property
+    def in_runs(self) -> bool:
+        """Whether both are in runs, for which dropout is faster."""
+        return _torch_private.prepared(lambda: are_in_runs(self._rows()) and are_in_runs(self._key_positions()))
 
     def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view where their positions are evenly spaced."""
@@ -73,6 +77,10 @@ class TileRows:
     def _rows(self) -> torch.Tensor:
         """Positions of the rows, on the host."""
         return positions_of(self._queries, "cpu")[slice(*self._q)]
+
+    def _key_positions(self) -> torch.Tensor:
+        """Positions of the columns, on the host."""
+        return positions_of(self._keys.segments, "cpu")[slice(*self._kv)]
 
     def _intervals(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         positions = self._rows()

@@ -2,6 +2,8 @@
 
 python -m cp_dtensor.tools.attention_kernels --output docs/benchmarks/attention_kernels.md
 
+python -m cp_dtensor.tools.attention_kernels --dropout 0.1 --masks causal full --output attention_dropout.md
+
 On one GPU, bfloat16, batch 1. TFLOP/s count useful work: 4 D flops for each pair of a query and a key that it sees, and
 2.5 times that in backward, whatever a kernel really computes.
 """
@@ -41,8 +43,8 @@ class Measured:
     forward_tflops: float
     backward_ms: float
     backward_tflops: float
-    error: float
-    """Of the first rows of out, against float64."""
+    error: float | None
+    """Of the last rows of out, against float64; None if nobody else knows what was dropped."""
 
 
 def main() -> None:
@@ -55,13 +57,15 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("Q", "KV"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation takes a minute")
+    parser.add_argument("--dropout", type=float, metavar="P", help="each kernel without dropout, and with it")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("attention_kernels measures a GPU, and torch sees none")
     cases = [
-        Case(mask, length, arguments.heads[0], arguments.heads[1], arguments.head_dim)
+        Case(mask, length, arguments.heads[0], arguments.heads[1], arguments.head_dim, dropout_p)
         for length in arguments.seq_len
         for mask in arguments.masks
+        for dropout_p in ((0.0, arguments.dropout) if arguments.dropout else (0.0,))
     ]
     measured: list[Measured] = []
     # What compiles comes last, and files are written row by row: a run that is cut short keeps what it has.
@@ -89,8 +93,9 @@ def measure(case: Case, ways: Callable[[Problem], Ways]) -> Iterator[Measured]:
     for name, make in ways(problem).items():
         try:
             forward, backward = make()
-            error = _error(problem, forward()[0])
-            if not error < _MAX_ERROR:
+            out = forward()[0]
+            error = None if case.dropout_p and name != "Triton" else _error(problem, out)
+            if error is not None and not error < _MAX_ERROR:
                 print(f"{case}, {name}: wrong, error {error:.1e}", flush=True)
                 continue
             forward_ms, backward_ms = _median_ms(forward), _median_ms(backward)
@@ -109,7 +114,10 @@ def _error(problem: Problem, out: torch.Tensor) -> float:
     last_q, k, v = (x[:, :1].double() for x in (problem.q[:, :, rows], problem.k, problem.v))
     exact = torch.empty_like(last_q)
     tile = problem.mask.tile(rows.start, rows.stop, 0).arguments()
-    attention_forward_twin(exact, exact.new_empty(exact.shape[:3]), last_q, k, v, problem.scale, **tile)
+    dropout = problem.dropout and problem.dropout.tile(rows, slice(None))
+    attention_forward_twin(
+        exact, exact.new_empty(exact.shape[:3]), last_q, k, v, problem.scale, **tile, dropout=dropout
+    )
     return ((out[:, :1, rows].double() - exact).norm() / exact.norm()).item()
 
 
@@ -136,30 +144,40 @@ def _cells(row: Measured) -> list[str]:
     return [
         case.mask,
         str(case.length),
-        row.kernel,
+        f"{row.kernel}, dropout {case.dropout_p:g}" if case.dropout_p else row.kernel,
         f"{row.forward_ms:.3f}",
         f"{row.forward_tflops:.0f}",
         f"{row.backward_ms:.3f}",
         f"{row.backward_tflops:.0f}",
-        f"{row.error:.1e}",
+        "-" if row.error is None else f"{row.error:.1e}",
     ]
 
 
 def _report(measured: list[Measured]) -> str:
     case = measured[0].case
     header = ("mask", "S", "kernel", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "error")
-    return f"""# The Triton attention kernels under each mask
+    dropout_p = max(row.case.dropout_p for row in measured)
+    if dropout_p:
+        title, options = (
+            "The Triton attention kernels with dropout",
+            f"--dropout {dropout_p:g} --masks causal full --seq-len ",
+        )
+        options += " ".join(map(str, sorted({row.case.length for row in measured})))
+        about = "With dropout: of tiles whose positions are in runs of 16; masks as intervals, which such calls have.\n"
+    else:
+        title, options, about = "The Triton attention kernels under each mask", "--flex", ""
+    return f"""# {title}
 
 Batch 1, {case.q_heads} query and {case.kv_heads} kv heads, d = {case.head_dim}, bfloat16, one GPU.
 
 {environment()}
 
-`python -m cp_dtensor.tools.attention_kernels --flex`
+`python -m cp_dtensor.tools.attention_kernels {options}`
 
 TFLOP/s of useful work: 4 d flops for each pair of a query and a key that it sees, 2.5 times that in backward.
 "Documents": packed, of lognormal lengths (median 2000), causal. "Prefix": all see the first quarter, else causal.
 ms: median, launches included. Error: relative, of the last {_CHECKED_ROWS} rows of out, against float64.
-
+{about}
 {markdown_table(header, [_cells(row) for row in measured])}
 """
 

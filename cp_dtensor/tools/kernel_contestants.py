@@ -6,17 +6,20 @@ import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor.local_attention.base import LocalAttention
 from cp_dtensor.local_attention.cudnn import CudnnAttention
 from cp_dtensor.local_attention.flash import FlashAttention
-from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward
+from cp_dtensor.masked_attention import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE
 from cp_dtensor.tools.row_masks import documents, prefix, window
 
@@ -40,6 +43,7 @@ class Case:
     q_heads: int
     kv_heads: int
     head_dim: int
+    dropout_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,14 @@ class Problem:
         """Of the logits."""
         return self.case.head_dim**-0.5
 
+    @cached_property
+    def dropout(self) -> Dropout | None:
+        """As the ring has it of a rank whose positions are in runs."""
+        if not self.case.dropout_p:
+            return None
+        position = torch.arange(self.case.length, device="cuda", dtype=torch.int32)
+        return Dropout(self.case.dropout_p, torch.tensor(7, device="cuda"), position, position, in_runs=True)
+
     def with_autograd(self, attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Passes:
         """The passes of a differentiable function."""
         leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
@@ -79,6 +91,8 @@ class Problem:
 def row_mask(case: Case) -> RowMask:
     """The mask of a case, as the Triton kernels take it."""
     position = torch.arange(case.length, device="cuda")
+    if case.dropout_p and case.mask in ("causal", "full"):  # tiles of calls with dropout have intervals
+        return window(position, None, 0 if case.mask == "causal" else None)
     if case.mask == "full":
         return RowMask()
     if case.mask == "causal":
@@ -108,17 +122,21 @@ def seen_pairs(mask: RowMask, length: int) -> int:
 
 def ready_ways(problem: Problem) -> Ways:
     """The Triton kernels, and those of torch that have the mask."""
-    q, k, v, mask, scale = problem.q, problem.k, problem.v, problem.mask, problem.scale
+    q, k, v, mask, scale, dropout = problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.dropout
 
     def triton() -> Passes:
-        out, lse = attention_forward(q, k, v, mask, scale)
+        out, lse = attention_forward(q, k, v, mask, scale, dropout=dropout)
         return (
-            lambda: attention_forward(q, k, v, mask, scale),
-            lambda: attention_backward(problem.grad_out, q, k, v, out, lse, mask, scale)[:3],
+            lambda: attention_forward(q, k, v, mask, scale, dropout=dropout),
+            lambda: attention_backward(problem.grad_out, q, k, v, out, lse, mask, scale, dropout=dropout)[:3],
         )
 
     ways: Ways = {"Triton": triton}
-    if problem.case.mask in ("causal", "full"):
+    if dropout is not None:
+        if problem.case.mask in ("causal", "full"):
+            ways["FlashAttention-2"] = lambda: _of_torch(SDPBackend.FLASH_ATTENTION, problem)
+            ways["cuDNN"] = lambda: _of_torch(SDPBackend.CUDNN_ATTENTION, problem)
+    elif problem.case.mask in ("causal", "full"):
         ways["FlashAttention-2"] = lambda: _of_backend(FlashAttention(), problem)
         ways["cuDNN"] = lambda: _of_backend(CudnnAttention(), problem)
     elif problem.case.mask != "prefix":
@@ -139,6 +157,19 @@ def _of_backend(backend: LocalAttention, problem: Problem) -> Passes:
         lambda: backend.forward(q, k, v, tile, scale),
         lambda: backend.backward(problem.grad_out, q, k, v, out, lse, tile, scale),
     )
+
+
+def _of_torch(backend: SDPBackend, problem: Problem) -> Passes:
+    """torch's function, with dropout."""
+    case = problem.case
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                q, k, v, dropout_p=case.dropout_p, is_causal=case.mask == "causal", enable_gqa=True
+            )
+
+    return problem.with_autograd(attention)
 
 
 def _packed_flash(problem: Problem) -> Passes:
