@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -45,6 +45,10 @@ class CallFacts:
     declared_q: int
     declared_kv: int
     """Global lengths that the caller has said, -1 if none."""
+    returns_lse: bool = False
+    """Whether lse travels home too, where heads are exchanged: for the caller, or for the backward of compiled code."""
+    compiled: bool = False
+    """Whether this rank runs compiled code, which does not know whose gradients are wanted."""
 
     def encoded(self) -> list[int]:
         """The fields as int64 words: floats by their bits, text by its first bytes."""
@@ -171,9 +175,11 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
 
 
 def _refuse_disagreement(everyone: list[CallFacts]) -> None:
-    disagreements = []
+    if any(facts.compiled for facts in everyone):
+        everyone = [_without_gradients(facts) for facts in everyone]
+    disagreements: list[str] = []
     for field in fields(CallFacts):
-        if field.name in _LOCAL_FIELDS:
+        if field.name in _LOCAL_FIELDS or (field.name == "compiled" and not disagreements):  # which is told as a reason
             continue
         said = [getattr(facts, field.name) for facts in everyone]
         usual = max(said, key=said.count)
@@ -182,6 +188,12 @@ def _refuse_disagreement(everyone: list[CallFacts]) -> None:
             disagreements.append(f"{field.name}: {', '.join(odd)}, the others {usual!r}")
     if disagreements:  # all of them: what comes first may follow from another, as heads that were expanded for a mask
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
+
+
+def _without_gradients(facts: CallFacts) -> CallFacts:
+    """What a rank that runs compiled code can say; others may not, as where some ranks compile what others do not."""
+    attn_mask, sinks = (text.replace(" grad", "") for text in (facts.attn_mask, facts.sinks))
+    return replace(facts, requires_grad=False, attn_mask=attn_mask, sinks=sinks)
 
 
 def _are_equal(first: object, second: object) -> bool:

@@ -51,7 +51,7 @@ class Recipe(ABC):
     @abstractmethod
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate.
 
@@ -140,11 +140,13 @@ def _forward(
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
     extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
-    lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), extras, scale, known, edges)
-    q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-    call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
     gives_lse = needs_lse or needs_backward
+    lengths, found = decider.resolve(
+        q, k, v, mask_tokens.of(mask), extras, scale, known, edges, gives_lse=gives_lse
+    )  # fmt: skip
+    q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
+    call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
     with no_autocast(q):
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
     begun_in = outstanding.begin(found, needs_backward)

@@ -24,8 +24,13 @@ def global_lengths(
     extras: Extras,
     scale: float,
     lengths: tuple[int, int] | None,
+    *,
+    gives_lse: bool = False,
+    compiled: bool = False,
 ) -> tuple[int, int]:
     """Of queries and keys; `lengths` are what the caller says, checked against the local shards.
+
+    `gives_lse` says whether the call gives lse, and `compiled` whether it is one of compiled code.
 
     Raises:
         ValueError: lengths that do not fit, alike on every rank if the ranks have told each other.
@@ -52,6 +57,7 @@ def global_lengths(
         deterministic=is_deterministic(q, allowed_backends(), splitting.deterministic),
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
+        returns_lse=gives_lse and _may_exchange_heads(q, settings), compiled=compiled,
     )  # fmt: skip
     everyone = agreement.exchange(facts, settings.ranks, q.device)
     found = (
@@ -63,6 +69,12 @@ def global_lengths(
     if lengths is None and settings.lengths_vary:
         _refuse_whole_queries([q_local for q_local, _ in everyone], found[0], settings.declared_lengths or ())
     return found
+
+
+def _may_exchange_heads(q: torch.Tensor, settings: AttentionSettings) -> bool:
+    """Whether lse may travel. In rings it does not, which is what "auto" takes over one axis of CPUs."""
+    method = settings.splitting.method
+    return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:

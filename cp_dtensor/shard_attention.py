@@ -51,12 +51,12 @@ def attend(
         extras = extras.drawn(q.device)
         return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
     mask = with_ambient_mask(settings.mask, mask)
-    lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths)
+    needs_lse = needs_lse or extras.need_lse
+    lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths, gives_lse=needs_lse)
     check_bias(q, extras.bias, lengths, settings.layout, ranks.size)
     call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
     # Nothing can be refused now.
-    drawn, needs_lse = extras.drawn(q.device), needs_lse or extras.need_lse
-    out, lse, _ = Attention.apply(q, k, v, extras.bias, extras.sinks, drawn, call, needs_lse)
+    out, lse, _ = Attention.apply(q, k, v, extras.bias, extras.sinks, extras.drawn(q.device), call, needs_lse)
     return out, lse
 
 

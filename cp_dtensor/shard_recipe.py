@@ -92,7 +92,7 @@ class ShardRecipe(Recipe):
 
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         state = _torch_private.get_thread_state(AMBIENT_SETTINGS)
         ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
@@ -113,7 +113,9 @@ class ShardRecipe(Recipe):
         if of_region is not None:
             mask = with_ambient_mask(of_region.mask, mask)
         check_batch_size(q, settings)
-        lengths = global_lengths(q, k, v, settings, mask, extras, scale, known)
+        lengths = global_lengths(
+            q, k, v, settings, mask, extras, scale, known, gives_lse=gives_lse, compiled=True
+        )  # fmt: skip
         check_bias(q, extras.bias, lengths, settings.layout, settings.ranks.size)
         return lengths, Found(mask, None if of_region is None else of_region.layout, of_region, rows)
 

@@ -98,6 +98,24 @@ def test_second_derivatives(two_processes: Processes) -> None:
     two_processes.run(second_derivatives)
 
 
+def some_ranks_compile(rank: int) -> None:
+    """As happens where those with other lengths reach Dynamo's recompile_limit."""
+    fresh()
+    mesh, shards = init_device_mesh("cpu", (2,)), Shards(rank)
+    function = causal if rank else compiled(causal)
+    for debug in (False, True):
+        with context_parallel(mesh, method="ring", debug=debug):
+            shards.check(function)
+        with context_parallel(mesh, method="ulysses", debug=debug), pytest.raises(
+            ValueError, match=r"returns_lse: rank 1 says False, .*; about compiled: rank 1 says False, the others True"
+        ):  # fmt: skip
+            function(*shards.inputs())
+
+
+def test_some_ranks_compile(two_processes: Processes) -> None:
+    two_processes.run(some_ranks_compile)
+
+
 def other_threads(rank: int) -> None:
     fresh()
     mesh = init_device_mesh("cpu", (2,))

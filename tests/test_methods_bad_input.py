@@ -274,3 +274,16 @@ def test_a_call_that_fails_leaves_buffers_and_torch_as_they_were(fails: str, met
         torch.testing.assert_close(out, shard(expected, HeadTail(), rank, RANKS), rtol=1e-10, atol=1e-10)
 
     run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("mode", [{}, {"seq_len": 24, "debug": True}], ids=["exchange", "debug"])
+def test_lse_on_some_ranks_only_is_refused_where_it_travels(mode: dict[str, Any]) -> None:
+    def body(rank: int, method: str) -> Any:
+        shards = {name: torch.ones(2, 4, 8, 16) for name in "qkv"}
+        return context_parallel_attention(
+            **shards, mesh=dist.group.WORLD, method=method, return_lse=rank == 1, **mode
+        )  # fmt: skip
+
+    run_ranks(3, body, "ring")
+    with pytest.raises(ValueError, match=r"disagree about returns_lse: rank 1 says True, the others False$"):
+        run_ranks(3, body, "ulysses")

@@ -163,7 +163,7 @@ class _DTensorRecipe(Recipe):
 
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         assert known is not None
         assert edges is None
