@@ -54,8 +54,9 @@ class context_parallel(ContextDecorator):
             sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with
             `context_parallel_shard`, which is differentiable. Changes that are made inside to a buffer, by an optimizer
             say, end with the context; copies that are made inside (`state_dict`, `deepcopy`) have shards; hooks of the
-            leaf do not see gradients of its shard; and DistributedDataParallel, which makes module buffers equal to
-            those of its first rank, leaves shards alone.
+            leaf do not see gradients of its shard, so DistributedDataParallel does not reduce them: index a parameter
+            by `local_positions` there. Module buffers, which it makes equal to those of its first rank, may be among
+            these buffers; it leaves shards alone.
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
             are freed on entry.
