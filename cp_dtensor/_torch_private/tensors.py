@@ -17,9 +17,21 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchanges what two tensor objects are: data, shape, autograd state. References from C++ stay with the content.
 
     `torch.utils.swap_tensors` does the same but refuses tensors that autograd refers to, which is the very case here.
-    torch's own function refuses tensors that C++ refers to weakly, as a profiler does that records shapes, and
-    autocast, which remembers what it has cast. Such references may stay with the content too.
+    torch's own function refuses tensors that C++ refers to weakly. Autocast does, which remembers what it has cast, and
+    is made to forget it; and profilers that record shapes, whose references may stay with the content too.
     """
+    try:
+        torch._C._swap_tensor_impl(first, second)
+    except RuntimeError as error:
+        if not _REFUSED_FOR_WEAK_REFERENCES.search(str(error)):
+            raise
+        torch.clear_autocast_cache()
+        _swap_with_weak_references(first, second)
+
+
+def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> None:
+    """The swap, with weak references left out of the count while it looks. Their owner must not let go of them then: a
+    profiler does not, which keeps them until the profile is freed."""
     pair, swapped = (first, second), False
     uncounted: dict[int, int] = {}  # of either: how many weak references are left out meanwhile
     try:
