@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cp_dtensor import _torch_private
 from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.masked_attention import attention_delta
 from cp_dtensor.sinks import sinks_gradient
@@ -130,7 +131,8 @@ class Attention(torch.autograd.Function):
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if extras.bias is not None and extras.bias.is_neg():
             extras = replace(extras, bias=extras.bias.resolve_neg())
-        with no_autocast(q):  # casting has happened before the call; inside, dtypes are chosen with care
+        # Casting has happened before the call; inside, dtypes are chosen with care.
+        with no_autocast(q), _torch_private.below_autograd():
             out, lse, saved = call.forward(q, k, v, extras, needs_lse)
         of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         # Stands for the inputs, in `differentiated_once`, where nothing of these is saved.
@@ -147,7 +149,7 @@ class Attention(torch.autograd.Function):
         bias, seed, sinks, out, lse, _origin, *saved = ctx.saved_tensors
         extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
-        with no_autocast(grad_out):
+        with no_autocast(grad_out), _torch_private.below_autograd():
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
             grads = ctx.call.backward(grad_out.resolve_neg(), extras, tuple(saved), grad_bias)
         return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), grad_sinks, None, None, None)

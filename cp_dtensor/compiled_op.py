@@ -11,7 +11,7 @@ a replay would be of the lengths and the mask that there were when the graph was
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -65,6 +65,13 @@ class Recipe(ABC):
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
+
+    @abstractmethod
+    def decide_known(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        scale: float, allowed: Allowed, constants: Hashable,
+    ) -> AttentionCall:  # fmt: skip
+        """`resolve` and `decide` of a call that finds and compares nothing; of equal `constants`, looked up."""
 
 
 _OPERATORS = 5
@@ -138,27 +145,31 @@ def _forward(
     kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
-    extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
+    extras = Extras.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
+    shown, allowed, finds = mask_tokens.of(mask), _backends(backends), _finds(recipe, q_len, edges is not None)
     # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
     gives_lse = needs_lse or needs_backward
-    lengths, found = decider.resolve(
-        q, k, v, mask_tokens.of(mask), extras, scale, known, edges, gives_lse=gives_lse
-    )  # fmt: skip
-    q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-    call = decider.decide(q, k, v, lengths, found, extras, scale, _backends(backends))
-    with no_autocast(q):
+    if known is None or finds or decider.compares:
+        lengths, found = decider.resolve(q, k, v, shown, extras, scale, known, edges, gives_lse=gives_lse)
+        q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
+        call = decider.decide(q, k, v, lengths, found, extras, scale, allowed)
+    else:
+        lengths, found = known, Found(shown, None)
+        call = decider.decide_known(q, k, v, known, shown, extras, scale, allowed, (recipe, backends, mask))
+    with no_autocast(q), _torch_private.below_autograd():
         out, lse, saved = call.forward(q, k, v, extras, gives_lse)
+        out = joined_rows(_row_after_row(out), found.rows)
+        lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
     begun_in = outstanding.begin(found, needs_backward)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    if _finds(recipe, q_len, edges is not None):
+    if finds:
         numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
     if needs_backward:
         keep(numbers, call, saved if keeps_rows(call, q) else ())
-    lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
-    return joined_rows(_row_after_row(out), found.rows), lse, numbers
+    return out, lse, numbers
 
 
 def _finds(recipe: str, q_len: int, has_edges: bool) -> bool:
@@ -192,19 +203,19 @@ def _backward(
         what = found_numbers.of(number)
         outstanding.end(what, begun_in)
         q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
-    extras = Extras(bias, dropout_p, seed, first_batch, first_head, sinks)
+    extras = Extras.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     of_forward = kept(found)
     call = of_forward.call or _recipes.of(recipe).decide(
         q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends)
     )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
-    with no_autocast(grad_out):
+    with no_autocast(grad_out), _torch_private.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = of_forward.rows if keeps_rows(call, q) else ()
         saved = rows or call.saved_again(q, k, v, out, lse)
         grads = call.backward(grad_out, extras, saved, grad_bias)
+        of_qkv = [joined_rows(_row_after_row(grad), what.rows) for grad in grads]
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-    of_qkv = (joined_rows(_row_after_row(grad), what.rows) for grad in grads)
     return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
 
 
@@ -220,7 +231,8 @@ def _fake_backward(
 
 def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
     """(B, H, S, D) in memory (B, S, H, D): what most backends give and projections take, and known beforehand."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    row_after_row = tensor.transpose(1, 2)
+    return tensor if row_after_row.is_contiguous() else row_after_row.contiguous().transpose(1, 2)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -29,6 +29,16 @@ class Extras:
     sinks: torch.Tensor | None = None
     """(H,), any floating dtype: logits that count in the softmax denominator alone."""
 
+    @classmethod
+    def of(
+        cls, bias: torch.Tensor | None, dropout_p: float, seed: torch.Tensor | None, first_batch: int,
+        first_head: int, sinks: torch.Tensor | None,
+    ) -> Extras:  # fmt: skip
+        """Of these; `NO_EXTRAS` itself where there are none, which is all that most calls need to see."""
+        if bias is None and not dropout_p and sinks is None:
+            return NO_EXTRAS
+        return cls(bias, dropout_p, seed, first_batch, first_head, sinks)
+
     @property
     def concern_tiles(self) -> bool:
         """Whether tiles are computed otherwise because of them. Sinks are of whole rows."""

@@ -39,7 +39,7 @@ def global_lengths(
     rank, world_size = settings.ranks.rank, settings.ranks.size
     if not settings.debug:
         if lengths is not None:
-            _check_local_lengths(q, k, lengths, layout, rank, world_size)
+            _check_local_lengths(q.size(2), k.size(2), lengths, layout, rank, world_size)
             return lengths
         # On a GPU the exchange may have to wait for the device; on a CPU it costs little beside the attention.
         declared = settings.declared_lengths if q.is_cuda and settings.declared_lengths else ()
@@ -92,19 +92,15 @@ def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...
         )
 
 
+@lru_cache(maxsize=1024)
 def _check_local_lengths(
-    q: torch.Tensor, k: torch.Tensor, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
+    q_local: int, kv_local: int, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
 ) -> None:
-    for what, total, tensor in (("query", lengths[0], q), ("key", lengths[1], k)):
+    for what, total, local in (("query", lengths[0], q_local), ("key", lengths[1], kv_local)):
         refuse_other_lengths(layout, total, f"{what} length")
-        expected = _local_length(layout, total, rank, world_size)
-        if tensor.size(2) != expected:
+        expected = layout.local_length(total, rank, world_size)
+        if local != expected:
             raise ValueError(
-                f"{what} length does not fit: got {tensor.size(2)} local tokens on rank {rank} of {world_size}, "
+                f"{what} length does not fit: got {local} local tokens on rank {rank} of {world_size}, "
                 f"expected {expected} of {total} tokens in {layout}"
             )
-
-
-@lru_cache(maxsize=1024)
-def _local_length(layout: Layout, total: int, rank: int, world_size: int) -> int:
-    return layout.local_length(total, rank, world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import torch
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall
 from cp_dtensor.compiled_op import Recipe, token_of
+from cp_dtensor.decisions import Decision
 from cp_dtensor.extras import Extras
 from cp_dtensor.global_lengths import global_lengths
 from cp_dtensor.layouts import Contiguous
@@ -19,7 +21,7 @@ from cp_dtensor.masks import Mask
 from cp_dtensor.packed_rows import PackedEdges
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.settings import AttentionSettings, check_batch_size, with_ambient_mask
-from cp_dtensor.splitting import Splitting, decide_call
+from cp_dtensor.splitting import Splitting, decide_call, decision_on, remembered
 from cp_dtensor.tensors import split_rows
 from cp_dtensor.traced_masks import Ambient, Found, outstanding
 
@@ -125,6 +127,21 @@ class ShardRecipe(Recipe):
     ) -> AttentionCall:  # fmt: skip
         splitting = self.splitting if found.layout is None else replace(self.splitting, layout=found.layout)
         return decide_call(q, k, v, splitting, lengths, found.mask, extras, scale, self._ranks(), allowed)
+
+    def decide_known(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        scale: float, allowed: Allowed, constants: Hashable,
+    ) -> AttentionCall:  # fmt: skip
+        ranks = self._ranks()
+        bias = None if extras.bias is None else extras.bias.shape
+        of_extras = (bias, extras.dropout_p > 0)
+        key = (constants, q.shape, k.shape, v.shape, q.dtype, q.device, lengths, of_extras, ranks.rank, ranks.size)
+
+        def make() -> Decision:
+            self.resolve(q, k, v, mask, extras, scale, lengths)  # refuses what does not fit
+            return decision_on(q, k, v, self.splitting, lengths, mask, extras, ranks, allowed)
+
+        return remembered(ranks.outer, key, make).call(ranks, scale)
 
     def settings(self) -> AttentionSettings:
         """The settings, on this process's groups."""

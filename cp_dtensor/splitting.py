@@ -65,13 +65,29 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    deterministic = is_deterministic(q, allowed, splitting.deterministic)
-    masking = masking_of(mask, extras, lengths, deterministic, splitting.layout, ranks.size)
+    return decision_on(q, k, v, splitting, lengths, mask, extras, ranks, allowed).call(ranks, scale)
+
+
+def decision_on(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    splitting: Splitting,
+    lengths: tuple[int, int],
+    mask: Mask,
+    extras: Extras,
+    ranks: SequenceRanks,
+    allowed: Allowed,
+) -> Decision:
+    """What `decide_call` decides, remembered."""
     inner = None if ranks.inner is None else _torch_private.name_of_group(ranks.inner)
-    place = (ranks.rank, ranks.size, inner)
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, masking, allowed, place)
+    # All that masking depends on is here too, so that a known call need not find out how it is masked.
+    asks = (extras.bias is None, extras.dropout_p > 0, allowed, ranks.rank, ranks.size, inner)
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, asks)
 
     def make() -> Decision:
+        deterministic = is_deterministic(q, allowed, splitting.deterministic)
+        masking = masking_of(mask, extras, lengths, deterministic, splitting.layout, ranks.size)
         by_row = masking is not Masking.BY_SHAPE
         staircase = not by_row and mask != Full() and has_stairs(splitting.layout, lengths[1], ranks.size)
         problem = describe_problem(q, k, v, staircase, by_row)
@@ -88,7 +104,7 @@ def decide_call(
         )
         return decide(request, splitting.method, ranks)
 
-    return remembered(ranks.outer, key, make).call(ranks, scale)
+    return remembered(ranks.outer, key, make)
 
 
 _MOST_SHAPED_SEGMENTS = 16

@@ -97,6 +97,11 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return on_device(tensor.device)
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """`torch.cuda.current_stream(device)`, by the device's index: without one torch takes several times as long."""
+    return torch.cuda.current_stream(device.index)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -7,7 +7,7 @@ ring over another axis (a hybrid: USP, arXiv 2405.07719), whose queries and keys
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from cp_dtensor import _torch_private
 from cp_dtensor.attention_call import AttentionCall, Tensors, cleaned_up_on_error, new_grad_bias
-from cp_dtensor.extras import Extras
+from cp_dtensor.extras import NO_EXTRAS, Extras
 from cp_dtensor.head_division import HeadDivision
 from cp_dtensor.rotation.head_exchange import Departure, HeadExchange
 from cp_dtensor.rotation.heads import HeadRows
-from cp_dtensor.tensors import on_device_of
+from cp_dtensor.tensors import current_stream, on_device_of
 from cp_dtensor.ulysses_bias import StageBias
 
 
@@ -58,7 +58,7 @@ class UlyssesCall(AttentionCall):
                 zip(self.stages, self.inner, extras_by_stage, strict=True)
             ):
                 is_last = index == len(self.stages) - 1
-                with torch.cuda.stream(streams[index % 2]):
+                with _on_stream(streams[index % 2]):
                     (stage_q,), (stage_k, stage_v) = arriving.receive()
                     stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, stage_extras, True)
                     saved += stage_saved  # among them what it allocates: kept until both streams have met again
@@ -84,7 +84,7 @@ class UlyssesCall(AttentionCall):
         if side is None:
             yield None, None
             return
-        main = torch.cuda.current_stream()
+        main = current_stream(q.device)
         side.wait_stream(main)
         try:
             yield main, side
@@ -154,6 +154,8 @@ class UlyssesCall(AttentionCall):
 
     def _stage_extras(self, extras: Extras, queries: HeadRows, batch: int) -> tuple[Extras, StageBias | None]:
         """What a stage's heads of all rows have of the extras. With a bias, a collective."""
+        if extras is NO_EXTRAS:
+            return extras, None
         heads = queries.heads[self.group.rank()]
         bias = None if extras.bias is None else StageBias(extras.bias, queries, self.group)
         placed = replace(extras, bias=None).part((0, batch), heads)
@@ -184,6 +186,11 @@ def _finish(leaving: list[Departure]) -> None:
     for rows in leaving:
         rows.wait()
     leaving.clear()
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """None is the current one, which torch would look up."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _row_after_row(like: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

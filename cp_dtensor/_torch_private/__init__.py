@@ -55,6 +55,7 @@ from cp_dtensor._torch_private.sdpa import (
 )
 from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetric_buffer
 from cp_dtensor._torch_private.tensors import (
+    below_autograd,
     current_stream_handle,
     is_wrapper,
     no_modes,
@@ -79,6 +80,7 @@ __all__ = [
     "SymmetricBuffer",
     "all_gather_single",
     "backward_may_come_again",
+    "below_autograd",
     "bound_arguments",
     "captured_flex_attention_checked",
     "checkpointed_functions_bound",

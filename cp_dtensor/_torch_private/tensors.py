@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -73,6 +73,16 @@ def current_stream_handle(device: torch.device) -> int:
     """CUDA's handle of `torch.cuda.current_stream(device)`, which takes several microseconds to make an object."""
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
     return handle
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """While open, operators run as inside of one of torch's own: autograd keeps no account of views and versions.
+
+    For what autograd sees as one operator. Not for code of others, such as hooks of saved tensors, which may compute
+    forward again. Views take the host half as long; under compiled code, of which autograd asks more, a third.
+    """
+    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
+    return guard
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -178,6 +178,12 @@ class _DTensorRecipe(Recipe):
         request = _request(q, k, v, division, self.rotation, found.mask, masking, None, allowed)
         groups = [_torch_private.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
+
+    def decide_known(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        scale: float, allowed: Allowed, constants: Hashable,
+    ) -> AttentionCall:  # fmt: skip
+        return self.decide(q, k, v, lengths, Found(mask, None), extras, scale, allowed)
 
 
 @dataclass(frozen=True)

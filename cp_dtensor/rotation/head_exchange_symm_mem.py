@@ -23,6 +23,7 @@ from cp_dtensor.rotation.head_exchange import Arrivals, Departure, HeadExchange
 from cp_dtensor.rotation.head_pieces import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
 from cp_dtensor.rotation.heads import HeadRows, Tensors
 from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.tensors import current_stream
 
 if TRITON_AVAILABLE:
     from cp_dtensor.kernels.copy_pieces import ALIGNMENT, PIECE_FIELDS, launch_copies
@@ -120,7 +121,7 @@ class _ReadHeads(Arrivals):
         self._stages = [_published(bundles, stage) for stage in stages]
         self._rank, self._workspace = rank, workspace
         starts = offsets([tensor.whole_bytes for tensor in self._stages[0]])
-        stream = torch.cuda.current_stream()
+        stream = current_stream(tensors[0].device)
         with label("publish heads"):
             workspace.follow(stream)
             workspace.wait(Flag.KV_TAKEN).submit(stream.cuda_stream)
@@ -133,7 +134,7 @@ class _ReadHeads(Arrivals):
 
     def _read(self, stream: torch.cuda.Stream) -> list[torch.Tensor]:
         workspace, stage = self._workspace, self._stages[self._next_stage]
-        current = torch.cuda.current_stream()
+        current = current_stream(self._tensors[0].device)
         self._next_stage += 1
         arriving = [
             like.new_empty(each.batch, each.kind.rows.total, each.kind.head_counts[self._rank], like.size(3))
@@ -153,7 +154,7 @@ class _ReadHeads(Arrivals):
     def receive(self) -> list[list[torch.Tensor]]:
         arrived = self._arriving
         if self._next_stage > 1:
-            torch.cuda.current_stream().wait_event(self._workspace.kv_arrived)
+            current_stream(arrived[0].device).wait_event(self._workspace.kv_arrived)
         if self._next_stage < len(self._stages):
             self._arriving = self._read(self._workspace.kv_stream)
         views = iter([tensor.transpose(1, 2) for tensor in arrived])
@@ -172,7 +173,7 @@ class _ReadRows(Departure):
         tensors = [tensor for bundle in bundles for tensor in bundle]
         published = _published(targets, kinds)
         starts = offsets([tensor.stage_bytes for tensor in published])
-        current = torch.cuda.current_stream()
+        current = current_stream(tensors[0].device)
         with label("publish rows"):
             workspace.follow(current)
             workspace.wait(Flag.GRAD_TAKEN).submit(current.cuda_stream)
@@ -187,10 +188,10 @@ class _ReadRows(Departure):
             table = _table(workspace, published, pieces_to_rows, workspace.grads_address)
             table.copy([target for bundle in targets for target in bundle], stream, current)
             workspace.tell(Flag.GRAD_TAKEN).submit(stream.cuda_stream)
-        self._read_on = stream
+        self._read_on, self._device = stream, tensors[0].device
 
     def wait(self) -> None:
-        current = torch.cuda.current_stream()
+        current = current_stream(self._device)
         if self._read_on != current:
             current.wait_stream(self._read_on)
 

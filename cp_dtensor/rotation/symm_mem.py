@@ -34,7 +34,7 @@ from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers, R
 from cp_dtensor.rotation.device_streams import copy_bytes
 from cp_dtensor.rotation.rows import pack_stages, row_width
 from cp_dtensor.rotation.workspace import Flag, Workspace
-from cp_dtensor.tensors import cut
+from cp_dtensor.tensors import current_stream, cut
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _PulledKv(KvTransfers):
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], workspace: Workspace
     ) -> None:
         self._like, self._plan, self._workspace = k, plan, workspace
-        self._stream = torch.cuda.current_stream(k.device)
+        self._stream = current_stream(k.device)
         stages = [step.heads for step in steps if step.transfer is not None]
         # Every rank's stages stand where they would stand for the longest shard.
         self._pitch = plan.rows.longest
@@ -147,7 +147,7 @@ class _PulledKv(KvTransfers):
 class _PulledGrads(GradTransfers):
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
         self._k, self._v, self._plan, self._workspace = k, v, plan, workspace
-        self._stream = torch.cuda.current_stream(k.device)
+        self._stream = current_stream(k.device)
         self._stages = deque(step.heads for step in plan.backward if step.transfer is not None)
         self._in_flight: deque[tuple[list[Contribution], torch.cuda.Event]] = deque()
 
