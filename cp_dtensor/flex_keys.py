@@ -46,36 +46,38 @@ class WholeKeys:
 
         A collective, in which every rank takes part.
         """
-        everyone = k.new_empty(self.seq_len, *k.shape[:2], k.size(3) + v.size(3))
-        if everyone.numel():  # alike on every rank
-            self._gather(k, v, everyone)
+        everyone = self._everyone(k, v)
         whole = tuple(x.new_empty(*x.shape[:2], self.rows, x.size(3)) for x in (k, v))
         # FlexAttention reads rows that follow each other 2% faster than such as are a token's K and V apart.
-        for target, source in zip(whole, keys_and_values(everyone, k.size(3)), strict=True):
-            copy_rows(target[:, :, : self.seq_len], source)
+        for target, source in zip(whole, _keys_and_values(everyone, k.size(3)), strict=True):
+            _copy(target[:, :, : self.seq_len], source)
             target[:, :, self.seq_len :].zero_()
         return whole  # type: ignore[return-value]
 
-    def _gather(self, k: torch.Tensor, v: torch.Tensor, everyone: torch.Tensor) -> None:
+    def _everyone(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """(positions, B, H, D + Dv)."""
+        shape = self.seq_len, *k.shape[:2], k.size(3) + v.size(3)
+        if 0 in shape:  # alike on every rank
+            return k.new_empty(shape)
         pieces = self._pieces(k.size(0))
         if pieces is None:
-            self._gather_by_index(k, v, everyone)
-            return
-        mine = pieces[self.ranks.rank]
+            return self._gathered_by_index(k, v)
+        everyone, mine = k.new_empty(shape), pieces[self.ranks.rank]
         for start, stop, first in mine:
             here = slice(first, first + stop - start)
-            pack(k[:, :, here], v[:, :, here], everyone[start:stop])
+            _pack(k[:, :, here], v[:, :, here], everyone[start:stop])
         rows = _as_bytes(everyone)
         outgoing = self._places(lambda slot, rank: rows[slice(*mine[slot][:2])], len(mine))
         incoming = self._places(lambda slot, rank: rows[slice(*pieces[rank][slot][:2])], len(mine))
         Exchange(incoming, outgoing, rows, self.ranks.outer).wait()
+        return everyone
 
     def gradients(
         self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too."""
         grads = tuple(x.new_empty(*x.shape[:2], local, x.size(3)) for x in (grad_k, grad_v))
-        whole, width = pack(*(x[:, :, : self.seq_len] for x in (grad_k, grad_v))), grad_k.size(3)
+        whole, width = _pack(*(x[:, :, : self.seq_len] for x in (grad_k, grad_v))), grad_k.size(3)
         if whole.numel():
             self._bring_home(whole, width, grads)
         return grads  # type: ignore[return-value]
@@ -83,7 +85,7 @@ class WholeKeys:
     def _bring_home(self, whole: torch.Tensor, width: int, grads: tuple[torch.Tensor, ...]) -> None:
         local, pieces = grads[0].size(2), self._pieces(whole.size(1))
         if pieces is None:
-            for grad, found in zip(grads, keys_and_values(self._sums_by_index(whole)[:local], width), strict=True):
+            for grad, found in zip(grads, _keys_and_values(self._sums_by_index(whole)[:local], width), strict=True):
                 grad.copy_(found)
             return
         mine = pieces[self.ranks.rank]
@@ -97,7 +99,7 @@ class WholeKeys:
         outgoing = self._places(lambda slot, rank: rows[slice(*pieces[rank][slot][:2])], len(mine))
         Exchange(self._places(received_from, len(mine)), outgoing, rows, self.ranks.outer).wait()
         sum_dtype = torch.promote_types(whole.dtype, torch.float32)
-        own, contributions = keys_and_values(whole, width), keys_and_values(others, width)
+        own, contributions = _keys_and_values(whole, width), _keys_and_values(others, width)
         for grad, of_rank, of_others in zip(grads, own, contributions, strict=True):
             for start, stop, first in mine:
                 here, length = slice(first, first + stop - start), stop - start
@@ -116,11 +118,11 @@ class WholeKeys:
         ranks = range(self.ranks.size)
         return [[None if rank == self.ranks.rank else rows(slot, rank) for rank in ranks] for slot in range(slots)]
 
-    def _gather_by_index(self, k: torch.Tensor, v: torch.Tensor, everyone: torch.Tensor) -> None:
-        sent = everyone.new_empty(self._padded, *everyone.shape[1:])
-        pack(k, v, sent[: k.size(2)])
-        by_rank = self.ranks.gather(_as_bytes(sent)).view(everyone.dtype).view(-1, *everyone.shape[1:])
-        everyone.copy_(self._by_batch_group(_sources, by_rank))
+    def _gathered_by_index(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        sent = k.new_empty(self._padded, *k.shape[:2], k.size(3) + v.size(3))
+        _pack(k, v, sent[: k.size(2)])
+        by_rank = self.ranks.gather(_as_bytes(sent)).view(sent.dtype).view(-1, *sent.shape[1:])
+        return self._by_batch_group(_sources, by_rank)
 
     def _sums_by_index(self, whole: torch.Tensor) -> torch.Tensor:
         """(padded, B, H, D + Dv), summed in float32 or wider, of this rank's tokens."""
@@ -141,16 +143,16 @@ class WholeKeys:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(rows.dtype)
 
 
-def pack(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+def _pack(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """(B, H, S, D) and (B, H, S, Dv) as (S, B, H, D + Dv), in `rows` if given."""
     if rows is None:
         rows = k.new_empty(k.size(2), *k.shape[:2], k.size(3) + v.size(3))
-    for part, tensor in zip(keys_and_values(rows, k.size(3)), (k, v), strict=True):
-        copy_rows(part, tensor)
+    for part, tensor in zip(_keys_and_values(rows, k.size(3)), (k, v), strict=True):
+        _copy(part, tensor)
     return rows
 
 
-def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies between tensors of other orders of dims, by words of 8 bytes where their rows consist of them."""
     count = _WORD.itemsize // source.itemsize
     if count > 1 and all(_has_words(x, count) for x in (target, source)):
@@ -159,15 +161,16 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _has_words(x: torch.Tensor, count: int) -> bool:
-    """Whether `count` elements are a word throughout."""
+    """Whether `count` elements are a word throughout, in memory as they are."""
     *strides, last = x.stride()
-    return last == 1 and not (x.size(-1) % count or x.storage_offset() % count or any(s % count for s in strides))
+    split = x.size(-1) % count or x.storage_offset() % count or any(stride % count for stride in strides)
+    return last == 1 and not (split or x.is_neg() or x.is_conj())
 
 
-def keys_and_values(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_and_values(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., S, B, H, D + Dv) as views (..., B, H, S, D) and (..., B, H, S, Dv); `width` is D.
 
-    >>> [tuple(x.shape) for x in keys_and_values(torch.zeros(5, 1, 2, 7), 4)]
+    >>> [tuple(x.shape) for x in _keys_and_values(torch.zeros(5, 1, 2, 7), 4)]
     [(1, 2, 5, 4), (1, 2, 5, 3)]
     """
     return rows[..., :width].movedim(-4, -2), rows[..., width:].movedim(-4, -2)
