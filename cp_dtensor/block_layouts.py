@@ -66,13 +66,21 @@ class BalancedBlocks(OneLength):
             tolerance: as for the class.
 
         Raises:
-            ValueError: a mask of another number of keys than of queries.
+            TypeError: no `BlockMask`.
+            ValueError: a mask of another number of keys than of queries, or of one block that goes with all lengths.
         """
+        if not hasattr(block_mask, "kv_num_blocks"):
+            raise TypeError(f"BalancedBlocks.of expects a BlockMask, got {type(block_mask).__name__}")
         q_len, kv_len = block_mask.seq_lengths
         if q_len != kv_len:
             raise ValueError(
                 f"BalancedBlocks divides queries and keys alike: expected a block mask of as many keys as queries, got "
                 f"{q_len} queries and {kv_len} keys"
+            )
+        if q_len == 1 < min(block_mask.BLOCK_SIZE):  # as FlexAttention makes it where it is given none
+            raise ValueError(
+                "BalancedBlocks divides a sequence by the blocks of its mask: expected a block mask of the whole "
+                "sequence, got one of a single token, or of a single block that goes with all lengths"
             )
         seen = block_mask.kv_num_blocks
         if block_mask.full_kv_num_blocks is not None:

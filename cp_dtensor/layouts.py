@@ -115,9 +115,12 @@ class Layout(ABC):
         """The one length that the layout divides; None if it divides any."""
 
     @property
+    @abstractmethod
     def alignment(self) -> int:
-        """Unbroken ranges begin at multiples of it, in the sequence and in the shard, whatever the rank."""
-        return 1
+        """Unbroken ranges begin at multiples of it, in the sequence and in the shard, whatever the rank; 1 if anywhere.
+
+        A constant of the layout, so 1 where it would depend on the length or on the number of ranks.
+        """
 
 
 class _AnyLength(Layout):
@@ -126,6 +129,10 @@ class _AnyLength(Layout):
     @property
     def only_length(self) -> int | None:
         return None
+
+    @property
+    def alignment(self) -> int:
+        return 1
 
 
 class _WholeBatch(_AnyLength):

@@ -18,9 +18,9 @@ from cp_dtensor.necklace import Dealing
 
 
 class OneLength(Layout):
-    """Layouts of contiguous blocks for one length, alike in all rows of the batch; shards differ by one token at most.
+    """Layouts of contiguous blocks for one length, alike in all rows of the batch.
 
-    The first ranks own the longer shards, as with `Contiguous`. Subclasses are frozen dataclasses.
+    Subclasses are frozen dataclasses.
     """
 
     @abstractmethod
@@ -44,10 +44,6 @@ class OneLength(Layout):
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
         return ((0, batch_size),)
 
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        self._refuse_other_lengths(seq_len)
-        return chunk_length(seq_len, world_size, rank)
-
     def _refuse_other_lengths(self, seq_len: int) -> None:
         if seq_len != self.only_length:
             raise ValueError(
@@ -65,8 +61,20 @@ def _segments(layout: OneLength, world_size: int) -> tuple[tuple[Segment, ...], 
     )
 
 
+class _EvenShards(OneLength):
+    """Shards differ by one token at most: the first ranks own the longer ones, as with `Contiguous`."""
+
+    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
+        self._refuse_other_lengths(seq_len)
+        return chunk_length(seq_len, world_size, rank)
+
+    @property
+    def alignment(self) -> int:
+        return 1
+
+
 @dataclass(frozen=True, init=False)
-class PerDocument(OneLength):
+class PerDocument(_EvenShards):
     """Head-tail within each document: of its 2n chunks, rank r of n owns chunks r and 2n-1-r.
 
     So causal attention within documents is balanced document by document. Chunks of a document differ by one token at
@@ -160,7 +168,7 @@ def _append(blocks: list[Span], block: Span) -> None:
 
 
 @dataclass(frozen=True)
-class Balanced(OneLength):
+class Balanced(_EvenShards):
     """Every rank owns equally many tokens and computes equally many (query, key) pairs of `mask`, whatever it is.
 
     One block a rank where that is balanced already; otherwise n ranks own at most 2n - 1 blocks together, and no rank

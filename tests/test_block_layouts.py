@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import BalancedBlocks, Causal, HeadTail, imbalance
+from cp_dtensor import BalancedBlocks, Causal, HeadTail, _torch_private, imbalance
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.flex_masks import whole_mask
 
@@ -37,6 +37,8 @@ def test_ranks_own_whole_blocks_equally_many_of_each(layout: BalancedBlocks, ran
     counts = []
     for rank, ranges in enumerate(by_rank):
         assert all(start % layout.alignment == 0 for start, _ in ranges)
+        in_shard = accumulate((stop - start for start, stop in ranges[:-1]), initial=0)
+        assert all(first % layout.alignment == 0 for first in in_shard)
         assert all(stop < start for (_, stop), (start, _) in pairwise(ranges))
         counts.append(sum(-(-(stop - start) // layout.block) for start, stop in ranges))
         segments = layout.segments(layout.seq_len, rank, ranks)
@@ -124,4 +126,20 @@ def test_refusals(make: Callable[[], object], message: str) -> None:
 def test_masks_of_other_keys_are_refused() -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 16, 32, device="cpu", BLOCK_SIZE=8)
     with pytest.raises(ValueError, match="as many keys as queries, got 16 queries and 32 keys"):
+        BalancedBlocks.of(mask)
+
+
+@pytest.mark.parametrize("what", [Causal(), None, torch.ones(8, 8)], ids=str)
+def test_what_is_no_block_mask_is_refused(what: object) -> None:
+    with pytest.raises(TypeError, match=f"expects a BlockMask, got {type(what).__name__}"):
+        BalancedBlocks.of(what)  # type: ignore[arg-type]
+
+
+def test_a_mask_of_one_block_that_goes_with_all_lengths_is_refused() -> None:
+    """It has no lengths of its own: a layout of one token would be made of it."""
+    mask = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+        BLOCK_SIZE=_torch_private.WHOLE_BLOCK, seq_lengths=(1, 1),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="or of a single block that goes with all lengths"):
         BalancedBlocks.of(mask)

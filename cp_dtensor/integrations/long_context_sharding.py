@@ -56,6 +56,10 @@ class UlyssesCut(Layout):
     def only_length(self) -> int | None:
         return self.ring_layout.only_length
 
+    @property
+    def alignment(self) -> int:
+        return 1
+
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
     """What `segment` has of its tokens `start, ..., stop - 1`."""

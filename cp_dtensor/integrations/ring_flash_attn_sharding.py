@@ -62,6 +62,10 @@ class ContiguousPerDocument(Layout):
     def only_length(self) -> int:
         return self.seq_len
 
+    @property
+    def alignment(self) -> int:
+        return 1
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.cu_seqlens, self.seq_len))
