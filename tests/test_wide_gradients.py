@@ -38,6 +38,7 @@ def test_where_our_kernels_are_nearly_as_fast(name: str) -> None:
     ("name", "problem"),
     [
         ("CUDNN_ATTENTION", facts((8, 0))),
+        ("CUDNN_ATTENTION", facts((10, 0))),
         ("CUDNN_ATTENTION", facts(None)),
         ("FLASH_ATTENTION", facts(dtype=torch.float32)),
         ("FLASH_ATTENTION", facts(dim=512)),

@@ -34,6 +34,10 @@ class AllToAll(ExchangedRotation):
     def name(self) -> str:
         return "alltoall"
 
+    @property
+    def keeps_own_gradients_wide(self) -> bool:
+        return False
+
     def plan(self, shape: CallShape, rank: int) -> Plan:
         tiling = shape.tiling
         smallest_that_fit = -(

@@ -77,9 +77,9 @@ class Rotation(RotationMethod):
         """Whether transfers take multiprocessors from the attention that runs meanwhile."""
 
     @property
+    @abstractmethod
     def keeps_own_gradients_wide(self) -> bool:
-        """Whether what a rank gives to its own dK/dV may take longer, for not to be rounded before it is added up."""
-        return False
+        """Whether the gradients of a rank's own tiles may take longer, so that they need not be rounded before sums."""
 
     @abstractmethod
     def plan(self, shape: CallShape, rank: int) -> Plan:

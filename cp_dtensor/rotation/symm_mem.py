@@ -58,6 +58,10 @@ class SymmetricMemory(Rotation):
     def slows_compute(self) -> bool:
         return False
 
+    @property
+    def keeps_own_gradients_wide(self) -> bool:
+        return False
+
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
 

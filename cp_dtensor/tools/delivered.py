@@ -56,6 +56,7 @@ class Delivered(Rotation):
 
     name = "delivered"
     slows_compute = False
+    keeps_own_gradients_wide = False
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
         return self
