@@ -102,7 +102,7 @@ def test_masks_of_other_lengths_are_refused_alike_before_anything_is_sent(
         ):
             run_ranks(2, call)
         assert kinds(collectives) in ([], ["AllGather"])  # the lengths
-        assert sum(tensor.numel() for each in collectives for tensor in each.sent) < 100
+        assert sum(tensor.numel() for each in collectives for tensor in each.sent) < 200  # one of k has 1,024
 
 
 def test_in_debug_mode_ranks_compare_their_masks_lengths() -> None:
