@@ -96,16 +96,20 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     depend, for autograd, on all that they could be derived by: the incoming ones, and what was saved of the inputs, or
     of the outputs, which stand for all inputs. (Not only on some leaf: where unused inputs are allowed, as
     in `torch.autograd.functional`, autograd goes no way that leads to none of those asked for, and answers zero.)
+
+    `backward(ctx, saved, *grads)` is handed `ctx.saved_tensors`, which are unpacked once only: checkpoints give them no
+    second time.
     """
 
     @wraps(backward)
     def first_only(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            saved = ctx.saved_tensors
+            found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():  # no create_graph=True
             return found
         made = torch.zeros((), device="cpu", requires_grad=True)
-        origins = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        origins = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
         return tuple(None if grad is None else _NoSecondDerivative.apply(grad, made, *origins) for grad in found)
 
     return first_only
@@ -145,8 +149,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, grad_out: torch.Tensor, *_others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        bias, seed, sinks, out, lse, _origin, *saved = ctx.saved_tensors
+    def backward(
+        ctx: Any, of_forward: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        bias, seed, sinks, out, lse, _origin, *saved = of_forward
         extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         with no_autocast(grad_out), _torch_private.below_autograd():

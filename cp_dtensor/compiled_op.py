@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cp_dtensor import _torch_private
-from cp_dtensor.attention_call import AttentionCall, differentiated_once, gradient_of_sinks, new_grad_bias
+from cp_dtensor.attention_call import AttentionCall, Tensors, differentiated_once, gradient_of_sinks, new_grad_bias
 from cp_dtensor.extras import Extras
 from cp_dtensor.kept_rows import keep, keeps_rows, kept
 from cp_dtensor.local_attention.policy import Allowed, allowed_backends
@@ -246,10 +246,10 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
     """Backward of the overload of that name."""
 
     @differentiated_once
-    def gradients(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def gradients(ctx: Any, saved: Tensors, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
         *grads, grad_bias, grad_sinks = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
-            grad_out, *ctx.saved_tensors, *ctx.settings, needs_grad_bias, needs_grad_sinks
+            grad_out, *saved, *ctx.settings, needs_grad_bias, needs_grad_sinks
         )
         of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
         return (*grads, *of_extras, *[None] * (len(ctx.settings) + 4))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch_private
-from cp_dtensor.attention_call import differentiated_once
+from cp_dtensor.attention_call import Tensors, differentiated_once
 from cp_dtensor.kept_values import KeptValues, capturing
 from cp_dtensor.layouts import Layout
 from cp_dtensor.rotation.exchange import Exchange, Places
@@ -187,7 +187,9 @@ class GatheredKeys(torch.autograd.Function):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, _saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         """As `keys.gradients`."""
         return *ctx.keys.gradients(grad_k, grad_v, ctx.local), None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.attention_call import differentiated_once
+from cp_dtensor.attention_call import Tensors, differentiated_once
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.extras import NO_EXTRAS
 from cp_dtensor.flex_keys import WholeKeys, most_tokens
@@ -161,8 +161,10 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 
 @differentiated_once
-def _gradients(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *ctx.saved_tensors, *ctx.settings)
+def _gradients(
+    ctx: Any, saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor | None, ...]:
+    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *saved, *ctx.settings)
     return None, *grads, *[None] * 6
 
 

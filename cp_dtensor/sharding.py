@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
-from cp_dtensor.attention_call import differentiated_once
+from cp_dtensor.attention_call import Tensors, differentiated_once
 from cp_dtensor.layouts import Layout
 from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.rotation.ranks import SequenceRanks
@@ -217,7 +217,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _saved: Tensors, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, layout, ranks, sum_gradients, lengths = ctx.settings
         world_size, rank = len(lengths), ranks.rank
         if not sum_gradients or world_size == 1:

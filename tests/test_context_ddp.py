@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_dtensor import context_parallel
 
-LENGTH, WIDTH, HEADS = 10, 16, 2
+LENGTH, WIDTH, HEADS = 11, 16, 2
 
 
 class Model(nn.Module):
@@ -59,5 +59,23 @@ def train(rank: int) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def wrap_inside(rank: int) -> None:
+    model, alone = Model(), Model()
+    with torch.no_grad():
+        model.calls.fill_(rank)
+        model.project.bias.fill_(rank)
+    with context_parallel(dist.group.WORLD, buffers=[model.table], buffer_seq_dims=[0]):
+        shard = model.table.clone()
+        DistributedDataParallel(model)
+        assert torch.equal(model.table, shard)
+    assert torch.equal(model.table, alone.table)
+    assert model.calls == 0
+    assert torch.equal(model.project.bias, torch.zeros(3 * WIDTH))
+
+
 def test_shards_are_not_overwritten_by_those_of_rank_0(two_processes: Processes) -> None:
     two_processes.run(train)
+
+
+def test_nor_where_the_module_is_wrapped_inside_of_the_context(two_processes: Processes) -> None:
+    two_processes.run(wrap_inside)

@@ -71,7 +71,13 @@ def test_what_runs_are(positions: torch.Tensor, expected: bool) -> None:
 
 def test_tiles_of_runs_are_in_runs_where_these_begin() -> None:
     dropout = dropout_in_runs(70, 80)
-    for rows, columns, expected in (((16, 40), (32, 80), True), ((0, 8), (8, 80), False), ((1, 70), (0, 16), False)):
+    for rows, columns, expected in (
+        ((16, 40), (32, 80), True),
+        ((-6, 70), (-16, None), True),
+        ((-16, None), (0, 8), False),
+        ((0, 8), (8, 80), False),
+        ((1, 70), (0, 16), False),
+    ):
         tile = dropout.tile(slice(*rows), slice(*columns))
         assert tile.in_runs is expected
         assert expected == (are_in_runs(tile.q_positions) and are_in_runs(tile.kv_positions))

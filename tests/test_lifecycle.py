@@ -58,6 +58,7 @@ class State:
                 module.checkpoint,
                 torch._dynamo.eval_frame._callback_from_stance,
                 vars(nn.parallel.DistributedDataParallel)["_distributed_broadcast_coalesced"],
+                nn.parallel.distributed._sync_module_states,
             ),
             kernels="".join(
                 torch._C._dispatch_dump_table(name)

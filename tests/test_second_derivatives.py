@@ -13,6 +13,7 @@ from problems import Problem, shard
 from ranks import run_ranks
 from torch.autograd import functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
 from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
@@ -67,6 +68,27 @@ def test_of_attention(names: tuple[str, ...], shape: tuple[int, ...], method: st
         refuses_all(attend, shards[which])
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_of_attention_in_a_checkpoint_which_unpacks_what_was_saved_only_once(method: str) -> None:
+    q, k, v = Problem(10, 10, q_heads=4, kv_heads=4).draw(0)[:3]
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        shards = [shard(x, HeadTail(), rank, 4).requires_grad_() for x in (q, k, v)]
+
+        def attend(*inputs: torch.Tensor) -> torch.Tensor:
+            return context_parallel_attention(*inputs, mesh=mesh, method=method, is_causal=True).square().sum()
+
+        expected = torch.autograd.grad(attend(*shards), shards)
+        loss = checkpoint(attend, *shards, use_reentrant=False)
+        grads = torch.autograd.grad(loss, shards, create_graph=True)
+        torch.testing.assert_close([x.detach() for x in grads], [*expected], rtol=0, atol=0)
+        with refused():
+            torch.autograd.grad(grads[0].sum(), shards[1], allow_unused=True)
+
+    run_ranks(4, body)
 
 
 @pytest.mark.parametrize("grad", ["replicated", "partial"])

@@ -121,8 +121,9 @@ def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Ite
 def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """While open, `DistributedDataParallel` leaves out some buffers where it makes all ranks' equal to rank 0's.
 
-    It does so at every forward pass, unless it was told not to.
+    It does so when it is made, and at every forward pass unless it was told not to.
     """
+    module = torch.nn.parallel.distributed
 
     def leaving_out(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -133,5 +134,21 @@ def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) ->
 
         return broadcast
 
-    with patched(torch.nn.parallel.DistributedDataParallel, "_distributed_broadcast_coalesced", leaving_out):
+    def ignoring(original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def synchronize(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            ignored = given["params_and_buffers_to_ignore"]
+            named = (*given["module"].named_parameters(), *given["module"].named_buffers())
+            given["params_and_buffers_to_ignore"] = {name for name, x in named if name in ignored or is_left_out(x)}
+            original(**given)
+
+        return synchronize
+
+    with (
+        patched(module.DistributedDataParallel, "_distributed_broadcast_coalesced", leaving_out),
+        patched(module, "_sync_module_states", ignoring),
+    ):
         yield

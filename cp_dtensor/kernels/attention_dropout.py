@@ -77,8 +77,15 @@ class Dropout:
             self,
             q_positions=self.q_positions[..., rows],
             kv_positions=self.kv_positions[..., columns],
-            in_runs=self.in_runs and all((x.start or 0) % RUN == 0 and x.step in (None, 1) for x in (rows, columns)),
+            in_runs=self.in_runs
+            and _begins_with_run(rows, self.q_positions)
+            and _begins_with_run(columns, self.kv_positions),
         )
+
+
+def _begins_with_run(part: slice, positions: torch.Tensor) -> bool:
+    start, _, step = part.indices(positions.size(-1))
+    return start % RUN == 0 and step == 1
 
 
 def are_in_runs(positions: torch.Tensor) -> bool:
