@@ -99,10 +99,9 @@ class BalancedBlocks(OneLength):
         return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
 
     def blocks(self, world_size: int) -> list[list[Span]]:
-        lengths = tuple(chunk_length(len(self.work), world_size, rank) for rank in range(world_size))
-        by_rank = Dealing(_Counted(self.work), lengths, self.tolerance).blocks()
         return [
-            [(start * self.block, min(stop * self.block, self.seq_len)) for start, stop in ranges] for ranges in by_rank
+            [(start * self.block, min(stop * self.block, self.seq_len)) for start, stop in ranges]
+            for ranges in self._dealing(world_size).blocks()
         ]
 
     def imbalance(self, world_size: int) -> float:
@@ -111,14 +110,13 @@ class BalancedBlocks(OneLength):
         >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).imbalance(2)
         0.0
         """
-        total = sum(self.work)
-        if not total:
-            return 0.0
-        shares = [
-            sum(sum(self.work[start // self.block : -(-stop // self.block)]) for start, stop in ranges)
-            for ranges in self.blocks(world_size)
-        ]
-        return max(shares) * world_size / total - 1
+        dealing = self._dealing(world_size)
+        return dealing.busiest(dealing.blocks()) * world_size / dealing.total - 1 if dealing.total else 0.0
+
+    def _dealing(self, world_size: int) -> Dealing:
+        """Of blocks, not tokens."""
+        lengths = tuple(chunk_length(len(self.work), world_size, rank) for rank in range(world_size))
+        return Dealing(_Counted(self.work), lengths, self.tolerance)
 
 
 class _Counted:

@@ -56,7 +56,7 @@ class WholeKeys:
 
     def _everyone(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """(positions, B, H, D + Dv)."""
-        shape = self.seq_len, *k.shape[:2], k.size(3) + v.size(3)
+        shape = _rows_shape(self.seq_len, k, v)
         if 0 in shape:  # alike on every rank
             return k.new_empty(shape)
         pieces = self._pieces(k.size(0))
@@ -119,7 +119,7 @@ class WholeKeys:
         return [[None if rank == self.ranks.rank else rows(slot, rank) for rank in ranks] for slot in range(slots)]
 
     def _gathered_by_index(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        sent = k.new_empty(self._padded, *k.shape[:2], k.size(3) + v.size(3))
+        sent = k.new_empty(_rows_shape(self._padded, k, v))
         _pack(k, v, sent[: k.size(2)])
         by_rank = self.ranks.gather(_as_bytes(sent)).view(sent.dtype).view(-1, *sent.shape[1:])
         return self._by_batch_group(_sources, by_rank)
@@ -146,10 +146,15 @@ class WholeKeys:
 def _pack(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """(B, H, S, D) and (B, H, S, Dv) as (S, B, H, D + Dv), in `rows` if given."""
     if rows is None:
-        rows = k.new_empty(k.size(2), *k.shape[:2], k.size(3) + v.size(3))
+        rows = k.new_empty(_rows_shape(k.size(2), k, v))
     for part, tensor in zip(_keys_and_values(rows, k.size(3)), (k, v), strict=True):
         _copy(part, tensor)
     return rows
+
+
+def _rows_shape(rows: int, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """(rows, B, H, D + Dv)."""
+    return rows, *k.shape[:2], k.size(3) + v.size(3)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -206,11 +206,10 @@ def _fake_tables(
 ) -> list[torch.Tensor]:  # fmt: skip
     mask_shape, has_full = tuple(int(size) for size in kv_indices.shape), full_kv_indices is not None
     block_size, lengths = (q_block, kv_block), (q_len, kv_len)
-    if finds_layout(recipe):
-        if _lies_anywhere(recipe, q_block):
-            shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
-        else:
-            shapes = aligned_shapes(mask_shape, has_full, q_block, local, with_q)
+    if _lies_anywhere(recipe, q_block):
+        shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
+    elif finds_layout(recipe):
+        shapes = aligned_shapes(mask_shape, has_full, q_block, local, with_q)
     else:
         ranks, layout = _division_of(recipe)
         rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
