@@ -11,6 +11,7 @@ from cp_dtensor.layouts import Span, chunk_length
 from cp_dtensor.mask_layouts import OneLength, check_tolerance
 from cp_dtensor.masks import is_integer
 from cp_dtensor.necklace import Dealing
+from cp_dtensor.remembered_hash import RememberedHash
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class BalancedBlocks(OneLength):
     block: int
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
-    __hash__ = OneLength.__hash__
+    __hash__ = RememberedHash.__hash__
 
     def __post_init__(self) -> None:
         if not is_integer(self.seq_len) or self.seq_len < 0:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from cp_dtensor.bands import FAR, Band, Layers
 from cp_dtensor.masks import Batched, Full, Mask, clipped_layers, is_integer
+from cp_dtensor.remembered_hash import RememberedHash
 
 
 @dataclass(frozen=True, init=False)
-class Documents(Mask):
+class Documents(RememberedHash, Mask):
     """Query and key see each other iff they are of one document, and `within` shows them there.
 
     Document d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Positions before the first and after the last
@@ -37,6 +37,7 @@ class Documents(Mask):
     cu_seqlens_k: tuple[int, ...]
     within: Mask
     only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
+    __hash__ = RememberedHash.__hash__
     """Of the sequence, if the mask was made of an id for each of its tokens."""
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
@@ -112,16 +113,6 @@ class Documents(Mask):
                     by_layer.append([])
                 by_layer[index] += [_moved(band, first, lo) for band in layer]
         return tuple(map(tuple, by_layer))
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.cu_seqlens, self.cu_seqlens_k, self.within, self.only_length))
-
-    def __hash__(self) -> int:
-        return self._hash  # looked up at every call of attention
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
 
 def _moved(band: Band, first: int, lo: int) -> Band:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from math import isfinite
 from operator import add
@@ -15,9 +15,10 @@ from cp_dtensor.documents import ascending
 from cp_dtensor.layouts import Layout, Segment, Span, chunk_length
 from cp_dtensor.masks import Mask, is_integer
 from cp_dtensor.necklace import Dealing
+from cp_dtensor.remembered_hash import RememberedHash
 
 
-class OneLength(Layout):
+class OneLength(RememberedHash, Layout):
     """Layouts of contiguous blocks for one length, alike in all rows of the batch.
 
     Subclasses are frozen dataclasses.
@@ -26,16 +27,6 @@ class OneLength(Layout):
     @abstractmethod
     def blocks(self, world_size: int) -> list[list[Span]]:
         """The ranges of positions that each rank owns, ascending and not empty, no two of them neighbours."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
-
-    def __hash__(self) -> int:
-        return self._hash  # looked up at every call of attention
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         self._refuse_other_lengths(seq_len)
@@ -102,7 +93,7 @@ class PerDocument(_EvenShards):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
-    __hash__ = OneLength.__hash__
+    __hash__ = RememberedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, *, seq_len: int | None = None) -> None:
         edges = ascending(cu_seqlens, "PerDocument", "cu_seqlens")
@@ -197,7 +188,7 @@ class Balanced(_EvenShards):
     mask: Mask
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
-    __hash__ = OneLength.__hash__
+    __hash__ = RememberedHash.__hash__
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):

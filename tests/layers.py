@@ -9,6 +9,7 @@ LAYERS = {
     "necklace": 0,
     "mask_layouts": 0,
     "block_layouts": 0,
+    "remembered_hash": 0,
     "documents": 0,
     "packed_rows": 0,
     "tile_masks": 0,

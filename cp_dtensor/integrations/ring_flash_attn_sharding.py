@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from cp_dtensor.documents import ascending
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 from cp_dtensor.layouts import Contiguous, Layout, Segment, Span, chunk_length, chunk_start
 from cp_dtensor.mask_layouts import PerDocument
+from cp_dtensor.remembered_hash import RememberedHash
 from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard
 
 CHUNKS: Mapping[str, int] = MappingProxyType({"ring": 1, "zigzag_ring": 2})
@@ -23,7 +23,7 @@ CHUNKS: Mapping[str, int] = MappingProxyType({"ring": 1, "zigzag_ring": 2})
 
 
 @dataclass(frozen=True)
-class ContiguousPerDocument(Layout):
+class ContiguousPerDocument(RememberedHash, Layout):
     """Of every document, rank r owns the r-th of n adjacent chunks, whose lengths differ by at most one.
 
     Tokens before the first and after the last document are divided in the same way.
@@ -39,6 +39,7 @@ class ContiguousPerDocument(Layout):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
+    __hash__ = RememberedHash.__hash__
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         if seq_len != self.seq_len:
@@ -65,13 +66,6 @@ class ContiguousPerDocument(Layout):
     @property
     def alignment(self) -> int:
         return 1
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.cu_seqlens, self.seq_len))
-
-    def __hash__(self) -> int:
-        return self._hash  # looked up at every call of attention
 
 
 def layout_of_documents(kind: str, cu_seqlens: tuple[int, ...], seq_len: int) -> Layout:
