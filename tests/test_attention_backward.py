@@ -152,6 +152,25 @@ def test_rows_of_columns_are_all_of_them_and_tight(data: st.DataObject) -> None:
                 assert (whole_first, whole_last) == (every[0], every[-1] + 1)
 
 
+@given(data=st.data())
+def test_rows_that_see_nothing_between_documents_do_not_split_what_is_seen_wholly(data: st.DataObject) -> None:
+    """As of keys that others own: some documents have them, and those between have none."""
+    documents = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=5))
+    lo, hi, columns = [], [], 0
+    for rows, length in documents:
+        lo += [columns if length else 0] * rows
+        hi += [columns + length if length else 0] * rows
+        columns += length
+    block = data.draw(st.integers(1, 4), "block")
+    ranges = rows_of_columns(torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32), columns, block)
+    for index, (first, last, whole_first, whole_last) in enumerate(ranges[:, 0].T.tolist()):
+        start, stop = index * block, min(index * block + block, columns)
+        some = [row for row in range(len(lo)) if lo[row] < stop and start < hi[row]]
+        every = [row for row in range(len(lo)) if lo[row] <= start and stop <= hi[row]]
+        assert (first, last) == (some[0], some[-1] + 1)
+        assert list(range(whole_first, whole_last)) == every
+
+
 @interpreted
 @given(data=st.data())
 @settings(max_examples=15)

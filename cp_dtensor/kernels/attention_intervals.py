@@ -84,7 +84,8 @@ def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int
 
     Returns:
         (4, 1 or B, blocks), int32: the rows that see any column of the block are in [0:1], those in [2:3] see all of
-        it. Both as tight as can be if neither lo nor hi ever decreases (among rows that see anything), else safe.
+        it. Both as tight as can be if neither lo nor hi ever decreases among rows that see anything, and rows between
+        them that see nothing have all columns of the rows before on one side; else safe.
 
     >>> lo, hi = torch.tensor([0, 0, 1, 4], dtype=torch.int32), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
     >>> rows_of_columns(lo, hi, 5, 2)[:, 0].T.tolist()  # columns 0 and 1, 2 and 3, 4
@@ -94,10 +95,13 @@ def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int
     start = torch.arange(0, columns, block, device=lo.device, dtype=torch.int32).expand(lo.size(0), -1).contiguous()
     stop = (start + block).clamp(max=columns)
     nothing = lo >= hi
-    lo, hi = lo.masked_fill(nothing, 2**31 - 1), hi.masked_fill(nothing, 0)
+    reached = hi.masked_fill(nothing, 0).cummax(-1).values
+    first_seen = lo.masked_fill(nothing, 2**31 - 1)
+    # An empty interval where the rows before have come to: so what follows, and what came before, is still in order.
+    lo, hi = (torch.where(nothing, reached, x) for x in (lo, hi))
     edges = [
-        torch.searchsorted(hi.cummax(-1).values, start, right=True, out_int32=True),
-        torch.searchsorted(lo.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
+        torch.searchsorted(reached, start, right=True, out_int32=True),
+        torch.searchsorted(first_seen.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
         torch.searchsorted(hi.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
         torch.searchsorted(lo.cummax(-1).values, start, right=True, out_int32=True),
     ]
