@@ -3,15 +3,16 @@
 import pytest
 import torch
 from attention_kernels import SMALL, each_device
+from staging import BY_HEAD
 
 from cp_dtensor.local_attention.math import MathAttention
-from cp_dtensor.rotation.allgather import AllGather, Staging
+from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation
 
 tiles_of = pytest.importorskip("cp_dtensor.tools.carried_tiles")
 
-ROTATIONS = {"allgather": AllGather(), "by heads": AllGather(Staging(stage_bytes=1)), "alltoall": AllToAll()}
+ROTATIONS = {"allgather": AllGather(), "by heads": AllGather(BY_HEAD), "alltoall": AllToAll()}
 
 
 @each_device

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from gpu_checks import WORLD_SIZE, Tensors, attend, delay, different_layers, replayed_differences, shards
 from problems import Problem, reference, shard
 from processes import Processes
+from staging import BY_HEAD
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.rotation import workspace
-from cp_dtensor.rotation.allgather import Staging
 from cp_dtensor.rotation.choice import ROTATE_METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
@@ -32,7 +32,7 @@ def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[f
     local = shards(problem, 5, layout, rank)
     usual = ROTATE_METHODS["symm_mem"]
     if staged:
-        ROTATE_METHODS["symm_mem"] = SymmetricMemory(Staging(1, 1, 1, 1e-3))
+        ROTATE_METHODS["symm_mem"] = SymmetricMemory(BY_HEAD)
     try:
         results = attend(local, problem, layout, dist.group.WORLD, method="ring", rotate_method="symm_mem")
     finally:

@@ -1,14 +1,19 @@
 """Every mask, bias, layout, length and method: out, lse and all gradients equal dense attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_checks import MaskedCase, check_masked, masked_cases
 from masked_problems import MaskedProblem
+from staging import BY_HEAD
 
 from cp_dtensor import Causal, Full, HeadTail, PerDocument, SlidingWindow
 from cp_dtensor.masked_attention import attention_delta
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.choice import ROTATE_METHODS
 
 few = settings(max_examples=5, deadline=None)
 
@@ -19,6 +24,18 @@ def test_over_one_axis(ranks: int) -> None:
     @given(st.lists(masked_cases(axes=1), min_size=6, max_size=6))
     def check(cases: list[MaskedCase]) -> None:
         check_masked(cases, (ranks,))
+
+    check()
+
+
+def test_in_a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROTATE_METHODS, "allgather", AllGather(BY_HEAD))
+
+    @few
+    @given(st.lists(masked_cases(axes=1), min_size=6, max_size=6))
+    def check(cases: list[MaskedCase]) -> None:
+        gathered = (("method", "ring"), ("rotate_method", "allgather"))
+        check_masked([replace(case, options=gathered) for case in cases], (3,))
 
     check()
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from collectives import Collective, errors_by_rank, kinds, recorded_collectives
 from problems import Problem, shard
 from ranks import RanksFailed, run_ranks
+from staging import fine
 
 from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
-from cp_dtensor.rotation.allgather import AllGather, Staging
+from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.choice import ROTATE_METHODS
 
 RANKS = 4
@@ -30,11 +31,7 @@ def process_default() -> Iterator[None]:
 
 @pytest.fixture
 def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        ROTATE_METHODS,
-        "allgather",
-        AllGather(Staging(1, 1, flops_per_stage=1e-3, grad_flops_per_stage=1e-3, queries_per_stage=1)),
-    )
+    monkeypatch.setitem(ROTATE_METHODS, "allgather", AllGather(fine(1, 1)))
 
 
 def attend(rank: int, problem: Problem, layout: Layout, backward: bool, options: dict[str, Any]) -> torch.Tensor:

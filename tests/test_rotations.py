@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from problems import Problem, reference, shard
 from ranks import run_ranks
 from ring_checks import Tensors, attend, check_against_reference
+from staging import BY_HEAD, fine
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
@@ -34,7 +35,7 @@ from cp_dtensor import (
 )
 from cp_dtensor import plan as plans
 from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.masks import Full
+from cp_dtensor.masks import Full, SlidingWindow
 from cp_dtensor.plan import Stages
 from cp_dtensor.rotation import exchange
 from cp_dtensor.rotation.allgather import AllGather, Staging
@@ -42,11 +43,9 @@ from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation
 from cp_dtensor.rotation.choice import ROTATE_METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
+from cp_dtensor.tiling import Masking
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
-# Stages however little work they have.
-fine = functools.partial(Staging, flops_per_stage=1e-3, grad_flops_per_stage=1e-3, queries_per_stage=1)
-BY_HEAD = fine(stage_bytes=1, grad_stage_bytes=1, grad_local_bytes=1)
 STAGINGS = {
     "by head": BY_HEAD,
     "forward in one": fine(grad_stage_bytes=1, grad_local_bytes=1),
@@ -111,6 +110,15 @@ def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stage
     lengths, *exchanges = kinds(collectives)
     assert lengths == "AllGather"
     assert exchanges == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
+
+
+def test_stages_of_tiles_that_mask_by_row_have_many_blocks() -> None:
+    """Rank 1 of 2 wants the last 40 of rank 0's keys, of 4 heads: 160 rows to share out."""
+    window = SlidingWindow(40, 0)
+    shape = CallShape(LayoutDivision(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, 8, Masking.BY_ROW)
+    for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
+        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(shape)
+        assert stages == (Stages(1, count), Stages(count, count))
 
 
 @pytest.mark.parametrize(("method", "ranks"), [(AllGather(fine(1, 1)), 2), (AllToAll(), 3)], ids=["by head", "ring"])

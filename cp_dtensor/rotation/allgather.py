@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cp_dtensor.division import BACKWARD_FLOPS, CallShape
 from cp_dtensor.plan import Plan, Stages, gathered_plan
 from cp_dtensor.rotation.exchange import ExchangedRotation
+from cp_dtensor.tiling import Masking
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Staging:
     """The same in backward, whose launches cost about twice as much."""
     queries_per_stage: int = 1 << 15
     """Query rows of a stage, all heads together, that fill a GPU: about two waves of blocks of 128 on an H200."""
+    keys_per_stage_by_row: int = 1 << 18
+    """Key rows of a stage of tiles that mask by row: sixteen waves, since their blocks have work of all sizes."""
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         """The steps of a call on one rank, everybody else's K/V at once."""
@@ -43,6 +46,9 @@ class Staging:
         total = gathered * shape.head_bytes * shape.kv_heads
         flops = shape.flops(groups) / world_size
         filling = queries // world_size * shape.batch_size * shape.q_heads // self.queries_per_stage
+
+        if shape.masking is not Masking.BY_SHAPE:
+            filling = min(filling, gathered * shape.batch_size * shape.kv_heads // self.keys_per_stage_by_row)
 
         def count(limit: int, worthwhile: float) -> int:
             most = max(1, min(shape.kv_heads, -(-total // limit), int(worthwhile), filling))
