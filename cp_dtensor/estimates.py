@@ -21,6 +21,8 @@ from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 _EXCHANGE_LAUNCHES = 4
 """There and back."""
+_CALL_LAUNCHES = 2.5
+"""Host time of a pass before it launches anything, in launches (from the benchmark tables)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def fastest(found: dict[str, Estimate]) -> str:
 def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod) -> Estimate:
     """A ring over one axis."""
     rotation = _rotation(rotation_method, shape, axis)
-    forward, backward = _passes(rotation, shape, axis)
+    forward, backward = (seconds + _begun(axis) for seconds in _passes(rotation, shape, axis))
     plans = plans_of_some_ranks(rotation, shape, axis.size)
     received = max(_received(plan, shape) for plan in plans)
     memory = max(_ring_memory(plan, shape) for plan in plans)
@@ -104,6 +106,8 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     by_stage = [with_heads(united, heads, heads.units(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
     ring = _rotation(rotation_method, by_stage[0], around)
+    if outer is None:  # what is computed has been launched when it has been exchanged
+        around = replace(around, hardware=replace(inner.hardware, launch=0.0))
     computed = [_passes(ring, each, around) for each in by_stage]
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
         together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
@@ -113,7 +117,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     for index, (towards_heads, towards_rows) in enumerate(exchanged):
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
         computing = [passes[index] for passes in computed]
-        times.append(_pipeline(computing, arriving, leaving, inner, backward=index == 1))
+        times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1))
     over_ring, ring_memory = 0.0, 0.0
     if outer is not None:
         plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
@@ -158,8 +162,8 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_meth
         found = Estimate(
             method="ring of rings",
             rotation=name,
-            forward=passes[0],
-            backward=passes[1],
+            forward=passes[0] + _begun(inner),
+            backward=passes[1] + _begun(inner),
             outer_bytes=_received(plan, shape),
             inner_bytes=inner_received,
             memory=inner_memory + _ring_memory(plan, shape),
@@ -184,6 +188,10 @@ def _passes(rotation: Rotation, shape: CallShape, axis: Axis) -> tuple[float, fl
     """Seconds of forward and of backward."""
     forward = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=False)
     return forward, slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=True) - forward
+
+
+def _begun(axis: Axis) -> float:
+    return _CALL_LAUNCHES * axis.hardware.launch
 
 
 def _received(plan: Plan, shape: CallShape) -> float:
