@@ -49,6 +49,8 @@ class CallFacts:
     """Whether lse travels home too, where heads are exchanged: for the caller, or for the backward of compiled code."""
     compiled: bool = False
     """Whether this rank runs compiled code, which does not know whose gradients are wanted."""
+    attn_mask_has_rows: bool = False
+    """Whether rows of an attn_mask travel, where heads are exchanged: it has one for each query, not one for all."""
 
     def encoded(self) -> list[int]:
         """The fields as int64 words: floats by their bits, text by its first bytes."""
@@ -181,6 +183,8 @@ def _refuse_disagreement(everyone: list[CallFacts]) -> None:
     for field in fields(CallFacts):
         if field.name in _LOCAL_FIELDS or (field.name == "compiled" and not disagreements):  # which is told as a reason
             continue
+        if field.name == "attn_mask_has_rows" and any(facts.q_length == 1 for facts in everyone):
+            continue  # of a single query it cannot be seen, and rows travel in any case
         said = [getattr(facts, field.name) for facts in everyone]
         usual = max(said, key=said.count)
         odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if not _are_equal(value, usual)]

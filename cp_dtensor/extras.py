@@ -68,6 +68,11 @@ class Extras:
         grad = " grad" * (self.bias.requires_grad and torch.is_grad_enabled())
         return f"{str(self.bias.dtype).removeprefix('torch.')} ({', '.join(dims)}, :, {self.bias.size(3)}){grad}"
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is a bias with rows of its own for each query; of a single one it cannot be seen."""
+        return self.bias is not None and self.bias.size(2) != 1
+
     def described_sinks(self, values: bool) -> str:
         """The sinks in words that must be the same on every rank; with `values`, which waits for their device."""
         if self.sinks is None:

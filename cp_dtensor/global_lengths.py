@@ -58,6 +58,7 @@ def global_lengths(
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
         returns_lse=gives_lse and _may_exchange_heads(q, settings), compiled=compiled,
+        attn_mask_has_rows=extras.has_rows and splitting.method in ("ulysses", "hybrid"),  # "auto" is a ring then
     )  # fmt: skip
     everyone = agreement.exchange(facts, settings.ranks, q.device)
     found = (

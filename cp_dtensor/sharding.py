@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -66,15 +67,17 @@ def context_parallel_unshard(
         new tensors, differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; shards whose lengths are not the layout's, on all ranks alike
-            (of layouts for one length: on the ranks that have such shards).
+        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards whose lengths are not the layout's,
+            and ranks that differ in anything but lengths (layouts for one length exchange nothing: wrong lengths are
+            found on the ranks that have them).
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
     ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
     dims = checked_buffers(buffers, seq_dims, layout)
     return [
-        _Unshard.apply(tensor, dim, layout, ranks, grad == "partial") for tensor, dim in zip(buffers, dims, strict=True)
+        _Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers")
+        for tensor, dim in zip(buffers, dims, strict=True)
     ]
 
 
@@ -206,9 +209,11 @@ def _indexable(tensor: torch.Tensor) -> torch.Tensor:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks, sum_gradients: bool
+        ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks, sum_gradients: bool, which: str
     ) -> torch.Tensor:
-        lengths, seq_len = _lengths(shard.size(dim), layout, ranks, shard.device)
+        shape = ", ".join(":" if each == dim else str(size) for each, size in enumerate(shard.shape))
+        kind = f"{which}, {shard.dtype} ({shape}), {layout}, grad {'partial' if sum_gradients else 'replicated'}"
+        lengths, seq_len = _lengths(shard.size(dim), kind, layout, ranks, shard.device)
         ctx.settings = (dim, layout, ranks, sum_gradients, lengths)
         whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
         for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, ranks)):
@@ -221,10 +226,10 @@ class _Unshard(torch.autograd.Function):
         dim, layout, ranks, sum_gradients, lengths = ctx.settings
         world_size, rank = len(lengths), ranks.rank
         if not sum_gradients or world_size == 1:
-            return take_shard(grad, dim, layout, rank, world_size), None, None, None, None
+            return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
         parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
         home = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
-        return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None
+        return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
 
 
 def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
@@ -244,12 +249,21 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
-def _lengths(length: int, layout: Layout, ranks: SequenceRanks, device: torch.device) -> tuple[list[int], int]:
-    """The local lengths of all ranks, and the global length."""
+def _lengths(
+    length: int, kind: str, layout: Layout, ranks: SequenceRanks, device: torch.device
+) -> tuple[list[int], int]:
+    """The local lengths of all ranks, and the global length; `kind` says all that must be alike."""
     if layout.only_length is not None:
         seq_len = agreement.checked_only_length(length, layout, ranks.rank, ranks.size)
         return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
-    lengths = ranks.gather_integers(length, device)
+    lengths, kinds = map(list, zip(*ranks.gather_integers([length, zlib.crc32(kind.encode())], device), strict=True))
+    usual = max(kinds, key=kinds.count)
+    odd = [str(rank) for rank, each in enumerate(kinds) if each != usual]
+    if odd:
+        raise ValueError(
+            f"expected shards that differ between ranks in their lengths alone; what rank {', '.join(odd)} unshards is "
+            f"not what the others do (here: {kind})"
+        )
     return lengths, agreement.global_length(lengths, layout, "shard")
 
 

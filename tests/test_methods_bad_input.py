@@ -287,3 +287,13 @@ def test_lse_on_some_ranks_only_is_refused_where_it_travels(mode: dict[str, Any]
     run_ranks(3, body, "ring")
     with pytest.raises(ValueError, match=r"disagree about returns_lse: rank 1 says True, the others False$"):
         run_ranks(3, body, "ulysses")
+
+
+def test_an_attn_mask_with_rows_on_some_ranks_only_is_refused_where_rows_travel() -> None:
+    def body(rank: int, method: str) -> Any:
+        mask = torch.zeros(1 if rank == 1 else 2, 6)
+        return context_parallel_attention(*[tensor()] * 3, mesh=dist.group.WORLD, method=method, attn_mask=mask)
+
+    run_ranks(3, body, "ring")
+    with pytest.raises(ValueError, match=r"disagree about attn_mask_has_rows: rank 1 says False, the others True$"):
+        run_ranks(3, body, "ulysses")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from collectives import errors_by_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import shard
@@ -259,3 +260,21 @@ def test_shards_whose_lengths_are_not_the_layouts_are_refused_on_every_rank() ->
             context_parallel_unshard(dist.group.WORLD, [torch.zeros([4, 1][rank])], [0], Contiguous())
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("differ", ["dtype", "shape", "dim", "layout", "count", "grad"])
+def test_ranks_that_unshard_different_things_are_refused_on_every_rank(differ: str) -> None:
+    def body(rank: int) -> None:
+        odd = rank == 1
+        tensor = torch.zeros(4, 5 if odd and differ == "shape" else 4, dtype=DTYPES[odd and differ == "dtype"])
+        count = 2 if odd and differ == "count" else 1
+        dim = int(odd and differ == "dim")
+        layout = Contiguous() if odd and differ == "layout" else HeadTail()
+        context_parallel_unshard(
+            dist.group.WORLD, [tensor] * count, [dim] * count, layout,
+            grad="partial" if odd and differ == "grad" else "replicated",
+        )  # fmt: skip
+
+    for error in errors_by_rank(WORLD, body):
+        assert type(error) is ValueError
+        assert "what rank 1 unshards is not what the others do (here: one of " in str(error)
