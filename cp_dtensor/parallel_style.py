@@ -32,7 +32,8 @@ class ContextParallel(ParallelStyle):
     runs: in a recompute under any activation checkpointing, after any context, in any thread. It does not shard
     inputs; pass it shards, from `context_parallel_shard` say. Of a DTensor sharded along the sequence, the local part
     is one in the layout `Contiguous()`. Copy the module by `copy.deepcopy`: what `copy.copy` makes computes with the
-    parameters of the original, as it does of any module whose `forward` was replaced.
+    parameters of the original, as it does of any module whose `forward` was replaced. It cannot be pickled; its
+    `state_dict` is that of the module without it.
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
@@ -124,6 +125,12 @@ class _RegionForward:
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self._module).__name__} with ContextParallel cannot be pickled, since it holds process groups: "
+            "save its state_dict(), and parallelize the module that is made to load it"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RegionForward:
         # The region is shared: it holds a process group and no tensors.

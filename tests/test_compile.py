@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import (
@@ -227,3 +228,24 @@ def backends_and_forms(rank: int) -> None:
 
 def test_backends_and_other_forms(two_processes: Processes) -> None:
     two_processes.run(backends_and_forms)
+
+
+def graphs_of_make_fx(rank: int) -> None:
+    """Of real tensors, by default: attention is one operator there too, and no collectives that nobody waits for."""
+    fresh()
+    mesh, shards = world(), Shards(rank)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = causal(q, k, v)
+        return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+    for method in ("ring", "ulysses"):
+        with context_parallel(mesh, method=method):
+            graph = make_fx(step)(*shards.inputs(), shards.grad)
+            shards.check_results(*graph(*shards.inputs(), shards.grad))
+        assert "cp_dtensor" in graph.code
+        assert "c10d" not in graph.code
+
+
+def test_graphs_of_make_fx(two_processes: Processes) -> None:
+    two_processes.run(graphs_of_make_fx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from problems import Problem, reference, shard
 from ranks import run_ranks
 
 from cp_dtensor import HeadTail, context_parallel
+from cp_dtensor.region import innermost_region
 
 PROBLEM = Problem(10, 10, is_causal=True)
 Q, K, V, GRAD_OUT = PROBLEM.draw(0)
@@ -85,6 +87,32 @@ def test_a_context_inside_of_them_is_left_when_they_are_closed() -> None:
             loop.run_until_complete(step())
         finally:
             loop.close()
+        assert_alone(rank)
+
+    run_ranks(2, body)
+
+
+def test_one_that_is_closed_inside_of_another_context_does_not_take_that_one_away() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(10)
+
+        def steps() -> Iterator[torch.Tensor]:
+            with context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0]):
+                yield attend(rank)
+
+        suspended = steps()
+        next(suspended)
+        with context_parallel(dist.group.WORLD):
+            try:
+                suspended.close()
+            except RuntimeError as error:
+                assert "reverse order" in str(error)  # noqa: PT017  # pytest.raises would keep the generator's frame
+            else:
+                pytest.fail("closed in the wrong order")
+            gc.collect()
+            assert tokens.numel() == 10  # nobody is left who could leave it
+            attend(rank)
+        assert innermost_region() is None
         assert_alone(rank)
 
     run_ranks(2, body)

@@ -271,3 +271,21 @@ def test_replaced_rings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(module._SDPAMerger, "step", lambda *args: None)
             run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "dims", "message"),
+    [
+        (torch.zeros(4, 2), [0], "expected buffers to be a sequence such as a list, got Tensor"),
+        ([torch.zeros(4)], 0, "expected buffer_seq_dims to be a sequence such as a list, got int"),
+        ([None], [0], "buffer 0: expected a plain torch.Tensor that every rank has whole, got NoneType"),
+        ([torch.zeros(4)], [None], "buffer 0: expected an integer sequence dim, got None"),
+    ],
+)
+def test_buffers_that_are_none_are_refused_by_name(buffers: Any, dims: Any, message: str) -> None:
+    def body(rank: int) -> None:
+        with context_parallel(cp_mesh(2), buffers=buffers, buffer_seq_dims=dims):
+            pytest.fail("entered")
+
+    with pytest.raises(TypeError, match=message):
+        run_ranks(2, body)

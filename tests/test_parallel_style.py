@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -232,3 +234,13 @@ def test_a_deep_copy_computes_with_its_own_parameters() -> None:
         check_forward(averaged, HeadTail(), rank)
 
     run_ranks(WORLD, body)
+
+
+def test_pickling_says_what_to_save_instead() -> None:
+    def body(rank: int) -> None:
+        module = nn.Sequential(parallelize_module(Attention(), init_device_mesh("cpu", (2,)), ContextParallel()))
+        for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            with pytest.raises(TypeError, match=r"Attention with ContextParallel cannot be pickled.*state_dict\(\)"):
+                save(module)
+
+    run_ranks(2, body)

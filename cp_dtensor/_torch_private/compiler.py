@@ -22,6 +22,7 @@ from cp_dtensor._torch_private.patches import patched
 P = ParamSpec("P")
 T = TypeVar("T")
 _EVAL_FRAME = "torch._dynamo.eval_frame"
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 @contextmanager
@@ -134,6 +135,8 @@ class _Watcher(MetaPathFinder):
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether the tensor, or what a DTensor is here, stands for one in a program that is being compiled or exported."""
     if torch.compiler.is_dynamo_compiling():
+        return True
+    if torch._C._get_dispatch_mode(_PROXY) is not None:  # make_fx, by default of real tensors
         return True
     return isinstance(getattr(tensor, "_local_tensor", tensor), (FakeTensor, FunctionalTensor))
 

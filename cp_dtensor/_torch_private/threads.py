@@ -9,22 +9,26 @@ from typing import Any
 
 import torch
 
+_Stack = tuple[Any, ...]
 _plain = threading.local()
-_of_main_thread: dict[str, Any] = {}
+_of_main_thread: dict[str, _Stack] = {}
 _MARK = "cp_dtensor.follows_main_thread"
 
 
 def get_thread_state(key: str) -> Any:
-    """The object stored under `key` in this thread, or, in autograd's own threads, in the main thread."""
-    value = getattr(_plain, key, None)
-    if value is None and torch._C._is_key_in_tls(_MARK):
-        value = _of_main_thread.get(key)
-    return value
+    """The object stored last under `key` in this thread, or, in autograd's own threads, in the main thread."""
+    values: _Stack = getattr(_plain, key, ())
+    if not values and torch._C._is_key_in_tls(_MARK):
+        values = _of_main_thread.get(key, ())
+    return values[-1] if values else None
 
 
 @contextmanager
 def thread_state(key: str, value: Any) -> Iterator[None]:
-    """Stores an object for `get_thread_state` while open.
+    """Stores an object for `get_thread_state` while open; takes back this one alone.
+
+    What is not left in the reverse order of entering it, such as a generator that somebody has dropped, leaves the
+    states that others have entered since as they are.
 
     Of what autograd carries over from thread to thread only a mark is used, and only in the main thread: such state
     cannot be removed from a thread again, a thread that ends with some of it while the interpreter shuts down aborts
@@ -33,19 +37,19 @@ def thread_state(key: str, value: Any) -> Iterator[None]:
     if in_main_thread():
         if not torch._C._is_key_in_tls(_MARK):
             torch._C._stash_obj_in_tls(_MARK, True)
-        before = _of_main_thread.get(key)
-        _of_main_thread[key] = value
-        try:
-            yield
-        finally:
-            _of_main_thread[key] = before
+        stacks = _of_main_thread
     else:
-        before = getattr(_plain, key, None)
-        setattr(_plain, key, value)
-        try:
-            yield
-        finally:
-            setattr(_plain, key, before)
+        stacks = vars(_plain)  # of this thread
+    stacks[key] = (*stacks.get(key, ()), value)
+    try:
+        yield
+    finally:
+        stacks[key] = _without_last(stacks[key], value)
+
+
+def _without_last(values: _Stack, value: Any) -> _Stack:
+    place = max(index for index, each in enumerate(values) if each is value)
+    return values[:place] + values[place + 1 :]
 
 
 def current_backward() -> int | None:

@@ -16,6 +16,7 @@ from cp_dtensor.integrations.torch_experimental.options import Mesh, _cp_options
 from cp_dtensor.integrations.torch_experimental.patched_rings import refuse_patched_rings
 from cp_dtensor.interception import intercepted
 from cp_dtensor.layouts import Contiguous
+from cp_dtensor.sharding import checked_buffers, checked_sequence
 
 
 @contextmanager
@@ -44,11 +45,12 @@ def context_parallel(
             no effect.
     """
     refuse_patched_rings()
-    tensors = list(buffers or ())
-    dims = list(buffer_seq_dims or ())
+    tensors = checked_sequence("buffers", () if buffers is None else buffers)
+    dims = checked_sequence("buffer_seq_dims", () if buffer_seq_dims is None else buffer_seq_dims)
     group = axis_group(mesh)
     layout = None
-    if tensors and dims and -tensors[0].dim() <= dims[0] < tensors[0].dim():
+    if tensors and len(tensors) == len(dims):
+        checked_buffers(tensors[:1], dims[:1], Contiguous())
         layout = default_layout(tensors[0].size(dims[0]), group.size())
     elif not _cp_options.enable_load_balance:
         layout = Contiguous()
