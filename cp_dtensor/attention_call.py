@@ -152,6 +152,11 @@ class Attention(torch.autograd.Function):
     def backward(
         ctx: Any, of_forward: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        if _torch_private.is_batched(grad_out):
+            raise NotImplementedError(
+                "attention of sequence shards takes one gradient at a time, got a batch of them "
+                "(is_grads_batched=True, vectorize=True or torch.vmap around a backward): go through them in a loop"
+            )
         bias, seed, sinks, out, lse, _origin, *saved = of_forward
         extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +120,19 @@ def test_one_that_is_closed_inside_of_another_context_does_not_take_that_one_awa
         assert_alone(rank)
 
     run_ranks(2, body)
+
+
+LEFT_OPEN = """
+import torch.distributed as dist
+from cp_dtensor import context_parallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+context = context_parallel(dist.group.WORLD)
+context.__enter__()
+"""
+
+
+def test_a_process_may_end_inside_of_a_context() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", LEFT_OPEN]
+    done = subprocess.run(command, check=True, timeout=100, env=environment, capture_output=True, text=True)
+    assert "Error" not in done.stderr, done.stderr

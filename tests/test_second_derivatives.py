@@ -1,4 +1,4 @@
-"""Second derivatives are refused, on whichever way one asks for them; none is silently zero."""
+"""Second derivatives are refused, on whichever way one asks for them; none is silently zero. So are batched ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import kinds, recorded_collectives
 from method_checks import RING_ULYSSES
 from problems import Problem, shard
 from ranks import run_ranks
@@ -118,3 +119,22 @@ def test_of_gathered_keys_of_flex_attention() -> None:
             functional.hvp(lambda k: GatheredKeys.apply(k, v, keys)[0].square().sum(), k, torch.ones_like(k))
 
     run_ranks(4, body)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_batches_of_gradients_are_refused_before_any_collective(method: str) -> None:
+    q, k, v = Problem(10, 10, q_heads=4, kv_heads=4).draw(0)[:3]
+
+    def body(rank: int) -> None:
+        shards = [shard(x, HeadTail(), rank, 4).requires_grad_() for x in (q, k, v)]
+        out = context_parallel_attention(*shards, mesh=dist.group.WORLD, method=method, is_causal=True)
+        assert isinstance(out, torch.Tensor)
+        grads = torch.ones(3, *out.shape, dtype=out.dtype)
+        before = kinds(collectives, rank)
+        with pytest.raises(NotImplementedError, match="one gradient at a time, got a batch of them"):
+            torch.autograd.grad(out, shards, grads, is_grads_batched=True, retain_graph=True)
+        assert kinds(collectives, rank) == before
+        torch.autograd.grad(out, shards, grads[0])
+
+    with recorded_collectives() as collectives:
+        run_ranks(4, body)

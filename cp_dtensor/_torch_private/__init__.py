@@ -57,6 +57,7 @@ from cp_dtensor._torch_private.symmetric_memory import SymmetricBuffer, symmetri
 from cp_dtensor._torch_private.tensors import (
     below_autograd,
     current_stream_handle,
+    is_batched,
     is_wrapper,
     no_modes,
     swap_identities,
@@ -98,6 +99,7 @@ __all__ = [
     "has_cpu_backend",
     "in_autograd_thread",
     "in_main_thread",
+    "is_batched",
     "is_before_capture",
     "is_in_cuda_graph",
     "is_traced",

@@ -97,13 +97,13 @@ def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[No
         then(sys.modules[name])
         yield
         return
-    watcher = _Watcher(name, then)
-    sys.meta_path.insert(0, watcher)
+    watcher, finders = _Watcher(name, then), sys.meta_path
+    finders.insert(0, watcher)
     try:
         yield
     finally:
-        if watcher in sys.meta_path:
-            sys.meta_path.remove(watcher)
+        if watcher in finders:  # `sys` has lost it where the interpreter ends while this is open
+            finders.remove(watcher)
 
 
 class _Watcher(MetaPathFinder):

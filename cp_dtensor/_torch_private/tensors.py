@@ -69,6 +69,12 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() or is_of_graph else tensor._version
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether the tensor stands for a batch of such tensors: under `torch.vmap`, or the older one of autograd."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
+
+
 def current_stream_handle(device: torch.device) -> int:
     """CUDA's handle of `torch.cuda.current_stream(device)`, which takes several microseconds to make an object."""
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
