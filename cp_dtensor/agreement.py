@@ -189,9 +189,15 @@ def _refuse_disagreement(everyone: list[CallFacts]) -> None:
         usual = max(said, key=said.count)
         odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if not _are_equal(value, usual)]
         if odd:
-            disagreements.append(f"{field.name}: {', '.join(odd)}, the others {usual!r}")
+            disagreements.append(f"{field.name}: {', '.join(odd)}, the others {usual!r}{_hint(field.name, said)}")
     if disagreements:  # all of them: what comes first may follow from another, as heads that were expanded for a mask
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
+
+
+def _hint(field: str, said: list[str]) -> str:
+    """Masks of other numbers of keys are mostly of each rank's own keys, of which ranks have unequally many."""
+    numbers_of_keys = {text.partition(" :, ")[2].partition(")")[0] for text in said} if field == "attn_mask" else {""}
+    return "" if len(numbers_of_keys - {""}) < 2 else " (expected the keys of the whole sequence)"
 
 
 def _without_gradients(facts: CallFacts) -> CallFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -259,6 +260,20 @@ def test_regions_in_which_one_rank_asks_for_more_say_so(arguments: Arguments) ->
         assert type(error) is ValueError
         assert "the ranks of the context-parallel axis disagree about " in str(error)
         assert "rank 0 says " in str(error)
+
+
+def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:
+    """As of padding, with a length that does not divide: the ranks disagree, and are told what is expected."""
+
+    def body(rank: int) -> None:
+        q = torch.zeros(1, 1, 3 if rank == 0 else 2, 8)
+        with context_parallel(dist.group.WORLD):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(1, 1, 1, q.size(2)))
+
+    message = r"attn_mask: rank 0 says .*, 3\)', .*, 2\)' \(expected the keys of the whole sequence\)"
+    for error in errors_by_rank(RANKS, body):
+        assert type(error) is ValueError
+        assert re.search(message, str(error))
 
 
 @each_entry
