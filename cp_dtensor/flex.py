@@ -188,6 +188,9 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
     check_mask_lengths(lengths, of_mask)
     if ranks.size == 1:
         return call.attend(call.k, call.v, call.score_mod, call.block_mask)
+    # Before anything else: what the host does next is done while they travel.
+    whole = WholeKeys(ranks, layout, lengths[1], lengths[1], settings.splitting.rotation)
+    keys, values = GatheredKeys.apply(call.k, call.v, whole)
     rows = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, call.q.size(0))
     positions = rows.positions(call.q.device)
     mask = call.block_mask
@@ -196,7 +199,6 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
         if of_mask is not None:
             tables = remembered_tables(tables, mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
         mask = block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions, None)
-    keys, values = GatheredKeys.apply(call.k, call.v, WholeKeys(ranks, layout, lengths[1], lengths[1]))
     return call.attend(keys, values, local_score_mod(call.score_mod, positions), mask)
 
 

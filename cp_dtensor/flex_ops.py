@@ -13,8 +13,8 @@ import torch
 from cp_dtensor.attention_call import Tensors, differentiated_once
 from cp_dtensor.compiled_op import recipe_of
 from cp_dtensor.extras import NO_EXTRAS
-from cp_dtensor.flex_keys import WholeKeys, most_tokens
-from cp_dtensor.flex_rows import LocalRows
+from cp_dtensor.flex_keys import WholeKeys
+from cp_dtensor.flex_rows import LocalRows, most_tokens
 from cp_dtensor.flex_tables import Tables, aligned_shapes, general_shapes, local_tables, table_shapes
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Full, Mask
@@ -34,6 +34,10 @@ def _division_of(token: str, what: Found | None = None) -> tuple[SequenceRanks, 
     """Over whom, and how; the layout is the one that was found, if there is any."""
     settings = shard_recipe(token).settings()
     return settings.ranks, settings.layout if what is None or what.layout is None else what.layout
+
+
+def _whole_keys(token: str, what: Found | None, seq_len: int, rows: int) -> WholeKeys:
+    return WholeKeys(*_division_of(token, what), seq_len, rows, shard_recipe(token).splitting.rotation)
 
 
 def _found_in(found: torch.Tensor | None) -> Found | None:
@@ -99,7 +103,7 @@ def _keys(
             f"{layout}"
         )
     rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)
-    keys, values = WholeKeys(ranks, layout, lengths[1], rows).gathered(k, v)
+    keys, values = _whole_keys(recipe, what, lengths[1], rows).gathered(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if decider.finds_mask:
@@ -141,8 +145,7 @@ def _keys_backward(
     what = _found_in(found)
     if what is not None:
         outstanding.end(what, int(found[2]))
-    ranks, layout = _division_of(recipe, what)
-    keys = WholeKeys(ranks, layout, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
+    keys = _whole_keys(recipe, what, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)
 
 

@@ -17,8 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_dtensor import _torch_private
-from cp_dtensor.flex_keys import kept
-from cp_dtensor.flex_rows import LocalRows
+from cp_dtensor.flex_rows import LocalRows, kept
 from cp_dtensor.kept_values import capturing
 
 PARTIAL, FULL = 1, 2

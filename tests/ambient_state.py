@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from cp_dtensor import flex_keys, flex_tables
+from cp_dtensor import flex_rows, flex_tables
 from cp_dtensor.kept_values import KeptValues
 from cp_dtensor.local_attention import tile_rows
 
@@ -21,7 +21,7 @@ def cold_caches() -> None:
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
     tile_rows._kept = KeptValues(most=256)
-    flex_keys._kept = KeptValues(most=32)
+    flex_rows._kept = KeptValues(most=32)
     flex_tables.cache = flex_tables._TableCache()
 
 

@@ -38,6 +38,8 @@ LAYERS = {
     "varlen": 3,
     "captured_values": 3,
     "flex": 3,
+    "flex_by_index": 3,
+    "flex_in_place": 3,
     "flex_keys": 3,
     "flex_mods": 3,
     "flex_ops": 3,

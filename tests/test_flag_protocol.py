@@ -7,7 +7,6 @@ read what has not been written, or overwrite what a peer has still to read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -16,123 +15,17 @@ import torch
 
 pytest.importorskip("cp_dtensor.kernels.copy_pieces")
 
+from flag_programs import Program, ring, ulysses, whole_keys
 from interleavings import run
 from streams import Group, Rank, Stream
 
-from cp_dtensor.attention_call import AttentionCall, Tensors
-from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.extras import NO_EXTRAS, Extras
-from cp_dtensor.head_division import divide_heads
+from cp_dtensor.block_layouts import BalancedBlocks
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout
-from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow, is_plain
-from cp_dtensor.plan import Stages, gathered_plan
-from cp_dtensor.planning import exchange_stages
-from cp_dtensor.ring import RingCall
+from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow
 from cp_dtensor.rotation.device_streams import FlagOperations
-from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
-from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.rotation.workspace import Flag, Workspace
-from cp_dtensor.tiling import Masking
-from cp_dtensor.two_axes import UnitedDivision
-from cp_dtensor.ulysses import UlyssesCall
 
 INTERLEAVINGS = 100
-DIM = 4
-Program = Callable[[Rank], None]
-
-
-@dataclass(frozen=True)
-class Stage(AttentionCall):
-    """Attention with some heads to all rows, as far as streams see it."""
-
-    rank: Rank
-    saved: list[torch.Tensor] = field(default_factory=list)
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[Any, Any, Any]:
-        self.rank.use(q, k, v)
-        self.saved[:] = [q, k, v]
-        return torch.empty_like(q), q.new_empty(q.shape[:3]), ()
-
-    def backward(self, grad_out: torch.Tensor, _: Extras, saved: Tensors, grad_bias: object) -> tuple[Any, Any, Any]:
-        self.rank.use(grad_out, *saved)
-        q, k, v = map(torch.empty_like, saved)
-        return q, k, v
-
-    saves_rows_of_others = False
-
-    def saved_again(self, *tensors: Any) -> Any:
-        self.rank.use(*tensors[:4])  # lse is a copy of what came with out
-        return ()
-
-
-@dataclass(frozen=True)
-class Tiles(LocalAttention):
-    """Attention of tiles, as far as streams see it."""
-
-    rank: Rank
-    name = "none"
-
-    def refusal(self, problem: object) -> None:
-        return None
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
-        self.rank.use(k, v)
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
-
-    def backward(self, _grad_out: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
-        self.rank.use(k, v)
-        return tuple(map(torch.zeros_like, (q, k, v)))
-
-
-def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallShape:
-    length = 8 * ranks
-    masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.BY_ROW
-    division = LayoutDivision(layout, length, length, 1, ranks)
-    return CallShape(division, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, 4, masking)
-
-
-def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
-    made = [torch.zeros(1, 4 * rank.size(), 8, DIM) for _ in range(count)]
-    rank.kept += made
-    return made
-
-
-def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
-    def program(rank: Rank) -> None:
-        ranks = rank.size()
-        shape = shape_of(ranks, Contiguous(), Full())
-        heads = divide_heads(shape.q_heads, shape.kv_heads, ranks, stages)
-        assert heads.stages == stages
-        kinds = exchange_stages(heads, UnitedDivision(shape.division, ranks), 0)
-        exchange = shared_memory_heads(shape, kinds, rank, torch.device("cpu"))
-        assert isinstance(exchange, SharedMemoryHeads)
-        inner = tuple(Stage(rank) for _ in range(stages))
-        call = UlyssesCall(rank, heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
-        q, k, v = tensors(rank, 3)
-        out, lse, _ = call.forward(q, k, v, NO_EXTRAS, needs_lse=backward)
-        rank.use(out)
-        if backward:
-            call.saved_again(q, k, v, out, lse)  # as compiled code does in graphs
-            saved = tuple(tensor for stage in inner for tensor in stage.saved)
-            rank.use(*call.backward(*tensors(rank, 1), NO_EXTRAS, saved, None))
-
-    return program
-
-
-def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
-    def program(rank: Rank) -> None:
-        shape = shape_of(rank.size(), layout, mask)
-        by_heads = Stages(1, stages)
-        plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
-        tiles = Tiles(rank)
-        call = RingCall(plan, rank, SymmetricMemory(), tiles, tiles, 1.0, torch.float32)
-        q, k, v, grad_out = tensors(rank, 4)
-        _, _, saved = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)
-        if backward:
-            call.backward(grad_out, NO_EXTRAS, saved, None)
-
-    return program
 
 
 def in_graphs(program: Program) -> Program:
@@ -197,6 +90,7 @@ MIXED = one_after_the_other(
     ulysses(4, True, backward=False),
     ring(2, Causal(), Contiguous(), backward=False),
     ring(1, Full(), Contiguous(), backward=True),
+    whole_keys(2, HeadTail(), backward=True),
     ulysses(1, False, backward=True),
 )
 
@@ -231,6 +125,14 @@ def test_rings(ranks: int, stages: int, mask: Mask, layout: Layout) -> None:
     forward, both = (ring(stages, mask, layout, backward) for backward in (False, True))
     check(ranks, one_after_the_other(forward, both, both))
     check(ranks, in_graphs(both))
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), BalancedBlocks((1, 5, 2, 2, 3, 4), 4, 24)], ids=repr)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_keys_of_flex_attention(stages: int, layout: Layout) -> None:
+    forward, both = (whole_keys(stages, layout, backward) for backward in (False, True))
+    check(3, one_after_the_other(forward, both, both))
+    check(3, in_graphs(both))
 
 
 @pytest.mark.parametrize("how", [one_after_the_other, in_graphs, on_streams_in_turns])
@@ -270,8 +172,16 @@ def test_publishing_follows_on_streams_of_the_user(ranks: int) -> None:
         check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
 
 
+EVERY_FLAG = [
+    ulysses(4, False, backward=True),
+    ring(4, Causal(), HeadTail(), backward=True),
+    # Of layers, whose forward passes follow each other: a backward between them would order them.
+    one_after_the_other(*[whole_keys(4, HeadTail(), backward) for backward in (False, True)]),
+]
+
+
 @pytest.mark.parametrize("missing", Flag)
-@pytest.mark.parametrize("call", [ulysses(4, False, backward=True), ring(4, Causal(), HeadTail(), backward=True)])
+@pytest.mark.parametrize("call", EVERY_FLAG)
 @all_worlds
 def test_every_wait_is_needed(ranks: int, call: Program, missing: Flag) -> None:
     wait = Workspace.wait

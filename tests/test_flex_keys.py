@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
-from problems import shard
+from gathered_keys import BY_INDEX, IN_PLACE, LENGTH, WIDTHS, Stored, check, whole_keys
 from ranks import run_ranks
+from shared_memory import shared_memory
 
-from cp_dtensor import BalancedBlocks, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.flex_keys import WholeKeys
-from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, flex_in_place
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.base import RotationMethod
+from cp_dtensor.rotation.choice import ROTATE_METHODS
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
 
-LENGTH, RANKS = 29, 3
-# What travels in place (whole blocks with a short one, and ranks without tokens), and what is put in order.
-LAYOUTS = [HeadTail(), BalancedBlocks((5, 1, 1, 4), 8, LENGTH), BalancedBlocks((1,), 32, LENGTH)]
-each_layout = pytest.mark.parametrize("layout", [*LAYOUTS, Striped(2), MirroredBatch()], ids=repr)
-WIDTHS = [(8, 8), (8, 12), (8, 5), (6, 4)]
-Stored = Callable[[torch.Tensor], torch.Tensor]
+RANKS = 3
+each_layout = pytest.mark.parametrize("layout", [*IN_PLACE, *BY_INDEX], ids=repr)
 MEMORY: dict[str, Stored] = {
     "contiguous": lambda x: x,
     "token after token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -32,49 +30,73 @@ MEMORY: dict[str, Stored] = {
 each_memory = pytest.mark.parametrize("memory", MEMORY)
 
 
-def drawn(seed: int, width: int, length: int, batch: int = 2) -> torch.Tensor:
-    """Small integers, whose sums are exact in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, (batch, 2, length, width), generator=generator)
+class ByStages(AllGather):
+    """All-gather, as if its launches cost nothing: some heads after the others."""
+
+    @property
+    def slows_compute(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", 1)
+    monkeypatch.setattr(flex_in_place, "rotation_of_all_rows", lambda *_: ByStages())
 
 
 @each_memory
 @each_layout
 def test_keys_come_together_and_gradients_go_home(layout: Layout, memory: str) -> None:
+    check_all_dtypes(layout, memory)
+
+
+@pytest.mark.usefixtures("a_stage_for_each_head")
+@each_memory
+@pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
+def test_they_do_so_by_stages(layout: Layout, memory: str) -> None:
+    check_all_dtypes(layout, memory)
+
+
+@pytest.mark.parametrize("stage_bytes", [1, 1 << 20])
+@each_memory
+@pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
+def test_they_do_so_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, memory: str, stage_bytes: int
+) -> None:  # fmt: skip
+    pytest.importorskip("cp_dtensor.kernels.copy_pieces")
+    monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", stage_bytes)
+    with shared_memory() as machine:
+        check_all_dtypes(layout, memory, SymmetricMemory())
+    assert machine.copies
+
+
+def check_all_dtypes(layout: Layout, memory: str, method: RotationMethod = AllGather()) -> None:  # noqa: B008
     dtypes = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
     if memory == "signs for later":
         dtypes = dtypes[1:]  # torch has no minus for one byte
 
     def body(rank: int) -> None:
         for dtype, widths in product(dtypes, WIDTHS):
-            check(rank, layout, MEMORY[memory], dtype, widths)
+            check(rank, layout, MEMORY[memory], dtype, widths, method)
 
     run_ranks(RANKS, body)
 
 
-def check(rank: int, layout: Layout, stored: Stored, dtype: torch.dtype, widths: tuple[int, int]) -> None:
-    what = f"{dtype}, {widths}"
-    whole = [drawn(i, width, LENGTH).to(dtype) for i, width in enumerate(widths)]
-    keys = WholeKeys(SequenceRanks.over([dist.group.WORLD]), layout, LENGTH, rows=LENGTH + 2)
-    k, v = (stored(shard(x, layout, rank, RANKS)) for x in whole)
-    for gathered, expected in zip(keys.gathered(k, v), whole, strict=True):
-        assert gathered.is_contiguous()
-        assert torch.equal(gathered[:, :, :LENGTH].double(), expected.double()), what
-        assert not gathered[:, :, LENGTH:].double().any()
-    if dtype.itemsize == 1:
-        return  # nothing has gradients of one byte
-    grads = [[drawn(10 * r + i, w, LENGTH + 2).to(dtype) for i, w in enumerate(widths)] for r in range(RANKS)]
-    found = keys.gradients(*map(stored, grads[rank]), k.size(2))
-    for got, of_ranks in zip(found, zip(*grads, strict=True), strict=True):
-        total = torch.stack(of_ranks).sum(0)[:, :, :LENGTH]
-        assert got.dtype == dtype
-        assert torch.equal(got, shard(total, layout, rank, RANKS)), what
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
+def test_lengths_below_the_number_of_ranks_by_every_method(rotate_method: str, shares_memory: bool) -> None:
+    def body(rank: int) -> None:
+        for length, layout in product([0, 1, 2, 3, 7], [Contiguous(), HeadTail(), Striped(1)]):
+            check(rank, layout, lambda x: x, torch.float32, (4, 4), ROTATE_METHODS[rotate_method], length)
+
+    with shared_memory() if shares_memory else nullcontext():
+        run_ranks(RANKS, body)
 
 
 @each_layout
 def test_no_batch_rows(layout: Layout) -> None:
     def body(rank: int) -> None:
-        keys = WholeKeys(SequenceRanks.over([dist.group.WORLD]), layout, LENGTH, LENGTH)
+        keys = whole_keys(layout, LENGTH, LENGTH, AllGather())
         local = layout.local_length(LENGTH, rank, RANKS)
         k, v = keys.gathered(torch.empty(0, 2, local, 8), torch.empty(0, 2, local, 4))
         assert (k.shape, v.shape) == ((0, 2, LENGTH, 8), (0, 2, LENGTH, 4))

@@ -15,8 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.flex import block_mask_of_rows
-from cp_dtensor.flex_keys import most_tokens
-from cp_dtensor.flex_rows import LocalRows
+from cp_dtensor.flex_rows import LocalRows, most_tokens
 from cp_dtensor.flex_tables import Tables, general_shapes, local_tables, remembered_tables, table_shapes
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
 from cp_dtensor.flex_keys import GatheredKeys, WholeKeys
+from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.ranks import SequenceRanks
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -113,7 +114,7 @@ def test_of_unshard_which_is_linear(grad: Any) -> None:
 
 def test_of_gathered_keys_of_flex_attention() -> None:
     def body(rank: int) -> None:
-        keys = WholeKeys(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8)
+        keys = WholeKeys(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather())
         k, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(2))
         with refused():
             functional.hvp(lambda k: GatheredKeys.apply(k, v, keys)[0].square().sum(), k, torch.ones_like(k))

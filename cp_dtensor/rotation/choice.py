@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import Auto
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
+from cp_dtensor.rotation.workspace import tell_fallback, why_unshared
 
 ROTATIONS: dict[str, Rotation] = {
     rotation.name: rotation for rotation in (AllGather(), AllToAll(), SymmetricMemory())
@@ -36,6 +40,21 @@ def rotation_by_name(name: str | None) -> RotationMethod:
     if not isinstance(name, str) or name not in ROTATE_METHODS:
         raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_CHOICES}")
     return ROTATE_METHODS[name]
+
+
+def rotation_of_all_rows(method: RotationMethod, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+    """The rotation for somebody who needs all rows of all ranks at once, so that there is no ring; alike on all ranks.
+
+    The first call for a group may be a collective.
+    """
+    if isinstance(method, (AllGather, AllToAll)):
+        return AllGather()
+    reason = why_unshared(group, device)
+    if reason is None:
+        return SymmetricMemory()
+    if isinstance(method, SymmetricMemory):
+        tell_fallback(group, reason)
+    return AllGather()
 
 
 def set_rotate_method(rotate_method: str) -> None:

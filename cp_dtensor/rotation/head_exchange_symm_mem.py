@@ -112,6 +112,25 @@ def shared_memory_heads(
     )
 
 
+def whole_heads(tensors: Tensors, kind: HeadRows) -> SharedMemoryHeads | None:
+    """The exchange that brings all heads of all rows to every rank, of a group whose ranks share memory.
+
+    It takes all heads as batch rows of one, so that they arrive in memory (B, all heads, all rows, D).
+
+    Args:
+        tensors: (B, all heads, this rank's rows, D).
+        kind: of one head, which every rank gets.
+
+    Returns:
+        None where rows are not such as it takes.
+    """
+    sizes = [tensor.size(3) * tensor.itemsize for tensor in tensors]
+    if not TRITON_AVAILABLE or any(size % ALIGNMENT for size in sizes):
+        return None
+    batch = tensors[0].size(0) * tensors[0].size(1)
+    return SharedMemoryHeads(offsets([Published(kind, batch, 1, size).whole_bytes for size in sizes])[-1], 0)
+
+
 class _ReadHeads(Arrivals):
     def __init__(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], workspace: Workspace, rank: int

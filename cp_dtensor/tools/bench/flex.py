@@ -17,6 +17,7 @@ from cp_dtensor.block_layouts import BalancedBlocks
 from cp_dtensor.documents import Documents
 from cp_dtensor.flex import context_parallel_flex_attention
 from cp_dtensor.layouts import Layout
+from cp_dtensor.rotation.workspace import allocated_bytes
 from cp_dtensor.sharding import take_shard
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.contestant import Contestant
@@ -35,7 +36,7 @@ def flex_contestants() -> list[Contestant]:
     divisions.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     ours = [
         Contestant(
-            OURS_PREFIX + name, partial(_ours, shards), partial(_our_refusal, shards), shards=shards,
+            OURS_PREFIX + name, partial(_ours, shards), partial(_our_refusal, shards), allocated_bytes, shards=shards,
             suits=lambda case: case.mask != "full", by_default=False,
         )
         for name, shards in divisions.items()

@@ -1,0 +1,103 @@
+"""Memory that ranks share, for ranks that are threads: transports through it on CPUs, with every byte that they move.
+
+What is submitted to a stream is done at once, by the thread that submits it. `streams` has the order of real streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cp_dtensor._torch_private import SymmetricBuffer
+from cp_dtensor.rotation import device_streams, head_exchange_symm_mem
+from cp_dtensor.rotation import workspace as workspaces
+
+_PATIENCE = 60.0
+
+
+class _Stream:
+    """Stands for streams and events."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait_event = wait_stream = record
+
+
+class _Machine:
+    """The memory, and what the CUDA driver and the kernel do with it."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, int], torch.Tensor] = {}
+        self._mapped: Counter[int] = Counter()
+        self.copies = 0
+
+    def symmetric_buffer(self, size: int, device: torch.device, group: Any) -> SymmetricBuffer:
+        number, rank = self._mapped[group.rank()], group.rank()
+        self._mapped[rank] += 1
+        self._memory[number, rank] = torch.zeros(size, dtype=torch.uint8)
+        places = [(number, peer) for peer in range(group.size())]
+        _await(lambda: all(place in self._memory for place in places))
+        return SymmetricBuffer(tuple(self._memory[place] for place in places), None)
+
+    def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Sequence[Any], _: int) -> int:
+        for each in operations:
+            flag = ctypes.c_uint32.from_address(each.address)
+            if each.operation == device_streams._WAIT_VALUE_32:
+                _await(lambda flag=flag, value=each.value: flag.value == value)
+            else:
+                flag.value = each.value
+        return 0
+
+    def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
+        ctypes.memmove(target, source, count)
+        self.copies += 1
+        return 0
+
+    def launch_copies(self, pieces: torch.Tensor, _rows: int, _bytes: int, targets: Any, _programs: int) -> None:
+        for source, which, offset, rows, row_bytes, source_pitch, target_pitch in pieces.tolist():
+            target = targets[which].data_ptr() + offset
+            for row in range(rows):
+                ctypes.memmove(target + row * target_pitch, source + row * source_pitch, row_bytes)
+        self.copies += len(pieces)
+
+
+@contextmanager
+def shared_memory() -> Iterator[_Machine]:
+    """Ranks share memory; around `run_ranks`."""
+    machine, stream = _Machine(), _Stream()
+    patches = [
+        (device_streams, "_driver", lambda: machine),
+        (workspaces, "symmetric_buffer", machine.symmetric_buffer),
+        (workspaces, "obstacle_to_sharing", lambda *_: None),
+        (head_exchange_symm_mem, "launch_copies", machine.launch_copies),
+        (torch.cuda, "synchronize", lambda device: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", _Stream),
+        (torch.cuda, "current_stream", lambda device=None: stream),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+    ]
+    with ExitStack() as stack:
+        for owner, name, stand_in in patches:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield machine
+
+
+def _await(condition: Any) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "a rank waits for ever"
+        time.sleep(1e-5)
