@@ -134,6 +134,30 @@ def test_other_threads_are_in_no_context(two_processes: Processes) -> None:
     two_processes.run(other_threads)
 
 
+def contexts_while_another_thread_compiles(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    shards, expected = Shards(rank), []
+
+    def attend() -> None:
+        with context_parallel(mesh):
+            expected.append(causal(*shards.inputs()))
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+        return graph
+
+    torch.compile(lambda x: x * 2.0, backend=backend)(torch.ones(2))
+    shards.check_results(*expected)
+    assert expected
+
+
+def test_contexts_while_another_thread_compiles(two_processes: Processes) -> None:
+    two_processes.run(contexts_while_another_thread_compiles)
+
+
 def parts_and_stances(rank: int) -> None:
     fresh()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access

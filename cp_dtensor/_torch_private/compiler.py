@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -147,7 +148,9 @@ def refuse_in_compiled_function(what: str) -> None:
     Raises:
         RuntimeError: it is.
     """
-    traced = torch.compiler.is_compiling()
+    traced = torch.compiler.is_dynamo_compiling()
+    if not traced and torch.compiler.is_compiling():  # which other threads may be, too
+        traced = detect_fake_mode() is not None
     if traced or (
         _EVAL_FRAME in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
     ):
