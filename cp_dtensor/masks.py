@@ -43,8 +43,7 @@ class Mask(ABC):
 
     def pairs(self, q_len: int, kv_len: int) -> int:
         """Number of (query, key) pairs that are shown, in one batch row (with masks of their own: on average)."""
-        rows = [self.of_batch_row(row) for row in range(self.batch_size or 1)]
-        return sum(pairs_of(row.layers(q_len, kv_len), (0, q_len), (0, kv_len)) for row in rows) // len(rows)
+        return _pairs_shown(self, q_len, kv_len)
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,12 @@ class Batched(Mask):
     @property
     def batch_size(self) -> int:
         return len(self.masks)
+
+
+@lru_cache(maxsize=64)  # asked several times when a call of a new mask is planned
+def _pairs_shown(mask: Mask, q_len: int, kv_len: int) -> int:
+    rows = [mask.of_batch_row(row) for row in range(mask.batch_size or 1)]
+    return sum(pairs_of(row.layers(q_len, kv_len), (0, q_len), (0, kv_len)) for row in rows) // len(rows)
 
 
 @lru_cache(maxsize=64)

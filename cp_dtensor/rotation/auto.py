@@ -50,11 +50,13 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 
 @lru_cache(maxsize=4096)
 def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> Rotation:
-    """The rotation of (nearly) the least predicted time of forward and backward on the slowest rank."""
-    # By preference: the first takes no multiprocessors, gathered ones need less memory for large shards than a ring.
-    rotations: list[Rotation] = [AllGather(), AllToAll()]
-    if shares_memory:
-        rotations.insert(0, SymmetricMemory())
+    """Symmetric memory if ranks share it, else the rotation of (nearly) the least predicted time on the slowest rank.
+
+    Of forward and backward together.
+    """
+    if shares_memory:  # never predicted to be slower than all-gather: predicting takes as long as planning the call
+        return SymmetricMemory()
+    rotations: list[Rotation] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
     seconds = [slowest_seconds(rotation, shape, world_size, hardware, backward=True) for rotation in rotations]
     return nearly_fastest(rotations, seconds)
 
