@@ -40,9 +40,10 @@ class context_parallel(ContextDecorator):
     `nn.TransformerEncoderLayer`. SDPA under `torch.vmap` is refused. On exit, also after an exception, buffers are
     restored bit for bit.
 
-    Only the thread that enters is in the region, and the threads in which autograd runs its backward. Backward may run
-    inside or after; recomputation under `torch.utils.checkpoint` likewise, in either mode. Contexts nest: the inner
-    one's mesh and settings hold inside of it. As a decorator it is entered at every call of the function.
+    Only the thread that enters is in the region, and the threads in which autograd runs its backward; forks of the
+    process, such as a DataLoader's workers, are not. Backward may run inside or after; recomputation under
+    `torch.utils.checkpoint` likewise, in either mode. Contexts nest: the inner one's mesh and settings hold inside of
+    it. As a decorator it is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two

@@ -1,4 +1,4 @@
-"""Contexts and functions whose bodies run later: generators and coroutines."""
+"""Contexts and functions whose bodies run later: generators and coroutines. Processes that fork or end inside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,17 +123,43 @@ def test_one_that_is_closed_inside_of_another_context_does_not_take_that_one_awa
     run_ranks(2, body)
 
 
+def in_fork(check: Callable[[], bool]) -> bool:
+    """What `check` says in a fork of this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside other threads
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if check() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_is_in_no_context() -> None:
+    """As a DataLoader's worker: attention in it would wait for its rank's peers for ever."""
+
+    def body(rank: int) -> None:
+        with context_parallel(dist.group.WORLD):
+            assert in_fork(lambda: innermost_region() is None)
+            assert innermost_region() is not None
+
+    run_ranks(1, body)
+
+
 LEFT_OPEN = """
 import torch.distributed as dist
 from cp_dtensor import context_parallel
+from cp_dtensor.region import innermost_region
+from test_context_suspended import in_fork
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 context = context_parallel(dist.group.WORLD)
 context.__enter__()
+assert in_fork(lambda: innermost_region() is None)
+assert innermost_region() is not None
 """
 
 
 def test_a_process_may_end_inside_of_a_context() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
     command = [sys.executable, "-c", LEFT_OPEN]
     done = subprocess.run(command, check=True, timeout=100, env=environment, capture_output=True, text=True)
     assert "Error" not in done.stderr, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,12 +45,21 @@ def thread_state(key: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        stacks[key] = _without_last(stacks[key], value)
+        stacks[key] = _without_last(stacks.get(key, ()), value)
 
 
 def _without_last(values: _Stack, value: Any) -> _Stack:
-    place = max(index for index, each in enumerate(values) if each is value)
+    place = max((index for index, each in enumerate(values) if each is value), default=len(values))
     return values[:place] + values[place + 1 :]
+
+
+def _forget() -> None:
+    _of_main_thread.clear()
+    vars(_plain).clear()
+
+
+if hasattr(os, "register_at_fork"):  # a forked process, such as a DataLoader's worker, has nobody to talk to
+    os.register_at_fork(after_in_child=_forget)
 
 
 def current_backward() -> int | None:
