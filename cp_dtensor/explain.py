@@ -125,8 +125,8 @@ def explain(
     ):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"expected dtype to be a torch.dtype, got {dtype!r}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     layout, rotation_method = checked_layout(layout), rotation_by_name(rotate_method)

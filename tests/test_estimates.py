@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -187,6 +188,7 @@ def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: 
         run_ranks(2, lambda rank: explain(dist.group.WORLD, **{"seq_len": 8, **arguments}))  # type: ignore[arg-type]
 
 
-def test_explain_refuses_the_name_of_a_dtype() -> None:
-    with pytest.raises(TypeError, match=r"expected dtype to be a torch\.dtype, got 'bfloat16'"):
-        run_ranks(2, lambda rank: explain(dist.group.WORLD, seq_len=8, q_heads=4, dtype="bfloat16"))  # type: ignore[arg-type]
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
+def test_explain_refuses_what_attention_has_no_tensors_of(dtype: object) -> None:
+    with pytest.raises(TypeError, match=f"expected dtype to be a floating torch.dtype, got {dtype!r}"):
+        run_ranks(2, lambda rank: explain(dist.group.WORLD, seq_len=8, q_heads=4, dtype=dtype))  # type: ignore[arg-type]
