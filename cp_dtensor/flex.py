@@ -188,12 +188,13 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
     check_mask_lengths(lengths, of_mask)
     if ranks.size == 1:
         return call.attend(call.k, call.v, call.score_mod, call.block_mask)
+    rows, mask = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, call.q.size(0)), call.block_mask
+    if mask is not None and of_mask is not None:
+        rows.check_batch_size(mask.kv_indices.size(0))
     # Before anything else: what the host does next is done while they travel.
     whole = WholeKeys(ranks, layout, lengths[1], lengths[1], settings.splitting.rotation)
     keys, values = GatheredKeys.apply(call.k, call.v, whole)
-    rows = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, call.q.size(0))
     positions = rows.positions(call.q.device)
-    mask = call.block_mask
     if mask is not None and rows.count:
         tables = _tables_of(mask)
         if of_mask is not None:

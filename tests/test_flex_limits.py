@@ -105,6 +105,25 @@ def test_masks_of_other_lengths_are_refused_alike_before_anything_is_sent(
         assert sum(tensor.numel() for each in collectives for tensor in each.sent) < 200  # one of k has 1,024
 
 
+def test_masks_of_other_batch_rows_are_refused_alike_before_anything_is_sent() -> None:
+    """Also on ranks without tokens, which need no mask."""
+    mask = block_mask(window, 2, batch=2)
+    whole = torch.randn(3, 2, 2, 4)
+
+    def body(rank: int) -> None:
+        layout = MirroredBatch()
+        q = shard(whole, layout, rank, 3)
+        with region(layout=layout):
+            flex_attention(q, q, q, block_mask=mask)
+
+    with (
+        recorded_collectives() as collectives,
+        pytest.raises(ValueError, match="a block mask of one batch row or of 3, got one of 2"),
+    ):
+        run_ranks(3, body)
+    assert kinds(collectives) == ["AllGather"]  # the lengths
+
+
 def test_in_debug_mode_ranks_compare_their_masks_lengths() -> None:
     whole = draw(32)
 
@@ -140,11 +159,6 @@ def test_what_does_not_fit_is_refused() -> None:
                 flex_attention(nested, nested, nested)
         with region(mask=Causal()), pytest.raises(NotImplementedError, match="does not take the mask of its context"):
             flex_attention(q, q, q)
-        with (
-            region(layout=MirroredBatch()),
-            pytest.raises(ValueError, match="a block mask of one batch row or of 3, got one of 2"),
-        ):
-            flex_attention(*[q.repeat(2, 1, 1, 1)[:3]] * 3, block_mask=mask)
         with (
             region(layout=MirroredBatch(), buffers=[torch.ones(4, 16)], buffer_seq_dims=[1]),
             pytest.raises(ValueError, match="needs the batch size of the buffers, 4"),
