@@ -115,6 +115,19 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     return first_only
 
 
+def refuse_batches(*grads: torch.Tensor) -> None:
+    """For gradients that travel: several at once, which is for transformations that no transport knows of.
+
+    Raises:
+        NotImplementedError: a batch of gradients.
+    """
+    if any(map(_torch_private.is_batched, grads)):
+        raise NotImplementedError(
+            "attention of sequence shards, and what is summed over ranks, takes one gradient at a time, got a batch of "
+            "them (is_grads_batched=True, vectorize=True or torch.vmap around a backward): go through them in a loop"
+        )
+
+
 class Attention(torch.autograd.Function):
     """Autograd node of an `AttentionCall`. Second derivatives are not defined."""
 
@@ -152,11 +165,7 @@ class Attention(torch.autograd.Function):
     def backward(
         ctx: Any, of_forward: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if _torch_private.is_batched(grad_out):
-            raise NotImplementedError(
-                "attention of sequence shards takes one gradient at a time, got a batch of them "
-                "(is_grads_batched=True, vectorize=True or torch.vmap around a backward): go through them in a loop"
-            )
+        refuse_batches(grad_out)
         bias, seed, sinks, out, lse, _origin, *saved = of_forward
         extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None

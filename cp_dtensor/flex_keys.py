@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cp_dtensor.attention_call import Tensors, differentiated_once
+from cp_dtensor.attention_call import Tensors, differentiated_once, refuse_batches
 from cp_dtensor.flex_by_index import RowsByIndex
 from cp_dtensor.flex_in_place import RowsInPlace, rows_in_place
 from cp_dtensor.layouts import Layout
@@ -89,4 +89,5 @@ class GatheredKeys(torch.autograd.Function):
         ctx: Any, _saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         """As `keys.gradients`."""
+        refuse_batches(grad_k, grad_v)
         return *ctx.keys.gradients(grad_k, grad_v, ctx.local), None

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import agreement
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
-from cp_dtensor.attention_call import Tensors, differentiated_once
+from cp_dtensor.attention_call import Tensors, differentiated_once, refuse_batches
 from cp_dtensor.layouts import Layout
 from cp_dtensor.left_out import refuse_left_out
 from cp_dtensor.rotation.ranks import SequenceRanks
@@ -227,6 +227,7 @@ class _Unshard(torch.autograd.Function):
         world_size, rank = len(lengths), ranks.rank
         if not sum_gradients or world_size == 1:
             return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
+        refuse_batches(grad)
         parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
         home = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
         return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
