@@ -92,7 +92,8 @@ def context_parallel_flex_attention(
     Source: FlexAttention (arXiv 2412.05496); gathered keys as in the Llama 3 report (arXiv 2407.21783), section 3.3.2.
     """
     lengths = None if seq_len is None else checked_seq_len(seq_len)
-    traced = torch.compiler.is_dynamo_compiling()
+    refuse_dtensors(q=q, k=k, v=v)
+    traced = _torch_private.is_traced(q)
     attention = _compiled() if compiled and not traced else _torch_private.original_flex_attention
     call = FlexCall(
         q, k, v, score_mod, block_mask, scale, enable_gqa, attention,
@@ -101,7 +102,6 @@ def context_parallel_flex_attention(
     if traced:
         result = traced_flex(call, _token(mesh, parts_of(layout), debug), lengths)
     else:
-        refuse_dtensors(q=q, k=k, v=v)
         settings = AttentionSettings.of(mesh, "auto", layout, None, debug=debug)
         refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
         result = flex_of_shards(call, settings, lengths)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from compile_checks import compiled, equal, fresh, no_compilation
 from flex_checks import SCALE, block_mask, dense_attention, distance, documents, draw, grid, one_device, region, window
 from problems import shard
 from processes import Processes
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -97,6 +99,25 @@ def test_whole_models_and_the_function_itself(
 ) -> None:
     """Compiled once, whatever the context; `fullgraph=True` all the way. One token: a rank has none."""
     two_processes.run(forward, layout, length, options, number)
+
+
+def graphs_of_make_fx(rank: int) -> None:
+    """Of real tensors, by default: keys come by an operator there too, and by no collectives that nobody waits for."""
+    fresh()
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    whole, mask = draw(32), block_mask(window, 32)
+    local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+    expected = shard(on_one_device(whole, window, distance)[0], HeadTail(), rank, 2)
+    for call in (model, function(HeadTail(), None)):
+        with torch.no_grad(), region():
+            graph = make_fx(partial(call, mask=mask, score=distance))(*local)
+            equal(graph(*local), expected, call)
+        assert "cp_dtensor.flex_keys" in graph.code
+        assert "c10d" not in graph.code
+
+
+def test_graphs_of_make_fx(two_processes: Processes) -> None:
+    two_processes.run(graphs_of_make_fx)
 
 
 def layouts_of_one_length(rank: int) -> None:
