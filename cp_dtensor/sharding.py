@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor import agreement
+from cp_dtensor import _torch_private, agreement
 from cp_dtensor.arguments import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
 from cp_dtensor.attention_call import Tensors, differentiated_once, refuse_batches
 from cp_dtensor.layouts import Layout
@@ -44,6 +44,7 @@ def context_parallel_shard(
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
+@_torch_private.never_compiled
 def context_parallel_unshard(
     mesh: Mesh,
     buffers: Sequence[torch.Tensor],
@@ -70,11 +71,18 @@ def context_parallel_unshard(
         TypeError, ValueError: arguments that do not fit; on all ranks alike, shards whose lengths are not the layout's,
             and ranks that differ in anything but lengths (layouts for one length exchange nothing: wrong lengths are
             found on the ranks that have them).
+        NotImplementedError: in what is recorded as a graph (make_fx, torch.export). In compiled functions it runs
+            between graphs.
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
     ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
     dims = checked_buffers(buffers, seq_dims, layout)
+    if any(map(_torch_private.is_traced, buffers)):
+        raise NotImplementedError(
+            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for what "
+            "the ranks exchange: call it outside of what is recorded"
+        )
     return [
         _Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers")
         for tensor, dim in zip(buffers, dims, strict=True)

@@ -5,16 +5,18 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 import torch.nn.functional as F
 from compile_checks import Shards, causal, compiled, equal, fresh, no_compilation
 from processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_dtensor import (
     Contiguous,
@@ -24,6 +26,8 @@ from cp_dtensor import (
     SlidingWindow,
     context_parallel,
     context_parallel_attention,
+    context_parallel_shard,
+    context_parallel_unshard,
     enable_context_parallel_dispatcher,
     ring_attention,
 )
@@ -156,6 +160,32 @@ def contexts_while_another_thread_compiles(rank: int) -> None:
 
 def test_contexts_while_another_thread_compiles(two_processes: Processes) -> None:
     two_processes.run(contexts_while_another_thread_compiles)
+
+
+def unsharding(rank: int) -> None:
+    """Between graphs, there and back; never in one that is recorded."""
+    fresh()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
+    whole = torch.arange(20.0).view(2, 10)
+    (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
+
+    def twice(x: torch.Tensor, grad: Literal["replicated", "partial"]) -> torch.Tensor:
+        return context_parallel_unshard(dist.group.WORLD, [x * 2.0], [1], grad=grad)[0] * 3.0
+
+    cases: list[tuple[Literal["replicated", "partial"], float]] = [("replicated", 6.0), ("partial", 12.0)]
+    for grad, factor in cases:
+        for call in (twice, torch.compile(twice, backend="aot_eager")):
+            x = mine.clone().requires_grad_()
+            out = call(x, grad)
+            equal(out, whole * 6.0, grad)
+            (found,) = torch.autograd.grad(out.sum(), x)
+            equal(found, torch.full_like(x, factor), grad)
+    with pytest.raises(NotImplementedError, match="context_parallel_unshard cannot be part of a graph"):
+        make_fx(lambda x: twice(x, "replicated"))(mine)
+
+
+def test_unsharding(two_processes: Processes) -> None:
+    two_processes.run(unsharding)
 
 
 def parts_and_stances(rank: int) -> None:
