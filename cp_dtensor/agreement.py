@@ -176,6 +176,16 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
     return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
 
 
+def odd_ones(said: list[int]) -> str:
+    """The ranks that do not say what most of them do, "" if there are none.
+
+    >>> odd_ones([7, 7, 8, 7, 9])
+    '2, 4'
+    """
+    usual = max(said, key=said.count)
+    return ", ".join(str(rank) for rank, each in enumerate(said) if each != usual)
+
+
 def _refuse_disagreement(everyone: list[CallFacts]) -> None:
     if any(facts.compiled for facts in everyone):
         everyone = [_without_gradients(facts) for facts in everyone]

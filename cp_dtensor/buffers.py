@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor import _torch_private
+from cp_dtensor.agreement import odd_ones
 from cp_dtensor.layouts import Layout
 from cp_dtensor.rotation.ranks import SequenceRanks
 from cp_dtensor.sharding import put_shard, take_shard
@@ -206,13 +207,11 @@ def refuse_different_buffers(buffers: list[Buffer], ranks: SequenceRanks) -> Non
         raise ValueError(f"the ranks have different numbers of buffers: {list(counts)} on ranks 0 to {len(counts) - 1}")
     said = ranks.gather_integers([_digest(buffer) for buffer in buffers], device) if buffers else []
     for index, digests in enumerate(zip(*said, strict=True)):
-        usual = max(digests, key=digests.count)
-        odd = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
+        odd = odd_ones(list(digests))
         if odd:
             raise ValueError(
-                f"buffer {index}: expected the same whole tensor on every rank, got another one on rank "
-                f"{', '.join(odd)} (shape {tuple(buffers[index].tensor.shape)} here): ranks that share a sequence read "
-                "the same data"
+                f"buffer {index}: expected the same whole tensor on every rank, got another one on rank {odd} (shape "
+                f"{tuple(buffers[index].tensor.shape)} here): ranks that share a sequence read the same data"
             )
 
 

@@ -32,7 +32,7 @@ from cp_dtensor.tensors import cut, in_words
 from cp_dtensor.tiling import TilingByShape
 
 _STAGE_BYTES = 64 << 20
-"""Of all ranks' K/V: the copies of the last stage are not hidden, and each stage costs launches."""
+"""Of all ranks' K/V or their gradients, of which shared memory holds a stage; each stage costs launches."""
 _MOST_RANGES = 8
 """Of a rank; each travels by itself to every other one."""
 
@@ -50,7 +50,6 @@ class RowsInPlace:
     """Where the ranges of this rank's shard lie among everybody's rows."""
     others: tuple[Span, ...]
     """The rows of the other ranks."""
-
     kind: HeadRows
     """The same rows as an exchange of heads has them, in which all ranks want each head."""
 
@@ -121,7 +120,7 @@ def rows_in_place(
     if len(layout.batch_groups(k.size(0))) > 1 or not _has_few_ranges(layout, seq_len, group.size()):
         return None
     rotation, kv_heads = rotation_of_all_rows(method, group, k.device), k.size(1)
-    # Launching an exchange takes the host longer than what it would hide.
+    # By collectives all at once: launching one takes the host longer than what it would hide, and no memory is kept.
     total = 0 if rotation.slows_compute else seq_len * k.size(0) * kv_heads * (k.size(3) + v.size(3)) * k.itemsize
     stages = max(1, min(-(-total // _STAGE_BYTES), kv_heads))
     stages = next(count for count in range(stages, kv_heads + 1) if kv_heads % count == 0)

@@ -266,12 +266,11 @@ def _lengths(
         seq_len = agreement.checked_only_length(length, layout, ranks.rank, ranks.size)
         return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
     lengths, kinds = map(list, zip(*ranks.gather_integers([length, zlib.crc32(kind.encode())], device), strict=True))
-    usual = max(kinds, key=kinds.count)
-    odd = [str(rank) for rank, each in enumerate(kinds) if each != usual]
+    odd = agreement.odd_ones(kinds)
     if odd:
         raise ValueError(
-            f"expected shards that differ between ranks in their lengths alone; what rank {', '.join(odd)} unshards is "
-            f"not what the others do (here: {kind})"
+            f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards is not what "
+            f"the others do (here: {kind})"
         )
     return lengths, agreement.global_length(lengths, layout, "shard")
 

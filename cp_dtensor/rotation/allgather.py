@@ -2,7 +2,7 @@
 
 Staged by groups of heads: a stage is computed while the next one travels. Memory: two stages of all ranks' K/V, in
 backward two stages of gradients and one of contributions as well, each about `stage_bytes` or `grad_stage_bytes`, or
-one head's, whichever is more.
+as many heads as it takes to fill a GPU, whichever is more.
 """
 
 from __future__ import annotations
