@@ -50,6 +50,20 @@ def test_keys_come_together_and_gradients_go_home(layout: Layout, memory: str) -
     check_all_dtypes(layout, memory)
 
 
+@pytest.mark.parametrize("shares_memory", [False, True])
+@each_layout
+def test_ranks_may_keep_them_in_memory_differently(layout: Layout, shares_memory: bool) -> None:
+    """What all do together depends on shapes alone: not on where a rank's rows begin, say."""
+
+    def body(rank: int) -> None:
+        ways = list(MEMORY.values())
+        for turn, widths in product(range(len(ways)), WIDTHS[:2]):
+            check(rank, layout, ways[(turn + rank) % len(ways)], torch.bfloat16, widths, SymmetricMemory())
+
+    with shared_memory() if shares_memory else nullcontext():
+        run_ranks(RANKS, body)
+
+
 @pytest.mark.usefixtures("a_stage_for_each_head")
 @each_memory
 @pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
