@@ -77,7 +77,6 @@ def test_they_do_so_by_stages(layout: Layout, memory: str) -> None:
 def test_they_do_so_by_shared_memory(
     monkeypatch: pytest.MonkeyPatch, layout: Layout, memory: str, stage_bytes: int
 ) -> None:  # fmt: skip
-    pytest.importorskip("cp_dtensor.kernels.copy_pieces")
     monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", stage_bytes)
     with shared_memory() as machine:
         check_all_dtypes(layout, memory, SymmetricMemory())
