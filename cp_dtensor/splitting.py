@@ -125,8 +125,10 @@ def masking_of(
     """
     if extras.bias is not None:
         return Masking.BY_ROW_UNBROKEN
+    if extras.dropout_p:
+        return Masking.BY_ROW_IN_RUNS
     # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
-    if extras.dropout_p or deterministic or not is_plain(mask, *lengths):
+    if deterministic or not is_plain(mask, *lengths):
         return Masking.BY_ROW
     has_few_segments = layout is None or _segment_count(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
     return Masking.BY_SHAPE if has_few_segments else Masking.BY_ROW

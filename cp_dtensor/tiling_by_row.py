@@ -20,7 +20,7 @@ from cp_dtensor.masks import Mask, layers_of
 from cp_dtensor.schedule import GatheredRows, GroupSegments
 from cp_dtensor.tile_masks import IntervalMask
 from cp_dtensor.tiles import Tile
-from cp_dtensor.tiling import Masking, Tiling, TilingByShape
+from cp_dtensor.tiling import RUN, Masking, Tiling, TilingByShape
 
 _MOST_PARTS = 64
 """Each part is a transfer of its own; shards of more pieces travel whole."""
@@ -31,7 +31,8 @@ def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, l
     """The tiling of one call over one axis; `lengths` are those of all queries and keys, which the mask speaks of."""
     if masking is Masking.BY_SHAPE:
         return TilingByShape(groups, mask)
-    return TilingByRow(groups, mask, lengths, masking is Masking.BY_ROW_UNBROKEN)
+    run = RUN if masking is Masking.BY_ROW_IN_RUNS else 1
+    return TilingByRow(groups, mask, lengths, masking is Masking.BY_ROW_UNBROKEN, run)
 
 
 _NOTHING: Span = (1 << 62, 0)
@@ -49,10 +50,16 @@ class _Entry:
 
 
 class TilingByRow(Tiling):
-    """See above. With `unbroken`, runs have neighbouring positions."""
+    """See above. With `unbroken`, runs of keys have neighbouring positions.
 
-    def __init__(self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool) -> None:
-        self._groups, self._unbroken = groups, unbroken
+    Interests, and so what travels, are of whole multiples of `run` positions, and tiles begin at multiples of as many
+    rows and columns.
+    """
+
+    def __init__(
+        self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool, run: int = 1
+    ) -> None:
+        self._groups, self._unbroken, self._run = groups, unbroken, run
         by_row = layers_of(mask, *lengths, groups[-1].batch[1])
         count = max(map(len, by_row))
         padded = [(*layers, *[()] * (count - len(layers))) for layers in by_row]
@@ -93,7 +100,7 @@ class TilingByRow(Tiling):
             )
             for row, run in runs_of(pieces, unbroken=self._unbroken):
                 for layers in self._layers:
-                    tile = _tile_against(group, rank, source, row, run, _of_batch(layers, group.batch))
+                    tile = _tile_against(group, rank, source, row, run, _of_batch(layers, group.batch), self._run)
                     if tile is not None:
                         yield tile
 
@@ -170,13 +177,16 @@ class TilingByRow(Tiling):
         if found is None:
             group = self._groups[index]
             spans = [
-                entry.band.shown
+                self._of_whole_runs(entry.band.shown)
                 for layers in self._layers
                 for layer in _of_batch(layers, group.batch)
                 for entry in _entries(group.q_by_rank[rank], layer)
             ]
             found = self._seen[rank, index] = _merged(spans)
         return found
+
+    def _of_whole_runs(self, keys: Span) -> Span:
+        return keys[0] // self._run * self._run, -(-keys[1] // self._run) * self._run
 
 
 def _of_batch(layers: tuple[Layer, ...], batch: Span) -> tuple[Layer, ...]:
@@ -218,9 +228,18 @@ def _entries(segments: Sequence[Segment], layer: Layer, keys: Span | None = None
 
 
 def _tile_against(
-    group: GroupSegments, rank: int, source: int | None, row: int, run: KeyRun, layers: tuple[Layer, ...]
+    group: GroupSegments,
+    rank: int,
+    source: int | None,
+    row: int,
+    run: KeyRun,
+    layers: tuple[Layer, ...],
+    multiple: int,
 ) -> Tile | None:
-    """The smallest tile of all that a rank's queries see of a run, whose first row is given; None if nothing."""
+    """The smallest tile of all that a rank's queries see of a run, whose first row is given; None if nothing.
+
+    It begins at a multiple of some rows of queries, and of the run's rows.
+    """
     queries = group.q_by_rank[rank]
     q = kv = _NOTHING
     for layer in layers:
@@ -234,6 +253,7 @@ def _tile_against(
                 q, kv = (min(q[0], first), max(q[1], last)), (min(kv[0], lo), max(kv[1], hi))
     if q == _NOTHING:
         return None
+    q, kv = ((first // multiple * multiple, last) for first, last in (q, kv))
     mask = IntervalMask(layers, queries, q, run, kv)
     return Tile(source, group.batch, q, (row + kv[0], row + kv[1]), mask)
 

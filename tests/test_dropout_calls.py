@@ -13,10 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
+    Causal,
     Contiguous,
+    Documents,
     HeadTail,
     Layout,
+    Mask,
     MirroredBatch,
+    SlidingWindow,
     Striped,
     context_parallel,
     context_parallel_attention,
@@ -90,19 +94,22 @@ def test_every_way_to_split_drops_the_same(
 
 @pytest.mark.usefixtures("_same_seed_everywhere")
 @pytest.mark.parametrize(
-    ("layout", "length", "method", "expected"),
+    ("layout", "length", "method", "mask", "expected"),
     [
-        (HeadTail(), 128, "ring", True),
-        (HeadTail(), 128, "ulysses", True),
-        (Striped(16), 128, "ring", True),
-        (HeadTail(), 120, "ring", False),
-        (HeadTail(), 120, "ulysses", True),  # which has the whole sequence
-        (Striped(2), 128, "ring", False),
+        (HeadTail(), 128, "ring", Causal(), True),
+        (HeadTail(), 128, "ring", SlidingWindow(37, 0), True),  # which begins within a run
+        (HeadTail(), 128, "ring", Documents([0, 5, 45, 103, 128], within=Causal()), True),
+        (Contiguous(), 96, "ring", Documents([0, 37, 51, 96]), True),
+        (HeadTail(), 128, "ulysses", Causal(), True),
+        (Striped(16), 128, "ring", Causal(), True),
+        (HeadTail(), 120, "ring", Causal(), False),
+        (HeadTail(), 120, "ulysses", Causal(), True),  # which has the whole sequence
+        (Striped(2), 128, "ring", Causal(), False),
     ],
     ids=str,
 )
 def test_kernels_are_told_of_runs_of_positions(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout, length: int, method: str, expected: bool
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, length: int, method: str, mask: Mask, expected: bool
 ) -> None:
     seen = []
 
@@ -116,7 +123,7 @@ def test_kernels_are_told_of_runs_of_positions(
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         whole = torch.randn(1, 2, length, 4, generator=torch.Generator().manual_seed(0))
         local = shard(whole, layout, rank, 2)
-        options = {"layout": layout, "method": method, "is_causal": True}
+        options = {"layout": layout, "method": method, "mask": mask}
         context_parallel_attention(local, local, local, mesh=mesh, dropout_p=DROPOUT, **options)
 
     run_ranks(2, body)

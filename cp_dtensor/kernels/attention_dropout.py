@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cp_dtensor.tiling import RUN
+
 PHILOX_ROUNDS = 7
 """The fewest in which the paper finds no flaw (BigCrush). Kernels wait for them: 10 would cost 75% more products."""
 
 PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-RUN = 16
-"""Positions: a run of so many that begins at a multiple of it holds whole groups of those that share counters."""
 
 _BITS = 16
 _WORD = 2**32 - 1
