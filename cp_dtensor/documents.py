@@ -37,8 +37,8 @@ class Documents(RememberedHash, Mask):
     cu_seqlens_k: tuple[int, ...]
     within: Mask
     only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
-    __hash__ = RememberedHash.__hash__
     """Of the sequence, if the mask was made of an id for each of its tokens."""
+    __hash__ = RememberedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
         queries = ascending(cu_seqlens, "Documents", "cu_seqlens")

@@ -48,9 +48,7 @@ class WholeKeys:
         """With zeros behind the last position."""
         return x if self.rows == self.seq_len else F.pad(x, (0, 0, 0, self.rows - self.seq_len))
 
-    def gradients(
-        self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def gradients(self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too."""
         shapes = [(*x.shape[:2], local, x.size(3)) for x in (grad_k, grad_v)]
         grads = grad_k.new_empty(shapes[0]), grad_v.new_empty(shapes[1])

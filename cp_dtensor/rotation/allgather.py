@@ -46,7 +46,6 @@ class Staging:
         total = gathered * shape.head_bytes * shape.kv_heads
         flops = shape.flops(groups) / world_size
         filling = queries // world_size * shape.batch_size * shape.q_heads // self.queries_per_stage
-
         if shape.masking is not Masking.BY_SHAPE:
             filling = min(filling, gathered * shape.batch_size * shape.kv_heads // self.keys_per_stage_by_row)
 
