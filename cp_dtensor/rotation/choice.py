@@ -10,7 +10,7 @@ from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import Auto
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
-from cp_dtensor.rotation.workspace import tell_fallback, why_unshared
+from cp_dtensor.rotation.workspace import why_unshared
 
 ROTATIONS: dict[str, Rotation] = {
     rotation.name: rotation for rotation in (AllGather(), AllToAll(), SymmetricMemory())
@@ -47,14 +47,10 @@ def rotation_of_all_rows(method: RotationMethod, group: dist.ProcessGroup, devic
 
     The first call for a group may be a collective.
     """
-    if isinstance(method, (AllGather, AllToAll)):
-        return AllGather()
-    reason = why_unshared(group, device)
-    if reason is None:
-        return SymmetricMemory()
     if isinstance(method, SymmetricMemory):
-        tell_fallback(group, reason)
-    return AllGather()
+        return method.where_shared(group, device)
+    shares_memory = isinstance(method, Auto) and why_unshared(group, device) is None
+    return SymmetricMemory() if shares_memory else AllGather()
 
 
 def set_rotate_method(rotate_method: str) -> None:

@@ -48,6 +48,13 @@ class SymmetricMemory(Rotation):
         return "symm_mem"
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        return self.where_shared(group, device)
+
+    def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        """This rotation if the ranks share memory, else all-gather, and that is logged once; alike on all ranks.
+
+        The first call for a group may be a collective.
+        """
         reason = workspaces.why_unshared(group, device)
         if reason is None:
             return self
