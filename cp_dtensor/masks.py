@@ -164,13 +164,18 @@ class Batched(Mask):
         return len(self.masks)
 
 
-@lru_cache(maxsize=64)  # asked several times when a call of a new mask is planned
+# Both are asked several times when a call of a new mask is planned.
+@lru_cache(maxsize=64)
 def _pairs_shown(mask: Mask, q_len: int, kv_len: int) -> int:
-    rows = [mask.of_batch_row(row) for row in range(mask.batch_size or 1)]
-    return sum(pairs_of(row.layers(q_len, kv_len), (0, q_len), (0, kv_len)) for row in rows) // len(rows)
+    rows = _layers_by_row(mask, q_len, kv_len)
+    return sum(pairs_of(layers, (0, q_len), (0, kv_len)) for layers in rows) // len(rows)
 
 
 @lru_cache(maxsize=64)
+def _layers_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[Layers, ...]:
+    return tuple(clipped_layers(mask.of_batch_row(row), q_len, kv_len) for row in range(mask.batch_size or 1))
+
+
 def layers_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[Layers, ...]:
     """The layers of a mask: once, if they are the same in every batch row, else for each row.
 
@@ -181,11 +186,9 @@ def layers_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[Lay
         raise ValueError(
             f"masks count positions with 32 bits: expected fewer than 2^31 tokens, got {q_len} and {kv_len}"
         )
-    if mask.batch_size is None:
-        return (clipped_layers(mask, q_len, kv_len),)
-    if mask.batch_size != batch_size:
+    if mask.batch_size not in (None, batch_size):
         raise ValueError(f"the mask is of {mask.batch_size} batch rows, got a batch of {batch_size}")
-    return tuple(clipped_layers(mask.of_batch_row(row), q_len, kv_len) for row in range(batch_size))
+    return _layers_by_row(mask, q_len, kv_len)
 
 
 def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
