@@ -77,6 +77,7 @@ class RowsInPlace:
             for target, source in zip((k, v), unpack_rows(transfers.receive(), *local, heads), strict=True):
                 for place in self.others:
                     cut(target, None, heads, place).copy_(cut(source, None, None, place))
+            transfers.tiles_launched()
         return k, v
 
     def bring_home(self, whole: Pair, local: Pair) -> None:

@@ -126,6 +126,8 @@ def _forward_step(
             backend = _with_extras(call.backend, tile, heads, extras)
             partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
         parts.append(Part(tile.batch, tile.q, partial))
+    if transfers is not None:
+        transfers.tiles_launched()
     return parts
 
 
@@ -213,6 +215,8 @@ def _backward_step(
         parts_q.append(Part(tile.batch, tile.q, grads[:1]))
         parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
         parts_v.append(Part(tile.batch, tile.kv, grads[2:]))
+    if transfers is not None:
+        transfers.tiles_launched()
     return parts_q, parts_k, parts_v
 
 

@@ -51,6 +51,7 @@ class TwoLevelCall(AttentionCall):
             for step, inner in zip(outer.plan.forward, self.inner, strict=True):
                 step_k, step_v = self._keys_and_values(step, transfers, k, v)
                 parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner, extras))]
+                transfers.tiles_launched()
                 result.add((0, q.size(1)), parts, step.is_last)
             out, lse = result.result()
         out, lse = with_sinks(out, lse, extras.sinks)
@@ -77,6 +78,7 @@ class TwoLevelCall(AttentionCall):
                     parts_q.append(Part(*everything, step_grads[:1]))
                     parts_k.append(Part(*rows, step_grads[1:2]))
                     parts_v.append(Part(*rows, step_grads[2:]))
+                transfers.tiles_launched()
                 grad_kv.add(step, parts_k, parts_v)
                 grad_q.add((0, q.size(1)), parts_q, step.is_last)
             return grad_q.result()[0], *grad_kv.result()

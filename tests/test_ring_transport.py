@@ -166,12 +166,12 @@ def test_a_rank_gets_what_its_queries_see_and_no_more(seq_len: int, is_causal: b
 
 
 def test_in_backward_the_next_keys_are_always_on_their_way() -> None:
-    """A ring starts each hop of K/V before the gradients of the hop before it leave. Of rank 0 everybody sees the head
-    alone, 3 rows; itself it has gradients for both parts of everybody, 6 rows."""
+    """A ring has two hops of K/V ahead of the one whose gradients leave. Of rank 0 everybody sees the head alone, 3
+    rows; itself it has gradients for both parts of everybody, 6 rows."""
     with recorded_collectives() as collectives:
         run_ranks(RANKS, attend, SMALL, HeadTail(), True, {"rotate_method": "alltoall", "seq_len": 24})
     kv, gradients = 3, 6
-    assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, gradients, kv, gradients, gradients]
+    assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, kv, gradients, gradients, gradients]
 
 
 @pytest.mark.usefixtures("a_stage_for_each_head")

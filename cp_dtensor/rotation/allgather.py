@@ -74,6 +74,10 @@ class AllGather(ExchangedRotation):
         return "allgather"
 
     @property
+    def transfers_ahead(self) -> int:
+        return 1  # each is as large as those of all other ranks together
+
+    @property
     def keeps_own_gradients_wide(self) -> bool:
         return True  # it is the most exact of the rotations, and symm_mem is the fastest
 

@@ -1,12 +1,12 @@
-"""The all-to-all rotation, a ring: in hop h every rank has the K/V of rank - h, the next hop always in flight.
+"""The all-to-all rotation, a ring: in hop h every rank has the K/V of rank - h, the next two hops always in flight.
 
 Rows go straight from their owner to the rank that reads them, which is as many bytes as passing them on from rank to
 rank, lets each hop leave out what its reader cannot see, and depends on no hop before it. Gradients go straight home,
 in the dtype of K/V and not as float32 sums.
 
-Large shards are worked on by groups of heads, one ring after the other. Memory, whatever the number of ranks: two such
-groups of K/V, in backward two of gradients and one of contributions as well. Transfers: n - 1 hops of K/V in forward
-and again in backward, where n - 1 hops of dK/dV go beside them.
+Large shards are worked on by groups of heads, one ring after the other. Memory, whatever the number of ranks: three
+such groups of K/V, in backward two of gradients and one of contributions as well. Transfers: n - 1 hops of K/V in
+forward and again in backward, where n - 1 hops of dK/dV go beside them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ class AllToAll(ExchangedRotation):
     @property
     def name(self) -> str:
         return "alltoall"
+
+    @property
+    def transfers_ahead(self) -> int:
+        # A hop may get multiprocessors only when a tile ends, and needs those of both ranks: with one ahead, every
+        # delay of one rank delays its neighbours.
+        return 2
 
     @property
     def keeps_own_gradients_wide(self) -> bool:

@@ -28,15 +28,21 @@ class Contribution(NamedTuple):
 
 
 class KvTransfers(ABC):
-    """Keys and values on their way to this rank."""
+    """Keys and values on their way to this rank. For each step in turn: `receive` if it has a transfer, its tiles,
+    `tiles_launched`."""
 
     @abstractmethod
     def receive(self) -> torch.Tensor:
-        """Waits for the next transfer, in the order of the steps, and has the one after it in flight.
+        """Waits for the next transfer, in the order of the steps.
 
         Returns:
             (rows, row width). Only rows that this rank wants are filled.
         """
+
+    @abstractmethod
+    def tiles_launched(self) -> None:
+        """Says that a step's tiles have been launched, which should not wait for the host to start transfers; what is
+        to travel under them must be in flight when this returns."""
 
 
 class GradTransfers(ABC):

@@ -6,6 +6,7 @@ every other rank for each group of heads, all-to-all one with a single rank for 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -72,19 +73,30 @@ def _packed(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.
 
 
 class ExchangedKv(KvTransfers):
-    """Keys and values by exchange; the next transfer starts when one is received."""
+    """Keys and values by exchange, some `ahead` of the one that is received.
+
+    An exchange is a kernel that begins when the tiles before it have ended; it is launched before those of its step.
+    """
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], group: dist.ProcessGroup
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Plan,
+        steps: Sequence[Step],
+        group: dist.ProcessGroup,
+        ahead: int,
     ) -> None:
         self._k, self._v, self._plan, self._group = k, v, plan, group
         self._waiting = deque(step.transfer for step in steps if step.transfer is not None)
         self._own: tuple[Span, torch.Tensor] | None = None  # the heads that were packed last, and their rows
-        self._next = self._start()
+        self._in_flight: deque[tuple[Exchange, torch.Tensor]] = deque()
+        for _ in range(ahead):
+            self._start()
 
-    def _start(self) -> tuple[Exchange, torch.Tensor] | None:
+    def _start(self) -> None:
         if not self._waiting:
-            return None
+            return
         transfer, plan = self._waiting.popleft(), self._plan
         with label("send K/V"):
             if self._own is None or self._own[0] != transfer.heads:
@@ -93,14 +105,16 @@ class ExchangedKv(KvTransfers):
             rows = own.new_empty(plan.buffer_rows(transfer), own.size(1))
             incoming = remote_places(rows, transfer, plan)
             outgoing = own_places(own, transfer, plan)
-            return Exchange(incoming, outgoing, own, self._group), rows
+            self._in_flight.append((Exchange(incoming, outgoing, own, self._group), rows))
 
     def receive(self) -> torch.Tensor:
-        assert self._next is not None
-        exchange, rows = self._next
+        exchange, rows = self._in_flight.popleft()
         exchange.wait()
-        self._next = self._start()
+        self._start()
         return rows
+
+    def tiles_launched(self) -> None:
+        pass  # what travels under them had to be launched before them
 
 
 class ExchangedGrads(GradTransfers):
@@ -150,6 +164,11 @@ class ExchangedRotation(Rotation):
         return self
 
     @property
+    @abstractmethod
+    def transfers_ahead(self) -> int:
+        """Transfers of K/V in flight while a step is computed."""
+
+    @property
     def slows_compute(self) -> bool:
         return True
 
@@ -159,7 +178,8 @@ class ExchangedRotation(Rotation):
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
-        return ExchangedKv(k, v, plan, plan.backward if backward else plan.forward, group)
+        steps = plan.backward if backward else plan.forward
+        return ExchangedKv(k, v, plan, steps, group, self.transfers_ahead)
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
         return ExchangedGrads(k, v, plan, group)

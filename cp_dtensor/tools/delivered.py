@@ -74,6 +74,9 @@ class ArrivedKv(KvTransfers):
     def receive(self) -> torch.Tensor:
         return next(self._rows)
 
+    def tiles_launched(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class DeliveredRows(Delivered):
