@@ -123,15 +123,17 @@ class Plan:
         return tuple(pulls)
 
 
-def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1) -> Plan:
+def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> Plan:
     """One step per hop; memory does not grow with the number of ranks. Some heads after the others."""
     world_size = tiling.world_size
     tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
-    steps = []
-    for heads in head_spans(kv_heads, head_groups if world_size > 1 else 1):
-        steps.append(Step(heads, None, tiles[0]))
-        steps += [Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size)]
-    return _plan(tiling, rank, tuple(steps), tuple(steps))
+
+    def steps(groups: int) -> Iterator[Step]:
+        for heads in head_spans(kv_heads, groups if world_size > 1 else 1):
+            yield Step(heads, None, tiles[0])
+            yield from (Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size))
+
+    return _plan(tiling, rank, tuple(steps(head_groups)), tuple(steps(grad_head_groups)))
 
 
 @dataclass(frozen=True)

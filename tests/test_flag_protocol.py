@@ -169,7 +169,7 @@ def test_publishing_follows_in_graphs_too(ranks: int) -> None:
 @all_worlds
 def test_publishing_follows_on_streams_of_the_user(ranks: int) -> None:
     with mock.patch.object(Workspace, "follow"):
-        check_that_it_goes_wrong(ranks, on_streams_in_turns(ulysses(1, False, backward=False)))
+        check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
 
 
 EVERY_FLAG = [

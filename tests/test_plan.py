@@ -32,9 +32,9 @@ def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     """(call, key/value heads, the plans of all ranks)."""
     call, kv_heads = draw(calls(longest=30)), draw(st.integers(1, 5))
     if draw(st.booleans()):
-        head_groups = draw(st.integers(1, 6))
+        groups = draw(st.integers(1, 6)), draw(st.integers(1, 6))
         return call, kv_heads, [
-            ring_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, head_groups) for rank in range(call.ranks)
+            ring_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, *groups) for rank in range(call.ranks)
         ]  # fmt: skip
     stages = draw(any_stages), draw(any_stages)
     return call, kv_heads, [

@@ -184,7 +184,7 @@ def all_to_all_in_place(
 
 @pytest.mark.parametrize(
     "method",
-    [AllGather(BY_HEAD), AllGather(), AllToAll(), AllToAll(shard_bytes=1, flops_per_hop=1e-3)],
+    [AllGather(BY_HEAD), AllGather(), AllToAll(), AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1e-3)],
     ids=["by head", "allgather", "alltoall", "rings by head"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -199,6 +199,16 @@ def test_rows_that_travel_straight_between_their_places(
     with mock.patch.dict(ROTATE_METHODS, alltoall=method), recorded_collectives() as collectives:
         check_against_reference(problem, 4, layout, rotate_method="alltoall")
     assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
+
+
+def test_large_shards_go_around_by_groups_of_heads() -> None:
+    """64 tokens a rank of 8 heads of K and V, 8 elements of 8 bytes each: 8 KiB a head."""
+    shape = CallShape(LayoutDivision(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, 8)
+    for limits, groups in (((1 << 20, 1 << 20), (1, 1)), ((32 << 10, 16 << 10), (2, 4)), ((1, 1), (4, 4))):
+        plan = AllToAll(*limits, flops_per_hop=1.0).plan(shape, 0)
+        assert tuple(len({step.heads for step in steps}) for steps in (plan.forward, plan.backward)) == groups
+    few_operations = AllToAll(1, 1, flops_per_hop=shape.flops(shape.division.groups()) / 4 / 3)
+    assert len({step.heads for step in few_operations.plan(shape, 0).backward}) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -26,7 +26,9 @@ class AllToAll(ExchangedRotation):
     """One hop after the other, and the gradients after them."""
 
     shard_bytes: int = 32 << 20
-    """K/V of a shard that are worked on at a time: kernels and sums need several times as much memory."""
+    """K/V of a shard that are worked on at a time in forward: kernels need several times as much memory."""
+    grad_shard_bytes: int = 16 << 20
+    """The same in backward, where kernels and sums keep twice as much of it, in float32."""
     flops_per_hop: float = 0.3e12
     """Operations that a hop of some heads should have at least (half a millisecond on an H200): launches cost time."""
 
@@ -46,9 +48,11 @@ class AllToAll(ExchangedRotation):
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         tiling = shape.tiling
-        smallest_that_fit = -(
-            -tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads // self.shard_bytes
-        )
-        worthwhile = shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop
-        head_groups = max(1, min(smallest_that_fit, int(worthwhile), _MOST_HEAD_GROUPS))
-        return ring_plan(tiling, rank, shape.kv_heads, head_groups)
+        shard = tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads
+        worthwhile = int(shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)
+
+        def head_groups(limit: int) -> int:
+            return max(1, min(-(-shard // limit), worthwhile, _MOST_HEAD_GROUPS))
+
+        groups = head_groups(self.shard_bytes), head_groups(self.grad_shard_bytes)
+        return ring_plan(tiling, rank, shape.kv_heads, *groups)

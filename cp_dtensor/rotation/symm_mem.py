@@ -10,9 +10,10 @@ this call, since the call before may have:
     owner:   wait TAKEN; write the rows; raise READY at the reader
     reader:  wait READY; pull;           raise TAKEN at the owner
 
-K/V are written and pulled on a stream of the workspace, after the launch of the local tile, which needs neither.
-Gradients are written on the current stream and pulled on another one. In the order in which ranks submit them, no wait
-needs anything that is submitted after it on any rank, so streams that share a queue cannot lock up.
+Owners write on the current stream, before the local tile, which leaves no multiprocessor to a kernel on another stream
+until it ends. Readers pull on a stream of the workspace; the host submits that after the tiles of a step, so that those
+need not wait for it. In the order in which ranks submit them, no wait needs anything that is submitted after it on any
+rank, so streams that share a queue cannot lock up.
 
 Memory: as all-gather; besides, in symmetric memory, this rank's K/V and one stage of gradients.
 """
@@ -97,33 +98,31 @@ class _PulledKv(KvTransfers):
     def __init__(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], workspace: Workspace
     ) -> None:
-        self._k, self._v, self._plan, self._workspace = k, v, plan, workspace
+        self._like, self._plan, self._workspace = k, plan, workspace
         self._stream = current_stream(k.device)
-        self._stages = [step.heads for step in steps if step.transfer is not None]
+        stages = [step.heads for step in steps if step.transfer is not None]
         # Every rank's stages stand where they would stand for the longest shard.
         self._pitch = plan.rows.longest
-        self._widths = [row_width(k, v, heads) * k.itemsize for heads in self._stages]
+        self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
         self._next_stage = 0
-        self._is_published = self._is_pulled = False
-        self._room = self._room_for_next()
+        with label("publish K/V"):
+            self._publish(k, v, stages)
+        self._room, self._is_pulled = self._room_for_next(), False
 
-    def _publish(self) -> None:
-        workspace, stream = self._workspace, self._workspace.kv_stream
-        with label("publish K/V"), torch.cuda.stream(stream):
-            stream.wait_event(workspace.memory_is_free)  # K and V have been computed by then
-            workspace.follow(stream)
-            workspace.wait(Flag.KV_TAKEN).submit(stream.cuda_stream)
-            rows = workspace.kv(self._k.dtype)
-            for span in self._plan.given_spans:
-                k, v = (cut(x, None, None, span) for x in (self._k, self._v))
-                pack_stages(k, v, self._stages, rows, self._pitch, span[0])
-            workspace.tell(Flag.KV_READY).submit(stream.cuda_stream)
+    def _publish(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
+        workspace = self._workspace
+        workspace.follow(self._stream)
+        workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
+        rows = workspace.kv(k.dtype)
+        for span in self._plan.given_spans:
+            pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
+        workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)
 
     def _room_for_next(self) -> torch.Tensor | None:
         """Memory for the next stage; the event says when nobody uses it for something else any more."""
         if self._next_stage == len(self._widths):
             return None
-        rows = self._k.new_empty(self._plan.rows.total, self._widths[self._next_stage] // self._k.itemsize)
+        rows = self._like.new_empty(self._plan.rows.total, self._widths[self._next_stage] // self._like.itemsize)
         self._workspace.memory_is_free.record(self._stream)
         return rows
 
@@ -144,9 +143,6 @@ class _PulledKv(KvTransfers):
             workspace.kv_arrived.record(workspace.kv_stream)
 
     def tiles_launched(self) -> None:
-        if not self._is_published:
-            self._publish()
-            self._is_published = True
         if self._room is not None and not self._is_pulled:
             self._pull(self._room)
             self._is_pulled = True
@@ -155,7 +151,7 @@ class _PulledKv(KvTransfers):
         self.tiles_launched()  # if there were none
         rows = self._room
         assert rows is not None
-        self._stream.wait_event(self._workspace.kv_arrived)  # so K and V, too, are free again when the last has come
+        self._stream.wait_event(self._workspace.kv_arrived)
         self._room, self._is_pulled = self._room_for_next(), False
         return rows
 

@@ -1,0 +1,60 @@
+"""Rings through shared memory, on ranks that are threads: their numbers, and the order in which they are submitted."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch.distributed as dist
+from problems import Problem
+from ranks import run_ranks
+from ring_checks import attend, check_against_reference
+from shared_memory import shared_memory
+from staging import fine
+
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, ring, ring_gradients
+from cp_dtensor.rotation import symm_mem
+from cp_dtensor.rotation.allgather import Staging
+from cp_dtensor.rotation.choice import ROTATE_METHODS
+from cp_dtensor.rotation.symm_mem import SymmetricMemory
+
+
+@pytest.fixture(params=[1, 2], ids=["at once", "by head"])
+def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    staging = Staging() if request.param == 1 else fine(1, 1)
+    monkeypatch.setitem(ROTATE_METHODS, "symm_mem", SymmetricMemory(staging))
+    return int(request.param)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_rings_are_right(is_causal: bool, layout: Layout, stages: int) -> None:
+    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
+    with shared_memory() as machine:
+        for _ in range(2):  # the second call reuses the memory of the first
+            check_against_reference(problem, 4, layout, rotate_method="symm_mem")
+    assert machine.copies > 0
+
+
+def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies for the next step follow the tiles of this one; what others wait for goes before."""
+    steps: dict[int, list[str]] = {}
+
+    def recorded(text: str, *values: object) -> AbstractContextManager[None]:
+        steps.setdefault(dist.get_rank(), []).append("tile" if "tile" in text else text)
+        return nullcontext()
+
+    for module in (ring, ring_gradients, symm_mem):
+        monkeypatch.setattr(module, "label", recorded)
+    problem = Problem(24, 24)
+    with shared_memory():
+        run_ranks(2, attend, 2, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
+    travels = {"publish K/V", "pull K/V", "wait for K/V", "pull dK/dV", "wait for dK/dV"}
+    found = [step for step in steps[0] if step in travels or step == "tile"]
+    first, last = ["publish K/V", "tile", "pull K/V"], ["wait for K/V", "tile"]
+    staged = [*last, "pull K/V"] * (stages - 1)
+    forward = [*first, *staged, *last]
+    assert found[: len(forward)] == forward
+    staged_grads = [*last, "pull K/V", "pull dK/dV"] * (stages - 1)
+    ends = ["wait for dK/dV"] * stages
+    assert found[len(forward) :] == [*first, *staged_grads, *last, "pull dK/dV", *ends]
