@@ -17,6 +17,7 @@ from cp_dtensor.rotation import symm_mem
 from cp_dtensor.rotation.allgather import Staging
 from cp_dtensor.rotation.choice import ROTATE_METHODS
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
+from cp_dtensor.rotation.workspace import Workspace
 
 
 @pytest.fixture(params=[1, 2], ids=["at once", "by head"])
@@ -58,3 +59,21 @@ def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatc
     staged_grads = [*last, "pull K/V", "pull dK/dV"] * (stages - 1)
     ends = ["wait for dK/dV"] * stages
     assert found[len(forward) :] == [*first, *staged_grads, *last, "pull dK/dV", *ends]
+
+
+@pytest.mark.parametrize("of", ["kv_address", "grads_address"])
+def test_each_rank_begins_with_another_peer(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all pull from one at the same time."""
+    asked: dict[int, list[int]] = {}
+    address = getattr(Workspace, of)
+
+    def recorded(workspace: Workspace, rank: int) -> int:
+        asked.setdefault(workspace.rank, []).append(rank)
+        return int(address(workspace, rank))
+
+    monkeypatch.setattr(Workspace, of, recorded)
+    problem = Problem(24, 24)
+    with shared_memory():
+        run_ranks(4, attend, 4, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
+    passes = 2 if of == "kv_address" else 1
+    assert asked == {rank: [(rank + hop) % 4 for hop in (1, 2, 3)] * passes for rank in range(4)}

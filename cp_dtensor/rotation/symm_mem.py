@@ -189,6 +189,8 @@ class _PulledGrads(GradTransfers):
                 contributions.append(Contribution(plan.rows.local_span(plan.rank, part), stack))
                 count, target = length * width, stack.data_ptr()
                 copies += [(target + index * count, rank, at * width, count) for index, (rank, at) in enumerate(places)]
+        # Each rank begins with another peer, so that not all pull from one.
+        copies.sort(key=lambda copy: (copy[1] - plan.rank) % plan.world_size)
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
