@@ -12,6 +12,7 @@ from cp_dtensor.head_division import HeadDivision, divide_heads
 from cp_dtensor.plan import Plan, ring_plan
 from cp_dtensor.planning import DEFAULT_HEAD_STAGING, with_heads
 from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
@@ -83,7 +84,7 @@ def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(rotation, shape, axis))
     plans = plans_of_some_ranks(rotation, shape, axis.size)
     received = max(_received(plan, shape) for plan in plans)
-    memory = max(_ring_memory(plan, shape) for plan in plans)
+    memory = max(_ring_memory(plan, shape, rotation) for plan in plans)
     if isinstance(rotation, SymmetricMemory):
         memory += plans[0].rows.longest * shape.head_bytes * shape.kv_heads
     return Estimate(
@@ -122,7 +123,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     if outer is not None:
         plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
         over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
-        ring_memory = max(_ring_memory(plan, by_stage[0]) for plan in plans)
+        ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # What was exchanged is kept for backward; where memory is shared, it has been published too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
@@ -157,7 +158,7 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_meth
                 passes[index] += max(seconds, travels * (1 + index))
             plans = plans_of_some_ranks(rotation, within, inner.size)
             inner_received += max(_received(each, within) for each in plans)
-            inner_memory = max(inner_memory, *(_ring_memory(each, within) for each in plans))
+            inner_memory = max(inner_memory, *(_ring_memory(each, within, rotation) for each in plans))
             name = rotation.name
         found = Estimate(
             method="ring of rings",
@@ -166,7 +167,7 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_meth
             backward=passes[1] + _begun(inner),
             outer_bytes=_received(plan, shape),
             inner_bytes=inner_received,
-            memory=inner_memory + _ring_memory(plan, shape),
+            memory=inner_memory + _ring_memory(plan, shape, AllToAll()),
         )
         worst = found if worst is None or found.seconds > worst.seconds else worst
     assert worst is not None
@@ -203,9 +204,9 @@ def _received(plan: Plan, shape: CallShape) -> float:
     return float(forward + 2 * backward)
 
 
-def _ring_memory(plan: Plan, shape: CallShape) -> float:
-    """Two transfers of K/V, and two of gradients and what others contribute to them."""
-    return 5.0 * max(
+def _ring_memory(plan: Plan, shape: CallShape, rotation: Rotation) -> float:
+    """K/V of a step and of those ahead, two transfers of gradients, and one of what others contribute to them."""
+    return (1.0 + rotation.transfers_ahead + 3.0) * max(
         (buffer_bytes(step.transfer, plan, shape) for step in plan.backward if step.transfer is not None), default=0
     )
 

@@ -79,6 +79,11 @@ class Rotation(RotationMethod):
 
     @property
     @abstractmethod
+    def transfers_ahead(self) -> int:
+        """Transfers of K/V in flight while a step is computed."""
+
+    @property
+    @abstractmethod
     def slows_compute(self) -> bool:
         """Whether transfers take multiprocessors from the attention that runs meanwhile."""
 

@@ -6,7 +6,6 @@ every other rank for each group of heads, all-to-all one with a single rank for 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -162,11 +161,6 @@ class ExchangedRotation(Rotation):
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
         return self
-
-    @property
-    @abstractmethod
-    def transfers_ahead(self) -> int:
-        """Transfers of K/V in flight while a step is computed."""
 
     @property
     def slows_compute(self) -> bool:

@@ -49,6 +49,10 @@ class SymmetricMemory(Rotation):
     def name(self) -> str:
         return "symm_mem"
 
+    @property
+    def transfers_ahead(self) -> int:
+        return 1  # as of all-gather
+
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
         return self.where_shared(group, device)
 

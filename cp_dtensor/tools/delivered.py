@@ -55,6 +55,7 @@ class Delivered(Rotation):
     """A rotation that brings nothing, since it has been brought; its subclasses say what."""
 
     name = "delivered"
+    transfers_ahead = 0
     slows_compute = False
     keeps_own_gradients_wide = False
 
