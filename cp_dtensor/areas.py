@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import add
 
 from cp_dtensor.bands import Band, Layer, Layers, within
 from cp_dtensor.layouts import Layout, Segment, Span
@@ -90,11 +91,14 @@ def areas_by_rank(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> 
     batch = mask.batch_size or len(layout.batch_groups(2))
     found = [0] * world_size
     for group, rows in enumerate(layout.batch_groups(batch)):
-        areas = areas_of(mask, seq_len, rows)
-        for rank in range(world_size):
-            segments = layout.segments(seq_len, rank, world_size, group)
-            found[rank] += sum(areas.of(span) for segment in segments for span in spans_of(segment))
+        by_rank = [layout.segments(seq_len, rank, world_size, group) for rank in range(world_size)]
+        found = list(map(add, found, areas_of_segments(by_rank, areas_of(mask, seq_len, rows))))
     return found
+
+
+def areas_of_segments(by_rank: Sequence[Sequence[Segment]], areas: Areas) -> list[int]:
+    """Number of (query, key) pairs of each rank's queries."""
+    return [sum(areas.of(span) for segment in segments for span in spans_of(segment)) for segments in by_rank]
 
 
 def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> float:

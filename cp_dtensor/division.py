@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cp_dtensor.areas import areas_of, areas_of_segments
 from cp_dtensor.layouts import Layout
 from cp_dtensor.masks import Mask
 from cp_dtensor.schedule import GroupSegments, group_segments
@@ -77,6 +78,21 @@ class CallShape:
         if (q_len, kv_len) != self.division.lengths:  # a part of the sequence: as if it were like the rest
             pairs *= q_len * kv_len / max(self.division.lengths[0] * self.division.lengths[1], 1)
         return 2.0 * self.batch_size * self.q_heads * pairs * (self.head_dim + self.v_head_dim)
+
+    @property
+    def busiest_rank(self) -> int | None:
+        """The rank whose queries see the most keys; None where it would take long to say."""
+        groups, (q_len, kv_len) = self.division.groups(), self.division.lengths
+        segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
+        if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
+            return None
+        pairs = [0] * len(groups[0].q_by_rank)
+        for group in groups:
+            rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
+            areas = areas_of(self.mask, q_len, group.batch if self.mask.batch_size else None)
+            for rank, seen in enumerate(areas_of_segments(group.q_by_rank, areas)):
+                pairs[rank] += rows * seen
+        return pairs.index(max(pairs))
 
     @property
     def head_bytes(self) -> int:

@@ -18,6 +18,7 @@ from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.schedule import rows_in_order
+from cp_dtensor.tiling import Masking
 from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 _EXCHANGE_LAUNCHES = 4
@@ -118,7 +119,8 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     for index, (towards_heads, towards_rows) in enumerate(exchanged):
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
         computing = [passes[index] for passes in computed]
-        times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1))
+        hides = shape.masking is Masking.BY_SHAPE
+        times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
     over_ring, ring_memory = 0.0, 0.0
     if outer is not None:
         plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
@@ -231,12 +233,18 @@ def _exchange_seconds(size: float, axis: Axis) -> float:
     return 2 * hardware.link_latency + link + copies * size / hardware.memory_speed
 
 
-def _pipeline(computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool) -> float:
-    """Stages of which the first arrival and the last departure are not hidden."""
+def _pipeline(
+    computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool, hides: bool
+) -> float:
+    """Stages of which the first arrival and the last departure are not hidden.
+
+    Nor the others, unless attention `hides` them: what ranks publish is copied within a GPU, by a kernel, which those
+    that mask by row leave no multiprocessor to, and cuDNN's causal ones do towards their end (measured on H200s).
+    """
     host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
     tax = 0.0 if axis.shares_memory else TRANSFER_TAX
     total = arriving + leaving
     for index, seconds in enumerate(computed):
-        hidden = (arriving if index + 1 < len(computed) else 0.0) + (leaving if index else 0.0)
-        total += max(seconds + tax * min(hidden, seconds), hidden)
+        meanwhile = (arriving if index + 1 < len(computed) else 0.0) + (leaving if index else 0.0)
+        total += max(seconds + tax * min(meanwhile, seconds), meanwhile) if hides else seconds + meanwhile
     return max(total, host + axis.hardware.launch * 2 * len(computed))

@@ -192,7 +192,7 @@ class Group:
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
                 (symm_mem._PulledGrads, "receive", self._received(symm_mem._PulledGrads.receive)),
                 (torch.cuda, "synchronize", lambda device: None),
-                (torch.cuda, "Stream", lambda device: Stream(self.active)),
+                (torch.cuda, "Stream", lambda device, priority=0: Stream(self.active)),
                 (torch.cuda, "Event", Event),
                 (torch.cuda, "current_stream", lambda device=None: self.active.current),
                 (torch.cuda, "is_current_stream_capturing", lambda: self.active.current.is_capturing),

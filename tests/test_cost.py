@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_dtensor.areas import areas_of
 from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.layouts import HeadTail
-from cp_dtensor.masks import Causal
+from cp_dtensor.documents import Documents
+from cp_dtensor.layouts import Contiguous, HeadTail, MirroredBatch, Striped
+from cp_dtensor.masks import Batched, Causal
 from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.auto import choose, slowest_seconds
+from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation
 from cp_dtensor.rotation.cost import Hardware, predicted_seconds
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
+from cp_dtensor.tiling import Masking
 
 HOPPER = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
 ROTATIONS: list[Rotation] = [AllGather(), AllToAll(), SymmetricMemory()]
@@ -109,3 +112,29 @@ def test_one_rank_alone_sends_nothing() -> None:
 def test_ranks_without_heads_choose_too() -> None:
     """As uneven DTensor shards may leave them."""
     assert choose(shape(8192, 4, q_heads=0, kv_heads=0), 4, HOPPER, shares_memory=True).name == "symm_mem"
+
+
+def test_the_busiest_rank_is_among_those_that_are_asked() -> None:
+    """One long document, of which rank 5 of 8 has the end; every query sees the keys of its document before it."""
+    mask = Documents([0, 8, 16, 24, 48, 56, 64], within=Causal())
+    by_row = dataclasses.replace(
+        shape(64, 8), division=LayoutDivision(Contiguous(), 64, 64, 1, 8), mask=mask, masking=Masking.BY_ROW
+    )
+    assert by_row.busiest_rank == 5
+    assert [plan.rank for plan in plans_of_some_ranks(AllGather(), by_row, 8)] == [0, 5, 7]
+    of_batch_rows = dataclasses.replace(
+        by_row,
+        batch_size=2,
+        division=LayoutDivision(MirroredBatch(), 64, 64, 2, 8),
+        mask=Batched((Documents([0, 8, 64], within=Causal()), Documents([0, 56, 64], within=Causal()))),
+    )
+    pairs = [areas_of(of_batch_rows.mask, 64, (row, row + 1)) for row in (0, 1)]
+    seen = [pairs[0].of((8 * rank, 8 * rank + 8)) + pairs[1].of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
+    assert of_batch_rows.busiest_rank == seen.index(max(seen))
+
+
+def test_no_rank_is_said_to_be_the_busiest_where_that_takes_long() -> None:
+    striped = dataclasses.replace(shape(64, 8), division=LayoutDivision(Striped(), 64, 64, 1, 8))
+    assert striped.busiest_rank is None
+    assert dataclasses.replace(shape(64, 8), division=LayoutDivision(HeadTail(), 64, 32, 1, 8)).busiest_rank is None
+    assert [plan.rank for plan in plans_of_some_ranks(AllGather(), striped, 8)] == [0, 4, 7]

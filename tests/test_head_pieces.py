@@ -40,6 +40,16 @@ def copied_by_kernel(pieces: tuple[Piece, ...], memory: list[torch.Tensor], targ
         kernel.launch_copies(table, *most, targets, programs=7)
 
 
+def in_order(pieces: tuple[Piece, ...], rank: int, ranks: int) -> tuple[Piece, ...]:
+    """What lies in the rank's own memory comes last, and of each tensor the next rank's first."""
+    peers = [piece.peer for piece in pieces]
+    assert peers == sorted(peers, key=lambda peer: peer == rank)
+    for tensor in {piece.tensor for piece in pieces}:
+        hops = [(piece.peer - rank - 1) % ranks for piece in pieces if piece.tensor == tensor]
+        assert hops == sorted(hops)
+    return pieces
+
+
 def published(tensors: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
     """Tensors (B, rows, heads, D) one after the other, where their largest sizes put them."""
     starts = offsets(sizes)
@@ -83,7 +93,7 @@ def check(
                 torch.full((batch, kind.rows.total, kind.head_counts[rank], DIM), float("nan"), device=device)
                 for kind in kinds
             ]
-            copy(pieces_to_heads(everyone[rank], rank), memory, targets)  # type: ignore[operator]
+            copy(in_order(pieces_to_heads(everyone[rank], rank), rank, ranks), memory, targets)  # type: ignore[operator]
             for target, kind, tensor in zip(targets, kinds, together, strict=True):
                 units = range(*kind.heads[rank])
                 wanted = tensor[:, :, [unit // kind.copies for unit in units]]
@@ -95,7 +105,7 @@ def check(
         )
         memory = [published(mine, [each.stage_bytes for each in back]) for mine in arrived]
         for rank in range(ranks):
-            copy(pieces_to_rows(back, rank), memory, home[rank])  # type: ignore[operator]
+            copy(in_order(pieces_to_rows(back, rank), rank, ranks), memory, home[rank])  # type: ignore[operator]
     for mine, returned in zip(local, home, strict=True):
         torch.testing.assert_close(returned[0], mine[0], rtol=0, atol=0)
         torch.testing.assert_close(returned[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)

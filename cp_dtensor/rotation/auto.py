@@ -17,6 +17,7 @@ from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import Hardware, nearly_fastest, predicted_seconds
 from cp_dtensor.rotation.links import Links, links_of
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
+from cp_dtensor.tiling import Masking
 
 # By the major compute capability.
 _FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
@@ -75,8 +76,10 @@ def slowest_seconds(
 @lru_cache(maxsize=64)
 def plans_of_some_ranks(rotation: Rotation, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
     """The plans from which the slowest rank's time is predicted; every rank asks about the same ones."""
-    # The first and the last rank have the most and the least to receive.
-    return tuple(rotation.plan(shape, rank) for rank in sorted({0, world_size // 2, world_size - 1}))
+    # The first and the last rank have the most and the least to receive. What masks by shape is alike on the others.
+    busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank
+    between = world_size // 2 if busiest is None else busiest
+    return tuple(rotation.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
 
 
 @lru_cache(maxsize=64)

@@ -59,7 +59,7 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def pieces_to_heads(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ...]:
-    """This rank's heads of all rows."""
+    """This rank's heads of all rows, its own rows last."""
     starts = offsets([tensor.whole_bytes for tensor in tensors])
     pieces = []
     for index, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
@@ -78,11 +78,11 @@ def pieces_to_heads(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, .
                         pieces.append(
                             Piece(peer, source, index, target, rows, count * size, source_pitch, target_pitch)
                         )
-    return tuple(piece for piece in pieces if piece.rows and piece.row_bytes)
+    return _own_last(pieces, rank)
 
 
 def pieces_to_rows(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ...]:
-    """All heads of this rank's rows; those of one stage."""
+    """All heads of this rank's rows, its own heads last; those of one stage."""
     starts = offsets([tensor.stage_bytes for tensor in tensors])
     pieces = []
     for index, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
@@ -99,13 +99,18 @@ def pieces_to_rows(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ..
                     target = (batch * length + here[0]) * target_pitch + first * size
                     rows = here[1] - here[0]
                     pieces.append(Piece(peer, source, index, target, rows, source_pitch, source_pitch, target_pitch))
-    return tuple(piece for piece in pieces if piece.rows and piece.row_bytes)
+    return _own_last(pieces, rank)
 
 
 def _peers(rank: int, kind: HeadRows) -> list[int]:
-    """This rank first, and each beginning with another peer, so that not all read from one."""
+    """This rank last, and each beginning with another peer, so that not all read from one."""
     world_size = len(kind.heads)
-    return [(rank + hop) % world_size for hop in range(world_size)]
+    return [(rank + hop) % world_size for hop in range(1, world_size + 1)]
+
+
+def _own_last(pieces: Sequence[Piece], rank: int) -> tuple[Piece, ...]:
+    """A copy within a GPU is a kernel, which may have to wait for a multiprocessor; no other should wait for it."""
+    return tuple(sorted((piece for piece in pieces if piece.rows and piece.row_bytes), key=lambda it: it.peer == rank))
 
 
 def _runs(first: int, last: int, copies: int) -> list[tuple[int, int, int]]:

@@ -24,6 +24,8 @@ from cp_dtensor.rotation.sharing import GRANULE, obstacle_to_sharing
 
 _log = logging.getLogger("cp_dtensor")
 _FLAG_BYTES = 64 * 1024
+_BEFORE_ATTENTION = -1
+"""Priority of a stream whose copies, where they are kernels, get the first multiprocessors that attention leaves."""
 
 
 class Flag(IntEnum):
@@ -242,8 +244,8 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
         addresses=tuple(memory.data_ptr() for memory in buffer.bytes_of),
         kv_bytes=kv_bytes,
         grad_bytes=grad_bytes,
-        kv_stream=torch.cuda.Stream(device),
-        grad_stream=torch.cuda.Stream(device),
+        kv_stream=torch.cuda.Stream(device, _BEFORE_ATTENTION),
+        grad_stream=torch.cuda.Stream(device, _BEFORE_ATTENTION),
         side_stream=torch.cuda.Stream(device),
         memory_is_free=torch.cuda.Event(),
         kv_arrived=torch.cuda.Event(),
