@@ -81,7 +81,7 @@ class CallShape:
 
     @property
     def busiest_rank(self) -> int | None:
-        """The rank whose queries see the most keys; None where it would take long to say."""
+        """The rank whose queries see the most keys; None for cross attention, and where it would take long to say."""
         groups, (q_len, kv_len) = self.division.groups(), self.division.lengths
         segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
         if q_len != kv_len or not all(segment.is_contiguous for segment in segments):

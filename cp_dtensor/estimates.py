@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from cp_dtensor.division import CallShape
 from cp_dtensor.head_division import HeadDivision, divide_heads
 from cp_dtensor.plan import Plan, ring_plan
-from cp_dtensor.planning import DEFAULT_HEAD_STAGING, with_heads
+from cp_dtensor.planning import DEFAULT_HEAD_STAGING, OUTER_ROTATION, with_heads
 from cp_dtensor.rotation.allgather import AllGather
-from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
@@ -85,9 +84,6 @@ def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(rotation, shape, axis))
     plans = plans_of_some_ranks(rotation, shape, axis.size)
     received = max(_received(plan, shape) for plan in plans)
-    memory = max(_ring_memory(plan, shape, rotation) for plan in plans)
-    if isinstance(rotation, SymmetricMemory):
-        memory += plans[0].rows.longest * shape.head_bytes * shape.kv_heads
     return Estimate(
         method="ring",
         rotation=rotation.name,
@@ -95,7 +91,7 @@ def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod)
         backward=backward,
         outer_bytes=received,
         inner_bytes=0.0,
-        memory=memory,
+        memory=max(_ring_memory(plan, shape, rotation) for plan in plans),
     )
 
 
@@ -119,7 +115,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     for index, (towards_heads, towards_rows) in enumerate(exchanged):
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
         computing = [passes[index] for passes in computed]
-        hides = shape.masking is Masking.BY_SHAPE
+        hides = shape.masking is Masking.BY_SHAPE or not inner.shares_memory
         times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
     over_ring, ring_memory = 0.0, 0.0
     if outer is not None:
@@ -169,7 +165,7 @@ def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_meth
             backward=passes[1] + _begun(inner),
             outer_bytes=_received(plan, shape),
             inner_bytes=inner_received,
-            memory=inner_memory + _ring_memory(plan, shape, AllToAll()),
+            memory=inner_memory + _ring_memory(plan, shape, OUTER_ROTATION),
         )
         worst = found if worst is None or found.seconds > worst.seconds else worst
     assert worst is not None
@@ -207,10 +203,17 @@ def _received(plan: Plan, shape: CallShape) -> float:
 
 
 def _ring_memory(plan: Plan, shape: CallShape, rotation: Rotation) -> float:
-    """K/V of a step and of those ahead, two transfers of gradients, and one of what others contribute to them."""
-    return (1.0 + rotation.transfers_ahead + 3.0) * max(
-        (buffer_bytes(step.transfer, plan, shape) for step in plan.backward if step.transfer is not None), default=0
+    """K/V of a step and of those ahead, two transfers of gradients, one of what others contribute to them, and this
+    rank's own K/V: all that it publishes, or the heads that it has packed."""
+    transfers = [step.transfer for step in plan.backward if step.transfer is not None]
+    if not transfers:
+        return 0.0
+    packed = (
+        shape.kv_heads if isinstance(rotation, SymmetricMemory) else max(x.heads[1] - x.heads[0] for x in transfers)
     )
+    own = plan.rows.longest * shape.head_bytes * packed
+    held = min(1 + rotation.transfers_ahead, len(transfers)) + 3
+    return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
 
 
 def _exchanged(shape: CallShape, heads: HeadDivision) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -238,8 +241,9 @@ def _pipeline(
 ) -> float:
     """Stages of which the first arrival and the last departure are not hidden.
 
-    Nor the others, unless attention `hides` them: what ranks publish is copied within a GPU, by a kernel, which those
-    that mask by row leave no multiprocessor to, and cuDNN's causal ones do towards their end (measured on H200s).
+    Nor the others, unless attention `hides` them: what ranks publish in shared memory is copied within a GPU, by a
+    kernel, which those that mask by row leave no multiprocessor to, and cuDNN's causal ones do towards their end
+    (measured on H200s).
     """
     host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
     tax = 0.0 if axis.shares_memory else TRANSFER_TAX

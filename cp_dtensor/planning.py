@@ -79,6 +79,8 @@ class HeadStaging:
 
 
 DEFAULT_HEAD_STAGING = HeadStaging()
+OUTER_ROTATION = AllToAll(hops_ahead=1)
+"""Of rings of rings: every hop travels under a whole inner ring."""
 _WIDE_GRADIENTS_FROM = 4
 """Ranks. With fewer the own tiles are so much of the work that their slower kernel would cost 10% of backward."""
 
@@ -134,7 +136,7 @@ def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDeci
     division = OuterDivision(request.division, inner_size, inner_rank)
     plan = ring_plan(replace(shape, division=division).tiling, outer_rank, shape.kv_heads)
     backend = request.backend
-    outer = RingDecision(plan, shape, AllToAll(), backend, backend, request.problem.state_dtype)
+    outer = RingDecision(plan, shape, OUTER_ROTATION, backend, backend, request.problem.state_dtype)
     inner: list[RingDecision | None] = []
     for within in inner_divisions(request.division, plan, inner_size):
         inner_shape = replace(shape, division=within)

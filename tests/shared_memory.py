@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cp_dtensor._torch_private import SymmetricBuffer
 from cp_dtensor.rotation import device_streams, head_exchange_symm_mem
@@ -41,15 +42,16 @@ class _Machine:
     """The memory, and what the CUDA driver and the kernel do with it."""
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[int, int], torch.Tensor] = {}
-        self._mapped: Counter[int] = Counter()
+        self._memory: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
+        self._mapped: Counter[tuple[tuple[int, ...], int]] = Counter()
         self.copies = 0
 
     def symmetric_buffer(self, size: int, device: torch.device, group: Any) -> SymmetricBuffer:
-        number, rank = self._mapped[group.rank()], group.rank()
-        self._mapped[rank] += 1
-        self._memory[number, rank] = torch.zeros(size, dtype=torch.uint8)
-        places = [(number, peer) for peer in range(group.size())]
+        members, rank = tuple(dist.get_process_group_ranks(group)), group.rank()
+        number = self._mapped[members, rank]
+        self._mapped[members, rank] += 1
+        self._memory[members, number, rank] = torch.zeros(size, dtype=torch.uint8)
+        places = [(members, number, peer) for peer in range(group.size())]
         _await(lambda: all(place in self._memory for place in places))
         return SymmetricBuffer(tuple(self._memory[place] for place in places), None)
 

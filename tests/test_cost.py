@@ -13,12 +13,12 @@ from cp_dtensor.areas import areas_of
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.documents import Documents
 from cp_dtensor.layouts import Contiguous, HeadTail, MirroredBatch, Striped
-from cp_dtensor.masks import Batched, Causal
+from cp_dtensor.masks import Batched, Causal, SlidingWindow
 from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation
-from cp_dtensor.rotation.cost import Hardware, predicted_seconds
+from cp_dtensor.rotation.cost import TOLERANCE, Hardware, predicted_seconds
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.tiling import Masking
 
@@ -102,7 +102,7 @@ def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -
     chosen = choose(shape(length, 8), 8, hardware, shares_memory=False)
     best = min(seconds(rotation, length, 8, hardware, True) for rotation in ROTATIONS[:2])
     assert chosen.name in ("allgather", "alltoall")
-    assert seconds(chosen, length, 8, hardware, True) <= 1.03 * best
+    assert seconds(chosen, length, 8, hardware, True) <= TOLERANCE * best
 
 
 def test_one_rank_alone_sends_nothing() -> None:
@@ -131,6 +131,19 @@ def test_the_busiest_rank_is_among_those_that_are_asked() -> None:
     pairs = [areas_of(of_batch_rows.mask, 64, (row, row + 1)) for row in (0, 1)]
     seen = [pairs[0].of((8 * rank, 8 * rank + 8)) + pairs[1].of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
     assert of_batch_rows.busiest_rank == seen.index(max(seen))
+
+
+def test_every_batch_row_counts_for_the_busiest_rank() -> None:
+    """Two rows are dealt out forwards and one backwards, and the first queries see the fewest keys."""
+    division = LayoutDivision(MirroredBatch(), 64, 64, 3, 8)
+    window = dataclasses.replace(
+        shape(64, 8), batch_size=3, division=division, mask=SlidingWindow(63, 0), masking=Masking.BY_ROW
+    )
+    areas = areas_of(SlidingWindow(63, 0), 64)
+    seen = [2 * areas.of((8 * rank, 8 * rank + 8)) + areas.of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
+    equal = [areas.of((8 * rank, 8 * rank + 8)) + areas.of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
+    assert seen.index(max(seen)) != equal.index(max(equal))
+    assert window.busiest_rank == seen.index(max(seen))
 
 
 def test_no_rank_is_said_to_be_the_busiest_where_that_takes_long() -> None:

@@ -14,9 +14,12 @@ from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
 from cp_dtensor.division import CallShape, LayoutDivision
 from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
 from cp_dtensor.explain import H200, Explanation
-from cp_dtensor.layouts import HeadTail
+from cp_dtensor.layouts import Contiguous, HeadTail
 from cp_dtensor.masks import Causal
+from cp_dtensor.rotation.allgather import AllGather
+from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.choice import ROTATE_METHODS
+from cp_dtensor.rotation.cost import TOLERANCE
 
 AUTO = ROTATE_METHODS["auto"]
 SHARED = Axis(8, H200, shares_memory=True)
@@ -71,12 +74,12 @@ def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
 @pytest.mark.parametrize("length", [4096, 65536])
-def test_the_fastest_is_within_3_percent_of_all(length: int, kv_heads: int) -> None:
+def test_the_fastest_is_as_fast_as_any(length: int, kv_heads: int) -> None:
     for found in (
         estimates(shape(length, kv_heads=kv_heads), SHARED, None, AUTO),
         of_two_axes(length, axis(2, 50e9, shares_memory=False), axis(4), kv_heads),
     ):
-        assert found[fastest(found)].seconds <= 1.03 * min(each.seconds for each in found.values())
+        assert found[fastest(found)].seconds <= TOLERANCE * min(each.seconds for each in found.values())
 
 
 def test_faster_links_are_not_predicted_to_be_slower() -> None:
@@ -192,3 +195,14 @@ def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: 
 def test_explain_refuses_what_attention_has_no_tensors_of(dtype: object) -> None:
     with pytest.raises(TypeError, match=f"expected dtype to be a floating torch.dtype, got {dtype!r}"):
         run_ranks(2, lambda rank: explain(dist.group.WORLD, seq_len=8, q_heads=4, dtype=dtype))  # type: ignore[arg-type]
+
+
+def test_rings_hold_what_is_in_flight() -> None:
+    """By hop one shard each: of 3 steps, 2 of gradients and 1 of contributions, and the own one; one step has no hops
+    ahead of it. All ranks' at once are 8 shards: 1 stage of K/V and none ahead."""
+    call = dataclasses.replace(shape(2048), division=LayoutDivision(Contiguous(), 2048, 2048, 1, 8), mask=Full())
+    shard = 2048 // 8 * call.head_bytes * call.kv_heads
+    for rotation, shards in ((AllToAll(), 3 + 3 + 1), (AllToAll(hops_ahead=1), 2 + 3 + 1), (AllGather(), 8 * 4 + 1)):
+        assert ring_estimate(call, SHARED, rotation).memory == pytest.approx(shards * shard)
+    alone = dataclasses.replace(call, division=LayoutDivision(Contiguous(), 512, 512, 1, 2))
+    assert ring_estimate(alone, axis(2), AllToAll()).memory == pytest.approx((1 + 3 + 1) * shard)

@@ -19,6 +19,7 @@ from flag_programs import Program, ring, ulysses, whole_keys
 from interleavings import run
 from streams import Group, Rank, Stream
 
+from cp_dtensor import flex_in_place
 from cp_dtensor.block_layouts import BalancedBlocks
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow
@@ -139,6 +140,28 @@ def test_keys_of_flex_attention(stages: int, layout: Layout) -> None:
 @all_worlds
 def test_rings_and_ulysses_share_a_workspace(ranks: int, how: Callable[[Program], Program]) -> None:
     check(ranks, how(MIXED))
+
+
+@pytest.mark.parametrize("call", [ring(4, Causal(), HeadTail(), backward=True), whole_keys(4, HeadTail(), True)])
+def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> None:
+    """They are submitted after it, and their memory was free before it."""
+    group, pulls = Group(2), list[tuple[int, int]]()
+    mains, read = {rank: rank.current for rank in group.ranks}, Rank.read
+
+    def recorded(rank: Rank, stream: Stream, source: int, target: int) -> None:
+        if group.place(source)[1] == "kv":
+            lane = mains[rank].lane
+            awaited = stream.clock.get(lane, 0)
+            uses = [place for place, op in enumerate(group.lanes[lane]) if op[0] == "use"]
+            pulls.append((len(uses), sum(place < awaited for place in uses)))
+        read(rank, stream, source, target)
+
+    with mock.patch.object(Rank, "read", recorded), mock.patch.object(flex_in_place, "whole_heads", return_value=None):
+        for rank in group.ranks:
+            group.record(rank, call)
+    under_tiles = [(launched, awaited) for launched, awaited in pulls if launched]
+    assert under_tiles
+    assert all(awaited < launched for launched, awaited in under_tiles)
 
 
 # What the checks above would find.

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch.distributed as dist
+from method_checks import check
 from problems import Problem
 from ranks import run_ranks
 from ring_checks import attend, check_against_reference
@@ -34,6 +35,15 @@ def test_rings_are_right(is_causal: bool, layout: Layout, stages: int) -> None:
     with shared_memory() as machine:
         for _ in range(2):  # the second call reuses the memory of the first
             check_against_reference(problem, 4, layout, rotate_method="symm_mem")
+    assert machine.copies > 0
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)], ids=str)
+def test_rings_of_rings_are_right(shape: tuple[int, int], stages: int) -> None:
+    """The inner axes share memory, each its own."""
+    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+    with shared_memory() as machine:
+        check(problem, HeadTail(), ("cp_outer", "cp_inner"), shape, method="ring", rotate_method="symm_mem")
     assert machine.copies > 0
 
 

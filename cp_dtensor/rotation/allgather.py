@@ -75,7 +75,7 @@ class AllGather(ExchangedRotation):
 
     @property
     def transfers_ahead(self) -> int:
-        return 1  # each is as large as those of all other ranks together
+        return 1  # one is as large as all hops of a ring
 
     @property
     def keeps_own_gradients_wide(self) -> bool:

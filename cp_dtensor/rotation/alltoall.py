@@ -5,8 +5,8 @@ rank, lets each hop leave out what its reader cannot see, and depends on no hop 
 in the dtype of K/V and not as float32 sums.
 
 Large shards are worked on by groups of heads, one ring after the other. Memory, whatever the number of ranks: three
-such groups of K/V, in backward two of gradients and one of contributions as well. Transfers: n - 1 hops of K/V in
-forward and again in backward, where n - 1 hops of dK/dV go beside them.
+such groups of K/V, this rank's own group as rows, in backward two of gradients and one of contributions as well.
+Transfers: n - 1 hops of K/V in forward and again in backward, where n - 1 hops of dK/dV go beside them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class AllToAll(ExchangedRotation):
     """The same in backward, where kernels and sums keep twice as much of it, in float32."""
     flops_per_hop: float = 0.3e12
     """Operations that a hop of some heads should have at least (half a millisecond on an H200): launches cost time."""
+    hops_ahead: int = 2
+    """In flight under a tile. A hop may get multiprocessors only when a tile ends, and needs those of both ranks: with
+    one ahead, every delay of one rank delays its neighbours."""
 
     @property
     def name(self) -> str:
@@ -38,9 +41,7 @@ class AllToAll(ExchangedRotation):
 
     @property
     def transfers_ahead(self) -> int:
-        # A hop may get multiprocessors only when a tile ends, and needs those of both ranks: with one ahead, every
-        # delay of one rank delays its neighbours.
-        return 2
+        return self.hops_ahead
 
     @property
     def keeps_own_gradients_wide(self) -> bool:

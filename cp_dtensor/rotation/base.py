@@ -41,8 +41,10 @@ class KvTransfers(ABC):
 
     @abstractmethod
     def tiles_launched(self) -> None:
-        """Says that a step's tiles have been launched, which should not wait for the host to start transfers; what is
-        to travel under them must be in flight when this returns."""
+        """Says that a step's tiles have been launched. What travels under them is in flight when this returns.
+
+        Here transfers can be started that need not come before the tiles, which then don't wait for the host to do so.
+        """
 
 
 class GradTransfers(ABC):

@@ -103,7 +103,7 @@ def pieces_to_rows(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ..
 
 
 def _peers(rank: int, kind: HeadRows) -> list[int]:
-    """This rank last, and each beginning with another peer, so that not all read from one."""
+    """Each rank begins with the next one, so that not all read from one."""
     world_size = len(kind.heads)
     return [(rank + hop) % world_size for hop in range(1, world_size + 1)]
 
