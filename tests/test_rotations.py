@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from collectives import kinds, recorded_collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from labels import record_labels
 from problems import Problem, reference, shard
 from ranks import run_ranks
 from ring_checks import Tensors, attend, check_against_reference
@@ -128,14 +128,7 @@ def test_transfers_are_under_way_while_tiles_are_computed(
     method: Rotation, ranks: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two transfers each, of two heads or over two hops: K/V start a step or two ahead, gradients end one later."""
-    steps: dict[int, list[str]] = {}
-
-    def recorded(text: str, *values: object) -> AbstractContextManager[None]:
-        steps.setdefault(dist.get_rank(), []).append("tile" if "tile" in text else text)
-        return nullcontext()
-
-    for module in (ring, ring_gradients, exchange):
-        monkeypatch.setattr(module, "label", recorded)
+    steps = record_labels(monkeypatch, (ring, ring_gradients, exchange))
     monkeypatch.setitem(ROTATE_METHODS, "allgather", method)
     problem = Problem(24, 24)
     run_ranks(ranks, attend, ranks, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "allgather"})

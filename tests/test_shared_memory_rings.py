@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
-import torch.distributed as dist
+from labels import record_labels
 from method_checks import check
 from problems import Problem
 from ranks import run_ranks
@@ -49,14 +47,7 @@ def test_rings_of_rings_are_right(shape: tuple[int, int], stages: int) -> None:
 
 def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies for the next step follow the tiles of this one; what others wait for goes before."""
-    steps: dict[int, list[str]] = {}
-
-    def recorded(text: str, *values: object) -> AbstractContextManager[None]:
-        steps.setdefault(dist.get_rank(), []).append("tile" if "tile" in text else text)
-        return nullcontext()
-
-    for module in (ring, ring_gradients, symm_mem):
-        monkeypatch.setattr(module, "label", recorded)
+    steps = record_labels(monkeypatch, (ring, ring_gradients, symm_mem))
     problem = Problem(24, 24)
     with shared_memory():
         run_ranks(2, attend, 2, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
