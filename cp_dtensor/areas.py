@@ -68,15 +68,19 @@ class Areas:
         return reach
 
 
-@lru_cache(maxsize=64)
 def areas_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Areas:
     """The areas of a mask over so many queries and as many keys: all batch rows together, or some of them.
 
     Raises:
         ValueError: a mask that does not fit the length.
     """
+    return _areas(mask, seq_len, None if mask.batch_size is None else rows)
+
+
+@lru_cache(maxsize=64)
+def _areas(mask: Mask, seq_len: int, rows: Span | None) -> Areas:
     layers = layers_of(mask, seq_len, seq_len, mask.batch_size or 1)
-    return Areas(layers if rows is None or mask.batch_size is None else layers[slice(*rows)])
+    return Areas(layers if rows is None else layers[slice(*rows)])
 
 
 def areas_by_rank(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[int]:

@@ -89,7 +89,7 @@ class CallShape:
         pairs = [0] * len(groups[0].q_by_rank)
         for group in groups:
             rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
-            areas = areas_of(self.mask, q_len, group.batch if self.mask.batch_size else None)
+            areas = areas_of(self.mask, q_len, group.batch)
             for rank, seen in enumerate(areas_of_segments(group.q_by_rank, areas)):
                 pairs[rank] += rows * seen
         return pairs.index(max(pairs))

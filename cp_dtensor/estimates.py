@@ -111,11 +111,11 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
         together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
+    hides = shape.masking is Masking.BY_SHAPE or not inner.shares_memory
     times = []
     for index, (towards_heads, towards_rows) in enumerate(exchanged):
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
         computing = [passes[index] for passes in computed]
-        hides = shape.masking is Masking.BY_SHAPE or not inner.shares_memory
         times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
     over_ring, ring_memory = 0.0, 0.0
     if outer is not None:

@@ -79,7 +79,7 @@ class HeadStaging:
 
 
 DEFAULT_HEAD_STAGING = HeadStaging()
-OUTER_ROTATION = AllToAll(hops_ahead=1)
+OUTER_ROTATION = AllToAll(transfers_ahead=1)
 """Of rings of rings: every hop travels under a whole inner ring."""
 _WIDE_GRADIENTS_FROM = 4
 """Ranks. With fewer the own tiles are so much of the work that their slower kernel would cost 10% of backward."""

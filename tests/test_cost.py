@@ -18,7 +18,7 @@ from cp_dtensor.rotation.allgather import AllGather, Staging
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation
-from cp_dtensor.rotation.cost import TOLERANCE, Hardware, predicted_seconds
+from cp_dtensor.rotation.cost import Hardware, predicted_seconds
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.tiling import Masking
 
@@ -102,7 +102,7 @@ def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -
     chosen = choose(shape(length, 8), 8, hardware, shares_memory=False)
     best = min(seconds(rotation, length, 8, hardware, True) for rotation in ROTATIONS[:2])
     assert chosen.name in ("allgather", "alltoall")
-    assert seconds(chosen, length, 8, hardware, True) <= TOLERANCE * best
+    assert seconds(chosen, length, 8, hardware, True) <= 1.05 * best
 
 
 def test_one_rank_alone_sends_nothing() -> None:

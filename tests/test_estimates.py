@@ -19,7 +19,6 @@ from cp_dtensor.masks import Causal
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.choice import ROTATE_METHODS
-from cp_dtensor.rotation.cost import TOLERANCE
 
 AUTO = ROTATE_METHODS["auto"]
 SHARED = Axis(8, H200, shares_memory=True)
@@ -74,12 +73,12 @@ def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
 @pytest.mark.parametrize("length", [4096, 65536])
-def test_the_fastest_is_as_fast_as_any(length: int, kv_heads: int) -> None:
+def test_the_fastest_is_within_5_percent_of_all(length: int, kv_heads: int) -> None:
     for found in (
         estimates(shape(length, kv_heads=kv_heads), SHARED, None, AUTO),
         of_two_axes(length, axis(2, 50e9, shares_memory=False), axis(4), kv_heads),
     ):
-        assert found[fastest(found)].seconds <= TOLERANCE * min(each.seconds for each in found.values())
+        assert found[fastest(found)].seconds <= 1.05 * min(each.seconds for each in found.values())
 
 
 def test_faster_links_are_not_predicted_to_be_slower() -> None:
@@ -202,7 +201,11 @@ def test_rings_hold_what_is_in_flight() -> None:
     ahead of it. All ranks' at once are 8 shards: 1 stage of K/V and none ahead."""
     call = dataclasses.replace(shape(2048), division=LayoutDivision(Contiguous(), 2048, 2048, 1, 8), mask=Full())
     shard = 2048 // 8 * call.head_bytes * call.kv_heads
-    for rotation, shards in ((AllToAll(), 3 + 3 + 1), (AllToAll(hops_ahead=1), 2 + 3 + 1), (AllGather(), 8 * 4 + 1)):
+    for rotation, shards in (
+        (AllToAll(), 3 + 3 + 1),
+        (AllToAll(transfers_ahead=1), 2 + 3 + 1),
+        (AllGather(), 8 * 4 + 1),
+    ):
         assert ring_estimate(call, SHARED, rotation).memory == pytest.approx(shards * shard)
     alone = dataclasses.replace(call, division=LayoutDivision(Contiguous(), 512, 512, 1, 2))
     assert ring_estimate(alone, axis(2), AllToAll()).memory == pytest.approx((1 + 3 + 1) * shard)

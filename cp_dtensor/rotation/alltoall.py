@@ -31,17 +31,13 @@ class AllToAll(ExchangedRotation):
     """The same in backward, where kernels and sums keep twice as much of it, in float32."""
     flops_per_hop: float = 0.3e12
     """Operations that a hop of some heads should have at least (half a millisecond on an H200): launches cost time."""
-    hops_ahead: int = 2
-    """In flight under a tile. A hop may get multiprocessors only when a tile ends, and needs those of both ranks: with
-    one ahead, every delay of one rank delays its neighbours."""
+    transfers_ahead: int = 2
+    """Hops in flight under a tile. One may get multiprocessors only when a tile ends, and needs those of both ranks:
+    with one ahead, every delay of one rank delays its neighbours."""
 
     @property
     def name(self) -> str:
         return "alltoall"
-
-    @property
-    def transfers_ahead(self) -> int:
-        return self.hops_ahead
 
     @property
     def keeps_own_gradients_wide(self) -> bool:

@@ -22,8 +22,8 @@ Way = TypeVar("Way")
 
 TRANSFER_TAX = 0.15
 """Attention runs so much slower while transfers take multiprocessors from it."""
-TOLERANCE = 1.05
-"""Predictions that differ by no more are taken for equal: they are within 7% of what was measured."""
+_TOLERANCE = 1.05
+"""Predictions that differ by no more are taken for equal."""
 _BLOCK = 128
 """Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward)."""
 _KERNEL = 10e-6
@@ -92,7 +92,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
 
 def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
     """The first of some ways whose predicted time is as good as the least, as far as predictions can tell."""
-    return next(way for way, each in zip(ways, seconds, strict=True) if each <= TOLERANCE * min(seconds))
+    return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
 
 
 def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardware, backward: bool) -> float:
