@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import SymmetricBuffer
-from cp_dtensor.rotation import device_streams, head_exchange_symm_mem
+from cp_dtensor.rotation import device_streams, flags, head_exchange_symm_mem
 from cp_dtensor.rotation import workspace as workspaces
 
 _PATIENCE = 60.0
@@ -64,6 +64,14 @@ class _Machine:
                 flag.value = each.value
         return 0
 
+    def launch_flags(self, told: torch.Tensor, awaited: torch.Tensor) -> None:
+        for address in filter(None, told.tolist()):
+            ctypes.c_uint32.from_address(address).value = 1
+        flags = [ctypes.c_uint32.from_address(address) for address in filter(None, awaited.tolist())]
+        _await(lambda: all(flag.value == 1 for flag in flags))
+        for flag in flags:
+            flag.value = 0
+
     def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
         ctypes.memmove(target, source, count)
         self.copies += 1
@@ -86,6 +94,7 @@ def shared_memory() -> Iterator[_Machine]:
         (device_streams, "_driver", lambda: machine),
         (workspaces, "symmetric_buffer", machine.symmetric_buffer),
         (workspaces, "obstacle_to_sharing", lambda *_: None),
+        (flags, "launch_flags", machine.launch_flags),
         (head_exchange_symm_mem, "launch_copies", machine.launch_copies),
         (torch.cuda, "synchronize", lambda device: None),
         (torch.cuda, "Stream", _Stream),

@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 
 from cp_dtensor._torch_private import SymmetricBuffer
-from cp_dtensor.rotation import device_streams, head_exchange_symm_mem, symm_mem
+from cp_dtensor.rotation import device_streams, flags, head_exchange_symm_mem, symm_mem
 from cp_dtensor.rotation import workspace as workspaces
-from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.rotation.flags import Flag
+from cp_dtensor.rotation.workspace import Workspace
 
 Op = tuple[Any, ...]
 """What it does, and to what; `interleavings` says what each means."""
@@ -187,6 +188,7 @@ class Group:
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
                 (workspaces, "obstacle_to_sharing", lambda *_: None),
+                (flags, "launch_flags", self._launch_flags),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
@@ -221,11 +223,21 @@ class Group:
     def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Sequence[Any], _: int) -> int:
         for each in operations:
             self.streams[stream].submit("wait" if each.operation == _WAIT else "set", each.address, each.value)
-        raised = {self.place(each.address)[2] // (4 * len(self.ranks)) for each in operations if each.value == 1}
-        if operations[0].operation != _WAIT:
-            self.active.told["kv"] += Flag.KV_READY in raised
-            self.active.told["grads"] += Flag.GRAD_READY in raised
+        self._count_told([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
+
+    def _launch_flags(self, told: torch.Tensor, awaited: torch.Tensor) -> None:
+        stream = self.active.current
+        ops = [("set", told, 1), ("wait", awaited, 1), ("set", awaited, 0)]
+        for op, addresses, value in ops:
+            for address in filter(None, addresses.tolist()):
+                stream.submit(op, address, value)
+        self._count_told([*filter(None, told.tolist())])
+
+    def _count_told(self, raised: list[int]) -> None:
+        flags_raised = {self.place(address)[2] // (4 * len(self.ranks)) for address in raised}
+        self.active.told["kv"] += Flag.KV_READY in flags_raised
+        self.active.told["grads"] += Flag.GRAD_READY in flags_raised
 
     def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
         memory = [(start, start + self.buffer.bytes_of[0].numel()) for start in self.workspaces[0].addresses]

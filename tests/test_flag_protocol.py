@@ -23,8 +23,8 @@ from cp_dtensor import flex_in_place
 from cp_dtensor.block_layouts import BalancedBlocks
 from cp_dtensor.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow
-from cp_dtensor.rotation.device_streams import FlagOperations
-from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.rotation.flags import Flag, Flags
+from cp_dtensor.rotation.workspace import Workspace
 
 INTERLEAVINGS = 100
 
@@ -171,8 +171,8 @@ def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> N
 @pytest.mark.parametrize("stages", [2, 4])
 @all_worlds
 def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[Program], Program]) -> None:
-    others = property(lambda self: [rank for rank in range(self.world_size) if rank != self.rank])
-    with mock.patch.object(Workspace, "_ranks", others):
+    others = property(lambda self: [rank for rank in range(len(self.addresses)) if rank != self.rank])
+    with mock.patch.object(Flags, "_ranks", others):
         check_that_it_goes_wrong(ranks, how(ulysses(stages, True, backward=False)))
         check(ranks, how(ulysses(stages, False, backward=False)))  # a rank with one stream would need none
 
@@ -207,10 +207,10 @@ EVERY_FLAG = [
 @pytest.mark.parametrize("call", EVERY_FLAG)
 @all_worlds
 def test_every_wait_is_needed(ranks: int, call: Program, missing: Flag) -> None:
-    wait = Workspace.wait
+    submit = Flags.submit
 
-    def all_but_one(workspace: Workspace, flag: Flag) -> FlagOperations:
-        return FlagOperations([]) if flag is missing else wait(workspace, flag)
+    def all_but_one(flags: Flags, stream: Any, *, tell: Flag | None = None, wait: Flag | None = None) -> None:
+        submit(flags, stream, tell=tell, wait=None if wait is missing else wait)
 
-    with mock.patch.object(Workspace, "wait", all_but_one):
+    with mock.patch.object(Flags, "submit", all_but_one):
         check_that_it_goes_wrong(ranks, one_after_the_other(call, call))

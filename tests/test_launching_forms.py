@@ -170,20 +170,26 @@ class Calls:
         pieces = torch.zeros(choice((1, 16, 3)), PIECE_FIELDS, dtype=torch.int64)
         launch_copies(pieces, choice((1, 16, 4000)), choice((16, 256)), targets, choice((1, 4)))
 
+    def flags(self) -> None:
+        from cp_dtensor.kernels.flags import launch_flags, padded_count
+
+        count = padded_count(self.choice(range(1, 9)))
+        launch_flags(*(torch.zeros(count, dtype=torch.int64) for _ in ("told", "awaited")))
+
 
 def main() -> None:
-    from cp_dtensor.kernels import attention_backward, attention_forward, copy_pieces, lse_merge, part_sum
+    from cp_dtensor.kernels import attention_backward, attention_forward, copy_pieces, flags, lse_merge, part_sum
     from cp_dtensor.kernels.launching import Launch
 
     forms = Forms()
     Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
-    for module in (attention_forward, attention_backward, copy_pieces, lse_merge, part_sum):
+    for module in (attention_forward, attention_backward, copy_pieces, flags, lse_merge, part_sum):
         for name in ("_launch", "_launches", "_delta_launch"):
             if hasattr(module, name):
                 setattr(module, name, checked(getattr(module, name)))
     calls = Calls()
     for _ in range(_CALLS):
-        for call in (calls.attention, calls.combination, calls.copies):
+        for call in (calls.attention, calls.combination, calls.copies, calls.flags):
             calls.make(call)
     for kernel, times in sorted(forms.times.items()):
         print(kernel, times)
@@ -197,7 +203,7 @@ def test_a_launch_has_one_form_for_each_alignment() -> None:
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     again = [int(line.split()[2]) for line in done.stdout.splitlines() if " again " in line]
-    assert len(again) == 8, done.stdout  # all kernels
+    assert len(again) == 9, done.stdout  # all kernels
     assert min(again) > 5, done.stdout
 
 

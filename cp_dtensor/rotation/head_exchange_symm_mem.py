@@ -19,10 +19,11 @@ from cp_dtensor.division import CallShape
 from cp_dtensor.kernels import TRITON_AVAILABLE
 from cp_dtensor.rotation import workspace as workspaces
 from cp_dtensor.rotation.device_streams import copy_bytes, copy_rows
+from cp_dtensor.rotation.flags import Flag
 from cp_dtensor.rotation.head_exchange import Arrivals, Departure, HeadExchange
 from cp_dtensor.rotation.head_pieces import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
 from cp_dtensor.rotation.heads import HeadRows, Tensors
-from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.rotation.workspace import Workspace
 from cp_dtensor.tensors import current_stream
 
 if TRITON_AVAILABLE:
@@ -143,10 +144,9 @@ class _ReadHeads(Arrivals):
         stream = current_stream(tensors[0].device)
         with label("publish heads"):
             workspace.follow(stream)
-            workspace.wait(Flag.KV_TAKEN).submit(stream.cuda_stream)
+            workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
             _publish(tensors, workspace.kv_address(workspace.rank), starts, stream)
-            workspace.tell(Flag.KV_READY).submit(stream.cuda_stream)
-            workspace.wait(Flag.KV_READY).submit(stream.cuda_stream)
+            workspace.flags.submit(stream, tell=Flag.KV_READY, wait=Flag.KV_READY)
         # The first stage is waited for at once, so it needs no stream of its own.
         self._next_stage = 0
         self._arriving = self._read(stream)
@@ -165,7 +165,7 @@ class _ReadHeads(Arrivals):
                 stream.wait_event(workspace.memory_is_free)
             _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, current)
             if self._next_stage == len(self._stages):
-                workspace.tell(Flag.KV_TAKEN).submit(stream.cuda_stream)
+                workspace.flags.submit(stream, tell=Flag.KV_TAKEN)
             if stream != current:
                 workspace.kv_arrived.record(stream)
         return arriving
@@ -195,18 +195,18 @@ class _ReadRows(Departure):
         current = current_stream(tensors[0].device)
         with label("publish rows"):
             workspace.follow(current)
-            workspace.wait(Flag.GRAD_TAKEN).submit(current.cuda_stream)
+            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN)
             _publish(tensors, workspace.grads_address(workspace.rank), starts, current)
-            workspace.tell(Flag.GRAD_READY).submit(current.cuda_stream)
+            workspace.flags.submit(current, tell=Flag.GRAD_READY, wait=Flag.GRAD_READY if is_last else None)
         stream = current if is_last else workspace.grad_stream
         with label("read rows"):
             if not is_last:
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
-            workspace.wait(Flag.GRAD_READY).submit(stream.cuda_stream)
+                workspace.flags.submit(stream, wait=Flag.GRAD_READY)
             table = _table(workspace, published, pieces_to_rows, workspace.grads_address)
             table.copy([target for bundle in targets for target in bundle], stream, current)
-            workspace.tell(Flag.GRAD_TAKEN).submit(stream.cuda_stream)
+            workspace.flags.submit(stream, tell=Flag.GRAD_TAKEN)
         self._read_on, self._device = stream, tensors[0].device
 
     def wait(self) -> None:

@@ -4,7 +4,7 @@ Each rank publishes its rows of K/V in symmetric memory; the others pull what th
 their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits, so the
 attention that runs meanwhile has all of them.
 
-Order, for each pair of ranks and both kinds of rows (see `workspace.Flag`), whether or not the pair exchanges rows in
+Order, for each pair of ranks and both kinds of rows (see `flags.Flag`), whether or not the pair exchanges rows in
 this call, since the call before may have:
 
     owner:   wait TAKEN; write the rows; raise READY at the reader
@@ -34,8 +34,9 @@ from cp_dtensor.rotation import workspace as workspaces
 from cp_dtensor.rotation.allgather import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.rotation.base import Contribution, GradTransfers, KvTransfers, Rotation
 from cp_dtensor.rotation.device_streams import copy_bytes
+from cp_dtensor.rotation.flags import Flag
 from cp_dtensor.rotation.rows import pack_stages, row_width
-from cp_dtensor.rotation.workspace import Flag, Workspace
+from cp_dtensor.rotation.workspace import Workspace
 from cp_dtensor.tensors import current_stream, cut
 
 
@@ -116,11 +117,11 @@ class _PulledKv(KvTransfers):
     def _publish(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
         workspace = self._workspace
         workspace.follow(self._stream)
-        workspace.wait(Flag.KV_TAKEN).submit(self._stream.cuda_stream)
+        workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
         rows = workspace.kv(k.dtype)
         for span in self._plan.given_spans:
             pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
-        workspace.tell(Flag.KV_READY).submit(self._stream.cuda_stream)
+        workspace.flags.submit(self._stream, tell=Flag.KV_READY)
 
     def _room_for_next(self) -> torch.Tensor | None:
         """Memory for the next stage; the event says when nobody uses it for something else any more."""
@@ -135,15 +136,15 @@ class _PulledKv(KvTransfers):
         stage_start = self._pitch * sum(self._widths[: self._next_stage])
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
-            stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
             if self._next_stage == 0:
-                workspace.wait(Flag.KV_READY).submit(stream)
+                workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY)
+            stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
             for peer, row, peer_row, count in self._plan.pulls:
                 published = workspace.kv_address(peer) + stage_start
                 copy_bytes(stream, target + row * width, published + peer_row * width, count * width)
             self._next_stage += 1
             if self._next_stage == len(self._widths):
-                workspace.tell(Flag.KV_TAKEN).submit(stream)
+                workspace.flags.submit(workspace.kv_stream, tell=Flag.KV_TAKEN)
             workspace.kv_arrived.record(workspace.kv_stream)
 
     def tiles_launched(self) -> None:
@@ -170,7 +171,7 @@ class _PulledGrads(GradTransfers):
     def buffer(self) -> torch.Tensor:
         plan, workspace = self._plan, self._workspace
         workspace.follow(self._stream)
-        workspace.wait(Flag.GRAD_TAKEN).submit(self._stream.cuda_stream)
+        workspace.flags.submit(self._stream, wait=Flag.GRAD_TAKEN)
         width = row_width(self._k, self._v, self._stages[0])
         count = plan.rows.total * width * self._k.itemsize
         return workspace.grads()[:count].view(self._k.dtype).view(-1, width)
@@ -179,7 +180,7 @@ class _PulledGrads(GradTransfers):
         plan, workspace = self._plan, self._workspace
         columns = row_width(self._k, self._v, self._stages.popleft())
         width = columns * self._k.itemsize
-        workspace.tell(Flag.GRAD_READY).submit(self._stream.cuda_stream)
+        workspace.flags.submit(self._stream, tell=Flag.GRAD_READY)
         copies, contributions = [], []
         for part, length in enumerate(plan.rows.lengths[plan.rank]):
             places = [
@@ -198,11 +199,11 @@ class _PulledGrads(GradTransfers):
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
+            workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY)
             stream = workspace.grad_stream.cuda_stream
-            workspace.wait(Flag.GRAD_READY).submit(stream)
             for target, source, start, count in copies:
                 copy_bytes(stream, target, workspace.grads_address(source) + start, count)
-            workspace.tell(Flag.GRAD_TAKEN).submit(stream)
+            workspace.flags.submit(workspace.grad_stream, tell=Flag.GRAD_TAKEN)
             # Before this stage is received the one before it is, so two events in turns are enough.
             arrived = workspace.grads_arrived[len(self._stages) % 2]
             arrived.record(workspace.grad_stream)

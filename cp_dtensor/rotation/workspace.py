@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, field
-from enum import IntEnum
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,22 +17,13 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch_private import SymmetricBuffer, prepared, symmetric_buffer
-from cp_dtensor.rotation.device_streams import FlagOperations, await_flags, raise_flags
+from cp_dtensor.rotation.flags import Flag, Flags
 from cp_dtensor.rotation.sharing import GRANULE, obstacle_to_sharing
 
 _log = logging.getLogger("cp_dtensor")
 _FLAG_BYTES = 64 * 1024
 _BEFORE_ATTENTION = -1
 """Priority of a stream whose copies, where they are kernels, get the first multiprocessors that attention leaves."""
-
-
-class Flag(IntEnum):
-    """What a flag says of the rank that raised it, to the rank in whose memory it lies."""
-
-    KV_READY = 0
-    KV_TAKEN = 1
-    GRAD_READY = 2
-    GRAD_TAKEN = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +34,7 @@ class Workspace:
     world_size: int
     buffer: SymmetricBuffer
     addresses: tuple[int, ...]
+    flags: Flags
     kv_bytes: int
     grad_bytes: int
     kv_stream: torch.cuda.Stream
@@ -61,27 +51,6 @@ class Workspace:
     _kv_views: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _last_stream: list[torch.cuda.Stream] = field(default_factory=list)
 
-    def wait(self, flag: Flag) -> FlagOperations:
-        """Waits until all ranks have raised a flag for this one."""
-        return self._waits[flag]
-
-    def tell(self, flag: Flag) -> FlagOperations:
-        """Raises this rank's flag for all ranks."""
-        return self._raises[flag]
-
-    @cached_property
-    def _waits(self) -> list[FlagOperations]:
-        return [await_flags([self._flag(self.rank, flag, rank) for rank in self._ranks]) for flag in Flag]
-
-    @cached_property
-    def _raises(self) -> list[FlagOperations]:
-        return [raise_flags([self._flag(rank, flag, self.rank) for rank in self._ranks]) for flag in Flag]
-
-    @property
-    def _ranks(self) -> range:
-        # With this rank among them: it publishes and reads on different streams, which nothing else orders.
-        return range(self.world_size)
-
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Orders what is published on `stream` behind what was published before, on whatever stream.
 
@@ -91,10 +60,6 @@ class Workspace:
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph cannot wait for what is not in it
             stream.wait_stream(last)
         self._last_stream[:] = [stream]
-
-    def _flag(self, holder: int, flag: Flag, raised_by: int) -> int:
-        """Address of a flag in `holder`'s memory."""
-        return self.addresses[holder] + 4 * (flag * self.world_size + raised_by)
 
     def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """The memory in which this rank publishes rows of K/V, flat."""
@@ -237,11 +202,13 @@ def allocated_bytes(device: torch.device) -> int:
 
 def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
     buffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
+    addresses = tuple(memory.data_ptr() for memory in buffer.bytes_of)
     made = Workspace(
         rank=group.rank(),
         world_size=group.size(),
         buffer=buffer,
-        addresses=tuple(memory.data_ptr() for memory in buffer.bytes_of),
+        addresses=addresses,
+        flags=Flags(group.rank(), addresses, device),
         kv_bytes=kv_bytes,
         grad_bytes=grad_bytes,
         kv_stream=torch.cuda.Stream(device, _BEFORE_ATTENTION),
@@ -255,6 +222,7 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
     words = made.buffer.bytes_of[made.rank][:_FLAG_BYTES].view(torch.int32)
     for flag in (Flag.KV_TAKEN, Flag.GRAD_TAKEN):
         words[flag * made.world_size : (flag + 1) * made.world_size] = 1
+    made.flags.prepare()
     _meet(group, device)
     return made
 
