@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import GPUS
 from dropouts import moved
+from quick_interpreter import replace_functions_once_a_launch
 
 from cp_dtensor.kernels.attention_dropout import Dropout
 from cp_dtensor.kernels.attention_twin import attention_backward_twin, attention_forward_twin
@@ -31,6 +32,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 # The kernels run in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16. Compiling
 # takes a second for each kernel and kind of arguments: `test_attention_gpu` has those cases that are run compiled.
+if not GPUS:
+    replace_functions_once_a_launch()
 no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
 _INTERPRETER = pytest.param("cpu", marks=no_gpu, id="interpreter")
 interpreted = pytest.mark.parametrize("device", [_INTERPRETER])
