@@ -69,6 +69,14 @@ class Pull(NamedTuple):
     rows: int
 
 
+class GradPulls(NamedTuple):
+    """Some rows of this rank's shard, and where the ranks that have seen them publish their gradients."""
+
+    rows: Span
+    places: tuple[tuple[int, int], ...]
+    """Rank, and the first of the rows where they are gathered there."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided about a call before it runs but its tensors and its process group."""
@@ -112,15 +120,31 @@ class Plan:
 
     @cached_property
     def pulls(self) -> tuple[Pull, ...]:
-        """What to copy into a gathered buffer, each rank beginning with another peer so that not all pull from one."""
-        peers = [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+        """What to copy into a gathered buffer."""
         pulls = []
-        for peer in peers:
+        for peer in self._peers:
             for part in self.wanted[peer]:
                 start, stop = self.rows.span(peer, part)
                 if start < stop:
                     pulls.append(Pull(peer, start, self.rows.local_span(peer, part)[0], stop - start))
         return tuple(pulls)
+
+    @cached_property
+    def grad_pulls(self) -> tuple[GradPulls, ...]:
+        """What to copy of the gradients of this rank's rows, each part of them from one peer after the other."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for peer in self._peers:
+            for part, start in zip(self.given[peer], self.given_at[peer], strict=True):
+                places.setdefault(part, []).append((peer, start))
+        spans = {part: self.rows.local_span(self.rank, part) for part in sorted(places)}
+        return tuple(
+            GradPulls((start, stop), tuple(places[part])) for part, (start, stop) in spans.items() if start < stop
+        )
+
+    @property
+    def _peers(self) -> list[int]:
+        """All other ranks; each rank begins with another one, so that not all pull from one."""
+        return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> Plan:

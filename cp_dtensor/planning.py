@@ -68,12 +68,16 @@ class HeadStaging:
 
     flops_per_stage: float = 0.3e12
     """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
+    more_by_row: float = 3.0
+    """Times as many where masks are by row: those kernels leave no multiprocessor to the copies by which ranks publish,
+    so exchanges hide under them little (measured on 4 H200s: docs/log.md)."""
     most: int = 4
 
     def stages(self, shape: CallShape, world_size: int) -> int:
         """As many as are worthwhile and divide a rank's query heads."""
         groups = shape.division.groups()
-        worthwhile = int(shape.flops(groups) / groups[0].world_size / self.flops_per_stage)
+        least = self.flops_per_stage * (1.0 if shape.masking is Masking.BY_SHAPE else self.more_by_row)
+        worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
         heads = max(shape.q_heads // world_size, 1)
         return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
 

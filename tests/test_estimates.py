@@ -16,9 +16,11 @@ from cp_dtensor.estimates import Axis, Estimate, estimates, fastest, ring_estima
 from cp_dtensor.explain import H200, Explanation
 from cp_dtensor.layouts import Contiguous, HeadTail
 from cp_dtensor.masks import Causal
+from cp_dtensor.planning import DEFAULT_HEAD_STAGING
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.choice import ROTATE_METHODS
+from cp_dtensor.tiling import Masking
 
 AUTO = ROTATE_METHODS["auto"]
 SHARED = Axis(8, H200, shares_memory=True)
@@ -53,6 +55,14 @@ def test_bytes_of_ulysses_by_hand() -> None:
     found = ulysses_estimate(shape(8192), SHARED, None, AUTO)
     assert found.inner_bytes == 2 * (8 + 8 + 2 + 2) * 2**20 * 7 / 8
     assert found.outer_bytes == 0
+
+
+@pytest.mark.parametrize(("length", "by_shape", "by_row"), [(16384, 1, 1), (24576, 4, 1), (32768, 4, 2), (65536, 4, 4)])
+def test_stages_of_heads_have_more_work_where_masks_are_by_row(length: int, by_shape: int, by_row: int) -> None:
+    """0.55, 1.2, 2.2 and 8.8e12 operations of a rank of 4, with 8 query heads."""
+    causal = shape(length, 4)
+    for masking, stages in ((Masking.BY_SHAPE, by_shape), (Masking.BY_ROW, by_row)):
+        assert DEFAULT_HEAD_STAGING.stages(dataclasses.replace(causal, masking=masking), 4) == stages
 
 
 def test_bytes_of_a_ring_by_hand() -> None:

