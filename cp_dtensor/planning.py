@@ -23,6 +23,7 @@ from cp_dtensor.rotation.head_exchange import CollectiveHeads
 from cp_dtensor.rotation.head_exchange_symm_mem import shared_memory_heads
 from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.rotation.ranks import SequenceRanks
+from cp_dtensor.rotation.workspace import why_unshared
 from cp_dtensor.tensors import on_device
 from cp_dtensor.tiling import Masking
 from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
@@ -69,14 +70,15 @@ class HeadStaging:
     flops_per_stage: float = 0.3e12
     """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
     more_by_row: float = 3.0
-    """Times as many where masks are by row: those kernels leave no multiprocessor to the copies by which ranks publish,
-    so exchanges hide under them little (measured on 4 H200s: docs/log.md)."""
+    """Times as many where masks are by row and ranks share memory: those kernels leave no multiprocessor to the copies
+    by which ranks publish, so exchanges hide under them little (measured on 4 H200s: docs/log.md)."""
     most: int = 4
 
-    def stages(self, shape: CallShape, world_size: int) -> int:
+    def stages(self, shape: CallShape, world_size: int, shares_memory: bool) -> int:
         """As many as are worthwhile and divide a rank's query heads."""
         groups = shape.division.groups()
-        least = self.flops_per_stage * (1.0 if shape.masking is Masking.BY_SHAPE else self.more_by_row)
+        hides_little = shares_memory and shape.masking is not Masking.BY_SHAPE
+        least = self.flops_per_stage * (self.more_by_row if hides_little else 1.0)
         worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
         heads = max(shape.q_heads // world_size, 1)
         return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
@@ -99,7 +101,10 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
     axis, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, ranks.outer)
     rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank()
     shape = request.shape
-    heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), DEFAULT_HEAD_STAGING.stages(shape, axis.size()))
+    with on_device(request.device):
+        shares_memory = why_unshared(axis, request.device) is None
+    stage_count = DEFAULT_HEAD_STAGING.stages(shape, axis.size(), shares_memory)
+    heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), stage_count)
     united = UnitedDivision(request.division, axis.size())
     united_shape = replace(shape, division=united)
     stages = exchange_stages(heads, united, ring_rank)

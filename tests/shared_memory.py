@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -64,13 +64,16 @@ class _Machine:
                 flag.value = each.value
         return 0
 
-    def launch_flags(self, told: torch.Tensor, awaited: torch.Tensor) -> None:
-        for address in filter(None, told.tolist()):
-            ctypes.c_uint32.from_address(address).value = 1
-        flags = [ctypes.c_uint32.from_address(address) for address in filter(None, awaited.tolist())]
-        _await(lambda: all(flag.value == 1 for flag in flags))
-        for flag in flags:
-            flag.value = 0
+    def flag_launch(self, told: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
+        def launch(stream: int) -> None:
+            for address in filter(None, told.tolist()):
+                ctypes.c_uint32.from_address(address).value = 1
+            words = [ctypes.c_uint32.from_address(address) for address in filter(None, awaited.tolist())]
+            _await(lambda: all(word.value == 1 for word in words))
+            for word in words:
+                word.value = 0
+
+        return launch
 
     def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
         ctypes.memmove(target, source, count)
@@ -94,7 +97,7 @@ def shared_memory() -> Iterator[_Machine]:
         (device_streams, "_driver", lambda: machine),
         (workspaces, "symmetric_buffer", machine.symmetric_buffer),
         (workspaces, "obstacle_to_sharing", lambda *_: None),
-        (flags, "launch_flags", machine.launch_flags),
+        (flags, "flag_launch", machine.flag_launch),
         (head_exchange_symm_mem, "launch_copies", machine.launch_copies),
         (torch.cuda, "synchronize", lambda device: None),
         (torch.cuda, "Stream", _Stream),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -188,7 +188,7 @@ class Group:
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
                 (workspaces, "obstacle_to_sharing", lambda *_: None),
-                (flags, "launch_flags", self._launch_flags),
+                (flags, "flag_launch", self._flag_launch),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
@@ -226,13 +226,17 @@ class Group:
         self._count_told([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
 
-    def _launch_flags(self, told: torch.Tensor, awaited: torch.Tensor) -> None:
-        stream = self.active.current
+    def _flag_launch(self, told: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
         ops = [("set", told, 1), ("wait", awaited, 1), ("set", awaited, 0)]
-        for op, addresses, value in ops:
-            for address in filter(None, addresses.tolist()):
-                stream.submit(op, address, value)
-        self._count_told([*filter(None, told.tolist())])
+
+        def launch(stream: int) -> None:
+            assert self.streams[stream] is self.active.current, "kernels are launched on the current stream"
+            for op, addresses, value in ops:
+                for address in filter(None, addresses.tolist()):
+                    self.active.current.submit(op, address, value)
+            self._count_told([*filter(None, told.tolist())])
+
+        return launch
 
     def _count_told(self, raised: list[int]) -> None:
         flags_raised = {self.place(address)[2] // (4 * len(self.ranks)) for address in raised}

@@ -98,3 +98,6 @@ def test_times_under_masks_are_near_what_was_measured(
     assert "ring" in known
     if len(known) == len(found):
         assert known[fastest(found)] <= 1.05 * min(known.values())
+    # Of documents of 65,536 tokens on 8 ranks both ways were measured before stages had more work: 8.36 and 8.87 ms.
+    if layout == "Balanced" and (ranks, name, length) != (8, "documents 2048", 65536):
+        assert fastest(found) == "ring"

@@ -209,8 +209,8 @@ EVERY_FLAG = [
 def test_every_wait_is_needed(ranks: int, call: Program, missing: Flag) -> None:
     submit = Flags.submit
 
-    def all_but_one(flags: Flags, stream: Any, *, tell: Flag | None = None, wait: Flag | None = None) -> None:
-        submit(flags, stream, tell=tell, wait=None if wait is missing else wait)
+    def all_but_one(flags: Flags, stream: Any, *, wait: Flag | None = None, **others: Any) -> None:
+        submit(flags, stream, wait=None if wait is missing else wait, **others)
 
     with mock.patch.object(Flags, "submit", all_but_one):
         check_that_it_goes_wrong(ranks, one_after_the_other(call, call))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +21,14 @@ all_devices = pytest.mark.parametrize(
 )
 
 
-def addresses(words: torch.Tensor, places: list[int], count: int) -> torch.Tensor:
+def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
     """Of some of the words."""
     found = [words[place].data_ptr() for place in places]
     return torch.tensor(found + [0] * (count - len(found)), device=words.device)
+
+
+def stream_of(device: str) -> int:
+    return 0 if device == "cpu" else int(torch.cuda.current_stream().cuda_stream)
 
 
 @all_devices
@@ -31,9 +39,21 @@ def test_the_kernel_raises_flags_and_takes_down_what_it_waited_for(
     words = torch.zeros(6, dtype=torch.int32, device=device)
     words[awaited] = 1
     count = kernel.padded_count(3)
-    kernel.launch_flags(addresses(words, told, count), addresses(words, awaited, count))
+    kernel.flag_launch(addresses(words, told, count), addresses(words, awaited, count))(stream_of(device))
     expected = [int(place in told and place not in awaited) for place in range(6)]
     assert words.tolist() == expected
+
+
+@all_devices
+def test_a_launch_may_be_repeated(device: str) -> None:
+    """It is Triton's, then direct, then of memory that is filled once."""
+    words = torch.zeros(2, dtype=torch.int32, device=device)
+    count = kernel.padded_count(2)
+    launch = kernel.flag_launch(addresses(words, [0], count), addresses(words, [1], count))
+    for _ in range(5):
+        words[:] = torch.tensor([0, 1])
+        launch(stream_of(device))
+        assert words.tolist() == [1, 0]
 
 
 @pytest.mark.gpu
@@ -41,33 +61,64 @@ def test_the_kernel_waits() -> None:
     """For a flag that another stream raises later, and not before all are up."""
     words = torch.zeros(2, dtype=torch.int32, device="cuda")
     after = torch.zeros(1, dtype=torch.int32, device="cuda")
-    none = addresses(words, [], 2)
-    for _ in range(2):  # while a kernel waits, CUDA may be unable to load another
-        kernel.launch_flags(none, none)
+    count = kernel.padded_count(2)
+    places = {which: addresses(words, which, count) for which in ((), (0,), (1,), (0, 1))}
+    wait_for_both, raise_first, raise_second = (
+        kernel.flag_launch(places[told], places[awaited]) for told, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
+    )
+    for _ in range(3):  # while a kernel waits, CUDA may be unable to load another
+        for launch in (raise_first, raise_second, wait_for_both):
+            launch(stream_of("cuda"))
         after.add_(0)
         after.clone()
         torch.cuda._sleep(10)
     torch.cuda.synchronize()
-    waiting, raising = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(waiting):
-        kernel.launch_flags(none, addresses(words, [0, 1], 2))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wait_for_both(stream_of("cuda"))
         after.add_(1)
-    with torch.cuda.stream(raising):
-        kernel.launch_flags(addresses(words, [0], 2), none)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        raise_first(stream_of("cuda"))
         torch.cuda._sleep(10_000_000)
         seen_before = after.clone()
-        kernel.launch_flags(addresses(words, [1], 2), none)
+        raise_second(stream_of("cuda"))
     torch.cuda.synchronize()
     assert (seen_before.item(), after.item(), words.tolist()) == (0, 1, [0, 0])
+
+
+_COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from cp_dtensor.kernels.flags import padded_count, pass_flags_kernel
+signature = {"told_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
+source = ASTSource(pass_flags_kernel, signature, {"PLACES": padded_count(8), "INTERPRETED": False})
+print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
+"""
+
+
+def test_the_compiled_kernel_orders_memory_for_all_gpus() -> None:
+    """Flags of peers are stored, with release; those awaited are read with acquire; both as all GPUs see them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    raising = [line for line in lines if "st.release.sys.global.b32" in line]
+    awaiting = [line for line in lines if "atom" in line]
+    assert len(raising) == 1
+    assert awaiting
+    assert all("sys" in line and "acquire" in line for line in awaiting)
 
 
 class _Stream:
     cuda_stream = 0
 
 
-@pytest.mark.parametrize("is_current", [True, False])
-def test_only_the_current_stream_runs_the_kernel(is_current: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others run beside attention."""
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_runs_beside_attention_needs_no_kernel(
+    beside: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cp_dtensor.rotation import device_streams, flags
 
     done: list[str] = []
@@ -77,11 +128,9 @@ def test_only_the_current_stream_runs_the_kernel(is_current: bool, monkeypatch: 
             done.append("front end")
             return 0
 
-    streams = [_Stream(), _Stream()]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
     monkeypatch.setattr(device_streams, "_driver", Driver)
-    monkeypatch.setattr(flags, "launch_flags", lambda *_: done.append("kernel"))
+    monkeypatch.setattr(flags, "TRITON_AVAILABLE", has_triton)
+    monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda stream: done.append("kernel"))
     of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), torch.device("cpu"))
-    both: dict[str, Any] = {"tell": flags.Flag.KV_READY, "wait": flags.Flag.KV_TAKEN}
-    of_one.submit(streams[0 if is_current else 1], **both)
-    assert done == (["kernel"] if is_current else ["front end", "front end"])
+    of_one.submit(_Stream(), tell=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, beside=beside)  # type: ignore[arg-type]
+    assert done == (["kernel"] if has_triton and not beside else ["front end", "front end"])

@@ -171,10 +171,10 @@ class Calls:
         launch_copies(pieces, choice((1, 16, 4000)), choice((16, 256)), targets, choice((1, 4)))
 
     def flags(self) -> None:
-        from cp_dtensor.kernels.flags import launch_flags, padded_count
+        from cp_dtensor.kernels.flags import flag_launch, padded_count
 
-        count = padded_count(self.choice(range(1, 9)))
-        launch_flags(*(torch.zeros(count, dtype=torch.int64) for _ in ("told", "awaited")))
+        count = padded_count(self.choice((1, 40)))
+        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in ("told", "awaited")))(0)
 
 
 def main() -> None:

@@ -114,6 +114,24 @@ def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> N
         assert [plans[source].given[plan.rank] for source in range(call.ranks)] == list(plan.wanted)
 
 
+@given(planned())
+def test_gradients_come_home_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
+    """Of each row that a rank pulls the owner pulls the gradient, from where it lies; from the next rank first."""
+    plans = case[2]
+    away = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
+    home = [
+        (owner.rank, reader, rows[0], row, rows[1] - rows[0])
+        for owner in plans
+        for rows, places in owner.grad_pulls
+        for reader, row in places
+    ]
+    assert sorted(home) == sorted(away)
+    for owner in plans:
+        for _, places in owner.grad_pulls:
+            hops = [(reader - owner.rank) % owner.world_size for reader, _ in places]
+            assert hops == sorted(hops)
+
+
 @each_pass
 @given(case=planned())
 def test_tiles_read_only_what_their_transfer_brings(

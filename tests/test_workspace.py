@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cp_dtensor._torch_private import SymmetricBuffer
+from cp_dtensor.rotation import flags
 from cp_dtensor.rotation import workspace as workspaces
 
 
@@ -33,6 +35,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], workspaces.Workspace
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     group: Any = SingleRank()
     return lambda: workspaces.workspace(group, torch.device("cpu"), 1024, 512)
 
@@ -57,3 +60,17 @@ def test_rows_are_asked_for_once(mapped: Callable[[], workspaces.Workspace]) -> 
     assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
     assert workspace.kv().data_ptr() == workspace.kv(torch.float32).data_ptr()
     assert workspace.grads().numel() == workspace.grad_bytes
+
+
+def test_what_passes_flags_is_loaded_when_memory_is_mapped(
+    mapped: Callable[[], workspaces.Workspace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph could not capture that."""
+    pytest.importorskip("cp_dtensor.kernels.flags")
+    launched: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(
+        flags, "flag_launch", lambda *which: lambda stream: launched.append(tuple(x.tolist() for x in which))
+    )
+    mapped()
+    ((told, awaited),) = launched
+    assert not any(told + awaited), "no flag is passed yet"

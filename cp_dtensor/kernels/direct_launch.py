@@ -20,7 +20,7 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ _NUMBERS = {"i32": ("i", 4), "i64": ("q", 8), "u32": ("I", 4), "u64": ("Q", 8), 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAX_BYTES = 4096  # of all parameters, by CUDA
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZERO_OUTSIDE = 0, 2, 0  # of tensor maps
+
+
+Grid = tuple[int, int, int]
 
 
 class Unknown(Exception):
@@ -159,19 +162,34 @@ class DirectLaunch:
         self._function, self._shared = compiled.function, metadata.shared
         self._threads = 32 * metadata.num_warps
         self._keep = compiled  # whose end may unload the function
-        self._buffer = ctypes.create_string_buffer(self._parameters.bytes)
-        start = ctypes.addressof(self._buffer)
-        self._pointers = (ctypes.c_void_p * len(sizes))(*(start + offset for offset, _ in self._parameters.places))
         self._launch = _driver().cuLaunchKernel
+        self._buffer, self._pointers = self._memory()
         self._lock = threading.Lock()  # of the buffer, until the driver has read it
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, addresses: Sequence[int]) -> bool:
+    def __call__(self, grid: Grid, stream: int, addresses: Sequence[int]) -> bool:
         """Launches on a stream of the current device; False if the driver refuses, and nothing was launched."""
         with self._lock:
             self._parameters.pack_into(self._buffer, addresses)
-            code: int = self._launch(
-                self._function, *grid, self._threads, 1, 1, self._shared, stream, self._pointers, None
-            )  # fmt: skip
+            return self._submitted(grid, stream, self._pointers)
+
+    def fixed(self, grid: Grid, addresses: Sequence[int]) -> Callable[[int], bool]:
+        """The same with grid and addresses, in memory of its own: a function of the stream."""
+        buffer, pointers = self._memory()
+        self._parameters.pack_into(buffer, addresses)
+
+        def launch(stream: int, _keep: object = buffer) -> bool:
+            return self._submitted(grid, stream, pointers)
+
+        return launch
+
+    def _memory(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_void_p]]:
+        """For parameters, and where each of them is in there."""
+        buffer = ctypes.create_string_buffer(self._parameters.bytes)
+        start, places = ctypes.addressof(buffer), self._parameters.places
+        return buffer, (ctypes.c_void_p * len(places))(*(start + offset for offset, _ in places))
+
+    def _submitted(self, grid: Grid, stream: int, pointers: ctypes.Array[ctypes.c_void_p]) -> bool:
+        code: int = self._launch(self._function, *grid, self._threads, 1, 1, self._shared, stream, pointers, None)
         return code == 0
 
 

@@ -101,6 +101,22 @@ class Launch:
         if found is None:
             self._found[key] = _Compiled(compiled)
 
+    def bound(self, *tensors: torch.Tensor) -> BoundLaunch:
+        """This launch with these tensors."""
+        return BoundLaunch(self, tensors)
+
+    def fixed(self, tensors: Sequence[torch.Tensor]) -> Callable[[int], bool] | None:
+        """With these tensors on the current device, as a function of the stream; None if it is not direct (yet)."""
+        addresses = [x.data_ptr() for x in tensors]
+        device = triton.runtime.driver.active.get_current_device()
+        found = self._found.get((device, _alignments(addresses)))
+        return found.fixed(self._grid, addresses) if isinstance(found, DirectLaunch) else None
+
+    @property
+    def needs_triton(self) -> bool:
+        """Whether Triton has to launch, at this moment."""
+        return _needs_triton(self._kernel)
+
     def _launch_by_triton(self, tensors: Sequence[torch.Tensor]) -> Any:
         arguments: list[Any] = list(tensors)
         for index, block in enumerate(self._blocks):
@@ -118,6 +134,21 @@ class Launch:
         except (Unknown, AttributeError, KeyError, TypeError) as error:  # it is not like those that are known
             _log.debug("Triton launches %s, which takes the host longer: %r", self._kernel.__name__, error)
             return repr(error)
+
+
+class BoundLaunch:
+    """A launch with its tensors, for what is launched again and again: from the third time on the host says no more
+    than go."""
+
+    def __init__(self, launch: Launch, tensors: Sequence[torch.Tensor]) -> None:
+        self._launch, self._tensors = launch, tuple(tensors)
+        self._fixed: Callable[[int], bool] | None = None
+
+    def __call__(self, stream: int) -> None:
+        """Launches on the current stream of the tensors' device, whose handle this is."""
+        if self._fixed is None or self._launch.needs_triton or not self._fixed(stream):
+            self._launch(*self._tensors)
+            self._fixed = self._launch.fixed(self._tensors) if self._tensors[0].is_cuda else None
 
 
 class _Compiled(NamedTuple):

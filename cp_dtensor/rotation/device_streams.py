@@ -1,8 +1,6 @@
 """Copies and flags on CUDA streams, by the copy engines and the front end of the GPU: no multiprocessor takes part.
 
-A flag is a 32-bit word in device memory, 0 or 1. One side raises it after its work on a stream; the other side's stream
-waits until it is up and takes it down again. Streams of all ranks that use a flag this way in turns need no counter, so
-a captured graph can be replayed.
+What flags mean is in `flags`, which passes them by kernels as well.
 
 Calls go straight to the CUDA driver: torch has no stream-ordered wait, and a call costs 1.5 us where a torch operation
 costs 5.

@@ -6,7 +6,7 @@ waits takes it down, so there is no counter, and a captured CUDA graph can be re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -18,7 +18,8 @@ from cp_dtensor.rotation.device_streams import FlagOperations, await_flags, rais
 from cp_dtensor.tensors import current_stream
 
 if TRITON_AVAILABLE:
-    from cp_dtensor.kernels.flags import launch_flags, padded_count
+    from cp_dtensor.kernels.flags import flag_launch, padded_count
+    from cp_dtensor.kernels.launching import BoundLaunch
 
 
 class Flag(IntEnum):
@@ -39,15 +40,26 @@ class Flags:
     """Where those in each rank's memory begin, as this device sees it."""
     device: torch.device
 
-    def submit(self, stream: torch.cuda.Stream, *, tell: Flag | None = None, wait: Flag | None = None) -> None:
+    def submit(
+        self,
+        stream: torch.cuda.Stream,
+        *,
+        tell: Flag | None = None,
+        wait: Flag | None = None,
+        beside: bool = False,
+    ) -> None:
         """Raises a flag for all ranks; then waits until all have raised one for this rank, and takes it down.
 
-        On the current stream that is a kernel, if there is Triton: with many ranks it is several times as fast. On
-        others the front end of the GPU does it, since they run beside attention, which leaves a kernel no
-        multiprocessor.
+        Args:
+            stream: the current one, unless it is beside.
+            tell: what to raise.
+            wait: what to wait for.
+            beside: whether attention runs meanwhile, on another stream. It leaves a kernel no multiprocessor, so the
+                front end of the GPU does it. Otherwise, if there is Triton, a kernel does: with many ranks it is
+                several times as fast.
         """
-        if TRITON_AVAILABLE and stream == current_stream(self.device):
-            launch_flags(self._places[0][tell], self._places[1][wait])
+        if TRITON_AVAILABLE and not beside:
+            self._launches[tell, wait](stream.cuda_stream)
             return
         if tell is not None:
             self._raises[tell].submit(stream.cuda_stream)
@@ -57,7 +69,7 @@ class Flags:
     def prepare(self) -> None:
         """Uploads what the kernel has to know and loads it, since a CUDA graph cannot capture that."""
         if TRITON_AVAILABLE:
-            launch_flags(self._places[0][None], self._places[1][None])
+            self._launches[None, None](current_stream(self.device).cuda_stream)
 
     @cached_property
     def _raises(self) -> list[FlagOperations]:
@@ -68,15 +80,17 @@ class Flags:
         return [await_flags(self._here_awaited(flag)) for flag in Flag]
 
     @cached_property
-    def _places(self) -> list[dict[Flag | None, torch.Tensor]]:
-        """Addresses of what this rank raises, and of what it waits for, on the device."""
-        count = padded_count(len(self.addresses))
+    def _launches(self) -> dict[tuple[Flag | None, Flag | None], BoundLaunch]:
+        """By what is raised and what is waited for; None is no flag."""
+        count, flags = padded_count(len(self.addresses)), [*Flag, None]
 
-        def rows(of_flag: list[list[int]]) -> dict[Flag | None, torch.Tensor]:
-            padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flag, []]]
-            return dict(zip([*Flag, None], torch.tensor(padded, device=self.device).unbind(), strict=True))
+        def uploaded(of_flags: list[list[int]]) -> Iterable[torch.Tensor]:
+            padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flags, []]]
+            return torch.tensor(padded, device=self.device).unbind()
 
-        return [rows([each(flag) for flag in Flag]) for each in (self._here_raised, self._here_awaited)]
+        told = dict(zip(flags, uploaded([self._here_raised(flag) for flag in Flag]), strict=True))
+        awaited = dict(zip(flags, uploaded([self._here_awaited(flag) for flag in Flag]), strict=True))
+        return {(tell, wait): flag_launch(told[tell], awaited[wait]) for tell in flags for wait in flags}
 
     def _here_raised(self, flag: Flag) -> list[int]:
         return [self._address(holder, flag, self.rank) for holder in self._ranks]

@@ -165,7 +165,7 @@ class _ReadHeads(Arrivals):
                 stream.wait_event(workspace.memory_is_free)
             _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, current)
             if self._next_stage == len(self._stages):
-                workspace.flags.submit(stream, tell=Flag.KV_TAKEN)
+                workspace.flags.submit(stream, tell=Flag.KV_TAKEN, beside=stream != current)
             if stream != current:
                 workspace.kv_arrived.record(stream)
         return arriving
@@ -193,20 +193,23 @@ class _ReadRows(Departure):
         published = _published(targets, kinds)
         starts = offsets([tensor.stage_bytes for tensor in published])
         current = current_stream(tensors[0].device)
+        beside = not is_last  # the next stage is computed meanwhile, perhaps on two streams
         with label("publish rows"):
             workspace.follow(current)
-            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN)
+            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, beside=beside)
             _publish(tensors, workspace.grads_address(workspace.rank), starts, current)
-            workspace.flags.submit(current, tell=Flag.GRAD_READY, wait=Flag.GRAD_READY if is_last else None)
-        stream = current if is_last else workspace.grad_stream
+        stream = workspace.grad_stream if beside else current
         with label("read rows"):
-            if not is_last:
+            if beside:
+                workspace.flags.submit(current, tell=Flag.GRAD_READY, beside=True)
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
-                workspace.flags.submit(stream, wait=Flag.GRAD_READY)
+                workspace.flags.submit(stream, wait=Flag.GRAD_READY, beside=True)
+            else:
+                workspace.flags.submit(current, tell=Flag.GRAD_READY, wait=Flag.GRAD_READY)
             table = _table(workspace, published, pieces_to_rows, workspace.grads_address)
             table.copy([target for bundle in targets for target in bundle], stream, current)
-            workspace.flags.submit(stream, tell=Flag.GRAD_TAKEN)
+            workspace.flags.submit(stream, tell=Flag.GRAD_TAKEN, beside=beside)
         self._read_on, self._device = stream, tensors[0].device
 
     def wait(self) -> None:

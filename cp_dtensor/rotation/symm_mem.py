@@ -1,8 +1,8 @@
 """The symm_mem rotation: all-gather by the copy engines, over memory that the ranks of a node share.
 
 Each rank publishes its rows of K/V in symmetric memory; the others pull what they want, stage by stage, on a stream of
-their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits, so the
-attention that runs meanwhile has all of them.
+their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits under
+attention, which has all of them.
 
 Order, for each pair of ranks and both kinds of rows (see `flags.Flag`), whether or not the pair exchanges rows in
 this call, since the call before may have:
@@ -137,14 +137,14 @@ class _PulledKv(KvTransfers):
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
             if self._next_stage == 0:
-                workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY)
+                workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, beside=True)
             stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
             for peer, row, peer_row, count in self._plan.pulls:
                 published = workspace.kv_address(peer) + stage_start
                 copy_bytes(stream, target + row * width, published + peer_row * width, count * width)
             self._next_stage += 1
             if self._next_stage == len(self._widths):
-                workspace.flags.submit(workspace.kv_stream, tell=Flag.KV_TAKEN)
+                workspace.flags.submit(workspace.kv_stream, tell=Flag.KV_TAKEN, beside=True)
             workspace.kv_arrived.record(workspace.kv_stream)
 
     def tiles_launched(self) -> None:
@@ -188,14 +188,14 @@ class _PulledGrads(GradTransfers):
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
-            workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY)
+            workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY, beside=True)
             stream = workspace.grad_stream.cuda_stream
             for (rows, places), (_, stack) in zip(plan.grad_pulls, contributions, strict=True):
                 target, count = stack.data_ptr(), (rows[1] - rows[0]) * width
                 for peer, first_row in places:
                     copy_bytes(stream, target, workspace.grads_address(peer) + first_row * width, count)
                     target += count
-            workspace.flags.submit(workspace.grad_stream, tell=Flag.GRAD_TAKEN)
+            workspace.flags.submit(workspace.grad_stream, tell=Flag.GRAD_TAKEN, beside=True)
             # Before this stage is received the one before it is, so two events in turns are enough.
             arrived = workspace.grads_arrived[len(self._stages) % 2]
             arrived.record(workspace.grad_stream)

@@ -126,16 +126,10 @@ def _rows_of_others(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool
 
 def _contributions(like: torch.Tensor, plan: Plan, width: int) -> list[Contribution]:
     """Of all ranks that want a part of this rank's shard."""
-    found = []
-    for part, length in enumerate(plan.rows.lengths[plan.rank]):
-        readers = sum(part in given for given in plan.given)
-        if readers and length:
-            found.append(
-                Contribution(plan.rows.local_span(plan.rank, part), _random(like, readers * length, width).view(
-                    readers, length, width
-                ))
-            )  # fmt: skip
-    return found
+    return [
+        Contribution(rows, _random(like, len(places) * (rows[1] - rows[0]), width).view(len(places), -1, width))
+        for rows, places in plan.grad_pulls
+    ]
 
 
 @dataclass(frozen=True)
