@@ -1,7 +1,7 @@
 """Ranks as real processes, over gloo or NCCL. One set of processes serves many bodies.
 
-What a process has imported stays, and torch.compile alone takes seconds to import: tests share the fixtures
-`two_processes` and `four_processes` where they can.
+Starting processes takes time, and what each compiles and imports stays: tests share the fixtures `two_processes` and
+`four_processes` where they can. torch.compile alone takes seconds to import, which is done once, before the forks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ranks import RanksFailed
 
 T = TypeVar("T")
 _START_SECONDS = 120
-_IMPORTED_ONCE = ["torch.distributed.tensor.parallel", "pytest", "hypothesis"]
+_IMPORTED_ONCE = ["torch.distributed.tensor.parallel", "torch._inductor.compile_fx", "pytest", "hypothesis"]
 
 
 class RemoteTraceback(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -60,7 +62,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
         finally:
             dist.destroy_process_group()
 
-    with _threaded_world():
+    with _threaded_world(), _one_core():
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
@@ -81,6 +83,29 @@ def _raise(errors: list[BaseException | None]) -> None:
     if len(errors) == 1:
         raise own[0]
     raise RanksFailed(errors) from own[0]
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """For the threads that are started inside. They take turns anyway, since Python has one lock for all of them.
+
+    On several cores they wake one another there whenever one of them enters torch or leaves it, which takes them twice
+    as long. Workers of pytest-xdist are on cores of their own; a single one stays on the core that it is on.
+    """
+    if not hasattr(os, "sched_setaffinity") or torch.cuda.is_available():  # for GPUs torch keeps threads of its own
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1":
+        core = ctypes.CDLL(None).sched_getcpu()
+    else:
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        core = sorted(cores)[worker % len(cores)]
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @contextmanager

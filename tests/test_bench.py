@@ -195,6 +195,7 @@ def test_slow_calls_are_repeated_less_often() -> None:
 
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--seq-lens", "64", "--heads", "4:2", "--head-dim", "16", "--dtype", "float32", "--repeats", "3"]
+    arguments += ["--warm-ms", "5"]
     arguments += ["--device", "cpu", "--graph", "--output", str(tmp_path / "out"), "--trace", str(tmp_path / "trace")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "cp_dtensor.tools.bench", *arguments]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import BalancedBlocks, Causal, HeadTail, _torch_private, imbalance
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.flex_masks import whole_mask
+from cp_dtensor import BalancedBlocks, Causal, Documents, HeadTail, _torch_private, imbalance
+from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
+from cp_dtensor.tools.bench.flex_masks import BLOCK, whole_mask
 
 CPU = torch.device("cpu")
 
@@ -81,13 +81,30 @@ def test_a_causal_block_mask_is_dealt_as_head_tail() -> None:
         assert imbalance(layout, Causal(), 256, ranks) == imbalance(HeadTail(), Causal(), 256, ranks)
 
 
-@pytest.mark.parametrize(
-    ("name", "seq_len", "ranks"),
-    [("documents 2048", 65_536, 8), ("documents 512", 16_384, 2), ("window 4096", 16_384, 2), ("causal", 16_384, 8)],
-)
-def test_real_masks_are_even(name: str, seq_len: int, ranks: int) -> None:
-    mask = whole_mask(Case(seq_len, Heads(1, 1), 8, 1, "float32", name, "HeadTail", "auto"), CPU)
-    assert BalancedBlocks.of(mask).imbalance(ranks) < 0.02
+def of_real_mask(name: str, seq_len: int) -> BalancedBlocks:
+    return BalancedBlocks.of(whole_mask(Case(seq_len, Heads(1, 1), 8, 1, "float32", name, "HeadTail", "auto"), CPU))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("documents 512", 2), ("window 4096", 2), ("causal", 8)])
+def test_real_masks_are_even(name: str, ranks: int) -> None:
+    assert of_real_mask(name, 16_384).imbalance(ranks) < 0.02
+
+
+def of_documents(name: str, seq_len: int) -> BalancedBlocks:
+    """The layout of their block mask, without the mask: of a long sequence that takes long to make.
+
+    A block of queries sees the blocks from the one where the document of its first query begins to itself.
+    """
+    documents = mask_by_name(name, seq_len)
+    assert isinstance(documents, Documents)
+    edges, first = torch.tensor(documents.cu_seqlens), torch.arange(0, seq_len, BLOCK)
+    begin = edges[torch.searchsorted(edges, first, right=True) - 1]
+    return BalancedBlocks(tuple((first // BLOCK - begin // BLOCK + 1).tolist()), BLOCK, seq_len)
+
+
+def test_documents_of_a_long_sequence_are_even() -> None:
+    assert of_documents("documents 512", 16_384) == of_real_mask("documents 512", 16_384)
+    assert of_documents("documents 2048", 65_536).imbalance(8) < 0.02
 
 
 def test_batch_rows_and_heads_count_together() -> None:
