@@ -97,7 +97,7 @@ def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod)
 
 def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation_method: RotationMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
-    stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, inner.shares_memory)
+    stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
     heads = divide_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
     united = replace(shape, division=UnitedDivision(shape.division, inner.size))
     # The first rank's heads, which has the most.

@@ -20,10 +20,9 @@ from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.alltoall import AllToAll
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.head_exchange import CollectiveHeads
-from cp_dtensor.rotation.head_exchange_symm_mem import shared_memory_heads
+from cp_dtensor.rotation.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.rotation.heads import HeadRows
 from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.rotation.workspace import why_unshared
 from cp_dtensor.tensors import on_device
 from cp_dtensor.tiling import Masking
 from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
@@ -70,14 +69,14 @@ class HeadStaging:
     flops_per_stage: float = 0.3e12
     """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
     more_by_row: float = 3.0
-    """Times as many where masks are by row and ranks share memory: those kernels leave no multiprocessor to the copies
-    by which ranks publish, so exchanges hide under them little (measured on 4 H200s: docs/log.md)."""
+    """Times as many where masks are by row and ranks publish in shared memory: those kernels leave no multiprocessor to
+    the copies by which they do, so exchanges hide little (measured on 4 H200s without a ring around: docs/log.md)."""
     most: int = 4
 
-    def stages(self, shape: CallShape, world_size: int, shares_memory: bool) -> int:
+    def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
         """As many as are worthwhile and divide a rank's query heads."""
         groups = shape.division.groups()
-        hides_little = shares_memory and shape.masking is not Masking.BY_SHAPE
+        hides_little = publishes and shape.masking is not Masking.BY_SHAPE
         least = self.flops_per_stage * (self.more_by_row if hides_little else 1.0)
         worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
         heads = max(shape.q_heads // world_size, 1)
@@ -102,14 +101,13 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
     rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank()
     shape = request.shape
     with on_device(request.device):
-        shares_memory = why_unshared(axis, request.device) is None
-    stage_count = DEFAULT_HEAD_STAGING.stages(shape, axis.size(), shares_memory)
+        obstacle = obstacle_to_shared_memory(shape, axis, request.device)
+    # Not in a hybrid, whose ring has ranks of other groups in it, which may share no memory but need the same stages.
+    stage_count = DEFAULT_HEAD_STAGING.stages(shape, axis.size(), publishes=ring is None and obstacle is None)
     heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), stage_count)
     united = UnitedDivision(request.division, axis.size())
     united_shape = replace(shape, division=united)
     stages = exchange_stages(heads, united, ring_rank)
-    with on_device(request.device):
-        shared_memory = shared_memory_heads(shape, stages, axis, request.device)
     return UlyssesDecision(
         heads=heads,
         stages=stages,
@@ -117,7 +115,7 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
             _ring(with_heads(united_shape, heads, heads.units(rank, stage)), request, ring, ring_rank)
             for stage in range(heads.stages)
         ),
-        exchange=CollectiveHeads() if isinstance(shared_memory, str) else shared_memory,
+        exchange=shared_memory_heads(shape, stages) if obstacle is None else CollectiveHeads(),
         overlaps_stages=ring is None and heads.stages > 1,
         state_dtype=request.problem.state_dtype,
     )

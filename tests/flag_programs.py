@@ -22,7 +22,7 @@ from cp_dtensor.masks import Full, Mask, is_plain
 from cp_dtensor.plan import Stages, gathered_plan
 from cp_dtensor.planning import exchange_stages
 from cp_dtensor.ring import RingCall
-from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
+from cp_dtensor.rotation.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.rotation.rows import unpack_rows
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.tiling import Masking
@@ -96,8 +96,8 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         heads = divide_heads(shape.q_heads, shape.kv_heads, ranks, stages)
         assert heads.stages == stages
         kinds = exchange_stages(heads, UnitedDivision(shape.division, ranks), 0)
-        exchange = shared_memory_heads(shape, kinds, rank, torch.device("cpu"))
-        assert isinstance(exchange, SharedMemoryHeads)
+        assert obstacle_to_shared_memory(shape, rank, torch.device("cpu")) is None
+        exchange = shared_memory_heads(shape, kinds)
         inner = tuple(Stage(rank) for _ in range(stages))
         call = UlyssesCall(rank, heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
         q, k, v = tensors(rank, 3)

@@ -15,10 +15,12 @@ _launch = threading.local()
 
 
 def replace_functions_once_a_launch() -> None:
-    """From here on, in this process; not with a Triton whose interpreter is built in another way."""
+    """From here on, in this process; not with a Triton whose interpreter may be built in another way."""
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "_replaced_once", False) or not hasattr(interpreter, "_patch_lang"):
+    from cp_dtensor.kernels.direct_launch import version_is_known
+
+    if getattr(interpreter, "_replaced_once", False) or not version_is_known():
         return
     interpreter._replaced_once = True
     replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__

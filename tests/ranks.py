@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -90,22 +91,29 @@ def _one_core() -> Iterator[None]:
     """For the threads that are started inside. They take turns anyway, since Python has one lock for all of them.
 
     On several cores they wake one another there whenever one of them enters torch or leaves it, which takes them twice
-    as long. Workers of pytest-xdist are on cores of their own; a single one stays on the core that it is on.
+    as long. Workers of pytest-xdist are on cores of their own; a single one stays on the core that it is on. Where a
+    process may not choose, nothing changes.
     """
-    if not hasattr(os, "sched_setaffinity") or torch.cuda.is_available():  # for GPUs torch keeps threads of its own
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    if len(cores) < 2 or torch.cuda.is_available():  # for GPUs torch keeps threads of its own
         yield
         return
-    cores = os.sched_getaffinity(0)
-    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1":
-        core = ctypes.CDLL(None).sched_getcpu()
-    else:
-        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        core = sorted(cores)[worker % len(cores)]
-    os.sched_setaffinity(0, {core})
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    core = sorted(cores)[int(worker[1]) % len(cores)] if worker and workers > 1 else _current_core()
+    with suppress(OSError):
+        os.sched_setaffinity(0, {core} & cores or cores)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
+
+
+def _current_core() -> int:
+    """-1 where the C library does not say."""
+    ask = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+    return -1 if ask is None else int(ask())
 
 
 @contextmanager

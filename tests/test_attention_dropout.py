@@ -67,7 +67,7 @@ def test_kernels_of_runs_keep_what_the_twin_keeps(
 
 
 @interpreted
-@pytest.mark.parametrize(("by", "step"), [((3, 5), 1), ((6, 2), 1), ((0, 1), 2), ((3, 0), 5)], ids=str)
+@pytest.mark.parametrize(("by", "step"), [((3, 5), 1), ((6, 2), 1), ((4, 4), 1), ((0, 1), 2), ((3, 0), 5)], ids=str)
 def test_kernels_keep_what_the_twin_keeps_wherever_runs_begin(device: str, by: tuple[int, int], step: int) -> None:
     """Moved by an odd and by an even part of a run, and in stripes."""
     rows, columns = 17, 32

@@ -13,9 +13,18 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dtensor import context_parallel_attention, enable_context_parallel_dispatcher, splitting
+from cp_dtensor import (
+    HeadTail,
+    SlidingWindow,
+    context_parallel_attention,
+    enable_context_parallel_dispatcher,
+    planning,
+    splitting,
+)
 from cp_dtensor.estimates import Axis
 from cp_dtensor.explain import H200
+from cp_dtensor.planning import HeadStaging
+from cp_dtensor.rotation.head_exchange import CollectiveHeads
 from cp_dtensor.rotation.ranks import SequenceRanks
 
 
@@ -55,6 +64,34 @@ def test_hybrids_that_share_a_ring_axis_decide_each_for_itself() -> None:
         return decided
 
     assert run_ranks(8, body) == [[1, 2, 2]] * 8
+
+
+@pytest.mark.parametrize("who_shares", [(), (0, 1), (0, 1, 2, 3)], ids=str)
+def test_hybrids_have_the_same_stages_whoever_shares_memory(
+    who_shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group of the inner axis finds out for itself; the ring goes through all of them."""
+    stages_of, counts = HeadStaging.stages, list[int]()
+
+    def counted(self: HeadStaging, *args: Any, **options: Any) -> int:
+        counts.append(stages_of(self, *args, **options))
+        return counts[-1]
+
+    def obstacle(*_: Any) -> str | None:
+        return None if dist.get_rank() in who_shares else "it is far"
+
+    monkeypatch.setattr(HeadStaging, "stages", counted)
+    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=2500.0))
+    monkeypatch.setattr(planning, "obstacle_to_shared_memory", obstacle)
+    monkeypatch.setattr(planning, "shared_memory_heads", lambda *_: CollectiveHeads())
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        q = tensor(8, 8)
+        context_parallel_attention(q, q, q, mesh=mesh, layout=HeadTail(), mask=SlidingWindow(5, 0), method="hybrid")
+
+    run_ranks(4, body)
+    assert counts == [4] * 4
 
 
 def test_attention_of_dtensors_by_heads_is_decided_once() -> None:

@@ -64,8 +64,8 @@ def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usua
     for masking in Masking:
         by_row = dataclasses.replace(causal, masking=masking)
         hides_little = masking is not Masking.BY_SHAPE
-        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, True) == (little if hides_little else usual)
-        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, False) == usual
+        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, publishes=True) == (little if hides_little else usual)
+        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, publishes=False) == usual
 
 
 def test_bytes_of_a_ring_by_hand() -> None:

@@ -164,6 +164,23 @@ def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> N
     assert all(awaited < launched for launched, awaited in under_tiles)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
+    """It would keep a multiprocessor from the other stream's attention. What leaves last is waited for."""
+    submit, beside_attention = Flags.submit, list[bool]()
+    of_departures = {Flag.GRAD_TAKEN, Flag.GRAD_READY}
+
+    def recorded(flags: Flags, stream: Any, *, beside: bool = False, **which: Any) -> None:
+        if of_departures.intersection(which.values()):
+            beside_attention.append(beside)
+        submit(flags, stream, beside=beside, **which)
+
+    group = Group(2)
+    with mock.patch.object(Flags, "submit", recorded):
+        group.record(group.ranks[0], ulysses(stages, True, backward=False))
+    assert beside_attention == [True] * 4 * (stages - 1) + [False] * 3
+
+
 # What the checks above would find.
 
 

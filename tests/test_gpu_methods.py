@@ -30,7 +30,7 @@ from cp_dtensor import (
 from cp_dtensor.planning import HeadStaging
 from cp_dtensor.ring import ring_forward
 from cp_dtensor.rotation import head_exchange_symm_mem
-from cp_dtensor.rotation.head_exchange_symm_mem import SharedMemoryHeads, shared_memory_heads
+from cp_dtensor.rotation.head_exchange_symm_mem import obstacle_to_shared_memory
 
 pytestmark = pytest.mark.gpu(2)
 PROBLEMS = (
@@ -45,21 +45,20 @@ PROBLEMS = (
 def _errors(rank: int, problem: Problem, layout: Layout, stages: int, shares_memory: bool) -> list[float]:
     expected = [shard(tensor, layout, rank, WORLD_SIZE) for tensor in reference(problem, *problem.draw(5, "cuda"))]
     local = shards(problem, 5, layout, rank)
-    exchanges: list[object] = []
+    found: list[str | None] = []
 
-    def exchange_of(*args: Any) -> object:
-        exchanges.append(shared_memory_heads(*args) if shares_memory else "not wanted in this test")
-        return exchanges[-1]
+    def obstacle(*args: Any) -> str | None:
+        found.append(obstacle_to_shared_memory(*args) if shares_memory else "not wanted in this test")
+        return found[-1]
 
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(planning, "shared_memory_heads", exchange_of))
+        stack.enter_context(mock.patch.object(planning, "obstacle_to_shared_memory", obstacle))
         stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
         results = attend(local, problem, layout, dist.group.WORLD, method="ulysses")
-    assert exchanges
-    for exchange in exchanges:
-        assert isinstance(exchange, SharedMemoryHeads) == shares_memory, exchange
+    assert found
+    assert all((each is None) == shares_memory for each in found), found
     return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True) if want.numel()]
 
 

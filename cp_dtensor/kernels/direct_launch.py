@@ -26,15 +26,13 @@ from typing import Any, NamedTuple
 
 import triton
 
+Grid = tuple[int, int, int]
 _KNOWN_VERSIONS = ((3, 6), (3, 9))
 """First and last whose sources say what the above says."""
 _NUMBERS = {"i32": ("i", 4), "i64": ("q", 8), "u32": ("I", 4), "u64": ("Q", 8), "fp32": ("f", 4)}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAX_BYTES = 4096  # of all parameters, by CUDA
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZERO_OUTSIDE = 0, 2, 0  # of tensor maps
-
-
-Grid = tuple[int, int, int]
 
 
 class Unknown(Exception):

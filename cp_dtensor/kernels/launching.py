@@ -137,8 +137,7 @@ class Launch:
 
 
 class BoundLaunch:
-    """A launch with its tensors, for what is launched again and again: from the third time on the host says no more
-    than go."""
+    """A launch with its tensors, for what is launched again and again: soon the host says no more than go."""
 
     def __init__(self, launch: Launch, tensors: Sequence[torch.Tensor]) -> None:
         self._launch, self._tensors = launch, tuple(tensors)
@@ -148,7 +147,8 @@ class BoundLaunch:
         """Launches on the current stream of the tensors' device, whose handle this is."""
         if self._fixed is None or self._launch.needs_triton or not self._fixed(stream):
             self._launch(*self._tensors)
-            self._fixed = self._launch.fixed(self._tensors) if self._tensors[0].is_cuda else None
+            if self._fixed is None and self._tensors[0].is_cuda:
+                self._fixed = self._launch.fixed(self._tensors)
 
 
 class _Compiled(NamedTuple):

@@ -78,15 +78,12 @@ class SharedMemoryHeads(HeadExchange):
         return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
 
 
-def shared_memory_heads(
-    shape: CallShape, stages: Sequence[tuple[HeadRows, HeadRows]], group: dist.ProcessGroup, device: torch.device
-) -> SharedMemoryHeads | str:
-    """The exchange of a call, or why it cannot be done so; the same on every rank.
+def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why heads cannot be exchanged so, None if they can; the same on every rank of the group.
 
     Args:
         shape: of this rank's tensors, all their heads.
-        stages: for each, the kind of queries and of keys and values.
-        group: the ranks of the axis. Its first call is a collective.
+        group: the ranks of the axis. Its first call may be a collective.
         device: of the tensors.
     """
     if not TRITON_AVAILABLE:
@@ -94,9 +91,17 @@ def shared_memory_heads(
     dims = (shape.head_dim, shape.v_head_dim)
     if any(dim * shape.itemsize % ALIGNMENT for dim in dims):
         return f"head dims {dims} of {shape.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
-    reason = workspaces.why_unshared(group, device)
-    if reason is not None:
-        return reason
+    return workspaces.why_unshared(group, device)
+
+
+def shared_memory_heads(shape: CallShape, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
+    """The exchange of a call, where there is no obstacle.
+
+    Args:
+        shape: of this rank's tensors, all their heads.
+        stages: for each, the kind of queries and of keys and values.
+    """
+    dims = (shape.head_dim, shape.v_head_dim)
 
     def published(of_queries: HeadRows, of_keys: HeadRows) -> list[list[Published]]:
         d, dv = (dim * shape.itemsize for dim in dims)
