@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from cp_dtensor.division import CallShape
 from cp_dtensor.head_division import HeadDivision, divide_heads
 from cp_dtensor.plan import Plan, ring_plan
-from cp_dtensor.planning import DEFAULT_HEAD_STAGING, OUTER_ROTATION, with_heads
+from cp_dtensor.planning import DEFAULT_HEAD_STAGING, OUTER_ROTATION, hides_exchanges, with_heads
 from cp_dtensor.rotation.allgather import AllGather
 from cp_dtensor.rotation.auto import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.rotation.base import Rotation, RotationMethod
 from cp_dtensor.rotation.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
 from cp_dtensor.rotation.symm_mem import SymmetricMemory
 from cp_dtensor.schedule import rows_in_order
-from cp_dtensor.tiling import Masking
 from cp_dtensor.two_axes import OuterDivision, UnitedDivision, inner_divisions
 
 _EXCHANGE_LAUNCHES = 4
@@ -111,7 +110,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
         together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
-    hides = shape.masking is Masking.BY_SHAPE or not inner.shares_memory
+    hides = hides_exchanges(shape, inner.shares_memory)
     times = []
     for index, (towards_heads, towards_rows) in enumerate(exchanged):
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
@@ -241,9 +240,7 @@ def _pipeline(
 ) -> float:
     """Stages of which the first arrival and the last departure are not hidden.
 
-    Nor the others, unless attention `hides` them: what ranks publish in shared memory is copied within a GPU, by a
-    kernel, which those that mask by row leave no multiprocessor to, and cuDNN's causal ones do towards their end
-    (measured on H200s).
+    Nor the others, unless attention `hides` them (see `hides_exchanges`).
     """
     host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
     tax = 0.0 if axis.shares_memory else TRANSFER_TAX

@@ -68,19 +68,26 @@ class HeadStaging:
 
     flops_per_stage: float = 0.3e12
     """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
-    more_by_row: float = 3.0
-    """Times as many where masks are by row and ranks publish in shared memory: those kernels leave no multiprocessor to
-    the copies by which they do, so exchanges hide little (measured on 4 H200s without a ring around: docs/log.md)."""
+    more_unhidden: float = 3.0
+    """Times as many where attention does not hide exchanges (measured on 4 H200s, no ring around them: docs/log.md)."""
     most: int = 4
 
     def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
         """As many as are worthwhile and divide a rank's query heads."""
         groups = shape.division.groups()
-        hides_little = publishes and shape.masking is not Masking.BY_SHAPE
-        least = self.flops_per_stage * (self.more_by_row if hides_little else 1.0)
+        least = self.flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else self.more_unhidden)
         worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
         heads = max(shape.q_heads // world_size, 1)
         return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
+
+
+def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
+    """Whether exchanges of heads hide under attention.
+
+    What ranks publish in shared memory is copied within a GPU, by a kernel, which those that mask by row leave no
+    multiprocessor to, and cuDNN's causal ones do towards their end (measured on H200s).
+    """
+    return shape.masking is Masking.BY_SHAPE or not publishes
 
 
 DEFAULT_HEAD_STAGING = HeadStaging()

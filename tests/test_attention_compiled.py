@@ -7,14 +7,13 @@ kernels, cannot compile in the same process.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import pytest
+from uninterpreted import run_uninterpreted
 
 SHARED_BYTES = 227 * 1024
 STACK_BYTES = 128
@@ -127,11 +126,7 @@ def test_kernels_fit_a_hopper_gpu() -> None:
     pytest.importorskip("triton")
     if not disassembler().exists():
         pytest.skip("this Triton has no disassembler")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    results = json.loads(run_uninterpreted(__file__))
     assert len(results) == len(VARIANTS) * 3
     for result in results:
         assert result["shared"] <= SHARED_BYTES, result

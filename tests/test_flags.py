@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from conftest import GPUS
+from uninterpreted import run_uninterpreted
 
 kernel = pytest.importorskip("cp_dtensor.kernels.flags")
 
@@ -97,12 +95,7 @@ print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}
 
 def test_the_compiled_kernel_orders_memory_for_all_gpus() -> None:
     """Flags of peers are stored, with release; those awaited are read with acquire; both as all GPUs see them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_uninterpreted("-c", _COMPILE).splitlines()
     raising = [line for line in lines if "st.release.sys.global.b32" in line]
     awaiting = [line for line in lines if "atom" in line]
     assert len(raising) == 1

@@ -6,16 +6,14 @@ launches nothing. Triton's interpreter, in which other tests run kernels, does n
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from uninterpreted import run_uninterpreted
 
 _CALLS, _NEIGHBOURS = 100, 30
 _Option = TypeVar("_Option")
@@ -199,12 +197,10 @@ def test_a_launch_has_one_form_for_each_alignment() -> None:
     jit = pytest.importorskip("triton.runtime.jit")
     if not hasattr(jit, "create_function_from_signature"):
         pytest.skip("this Triton sorts arguments in another way")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    again = [int(line.split()[2]) for line in done.stdout.splitlines() if " again " in line]
-    assert len(again) == 9, done.stdout  # all kernels
-    assert min(again) > 5, done.stdout
+    printed = run_uninterpreted(__file__)
+    again = [int(line.split()[2]) for line in printed.splitlines() if " again " in line]
+    assert len(again) == 9, printed  # all kernels
+    assert min(again) > 5, printed
 
 
 if __name__ == "__main__":
