@@ -1,21 +1,20 @@
 """Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences too long for one device."""
 
-from cp_dtensor.areas import imbalance
-from cp_dtensor.block_layouts import BalancedBlocks
-from cp_dtensor.compiled_op import ATTENTION_OPS
-from cp_dtensor.context import context_parallel
-from cp_dtensor.documents import Documents
-from cp_dtensor.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
-from cp_dtensor.explain import explain
-from cp_dtensor.flex import context_parallel_flex_attention
-from cp_dtensor.functional import context_parallel_attention, ring_attention, ulysses_attention
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.mask_layouts import Balanced, PerDocument
-from cp_dtensor.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow
-from cp_dtensor.parallel_style import ContextParallel
-from cp_dtensor.rotation.choice import set_rotate_method
-from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard, local_positions
-from cp_dtensor.varlen import varlen_attention
+from cp_dtensor.api.context import context_parallel
+from cp_dtensor.api.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
+from cp_dtensor.api.explain import explain
+from cp_dtensor.api.flex.attention import context_parallel_flex_attention
+from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
+from cp_dtensor.api.parallel_style import ContextParallel
+from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
+from cp_dtensor.api.varlen import varlen_attention
+from cp_dtensor.comm.select import set_rotate_method
+from cp_dtensor.engine.custom_op import ATTENTION_OPS
+from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.spec.load_balance import imbalance
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow
 
 __all__ = [
     "ATTENTION_OPS",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from poison import poisoned_empty
-from processes import Processes
+from support.nan_memory import poisoned_empty
+from support.processes import Processes
 
 GPUS = torch.cuda.device_count()
 

@@ -1,4 +1,4 @@
-"""The house rules, executed: layers, torch's private symbols, size and documentation."""
+"""Checks of the package's structure: rooms and imports, torch's private symbols, file sizes and documentation."""
 
 import ast
 import doctest
@@ -8,21 +8,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from layers import LAYERS, LOWEST_LAYER
+from support.import_rules import FLOORS, FORBIDDEN_TORCH, TRITON, WITHOUT_TORCH
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cp_dtensor"
 
-DOOR = "_torch_private"  # importable from everywhere, imports nothing of ours, alone may touch torch's private names
-TOP = 7  # the package itself, which only collects the public names
+DOOR = "_torch"  # the only room that may touch torch's private names
 
 ATTENTION_OP = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+(\.\w+)?")
 NAMEDTUPLE_API = {"_asdict", "_fields", "_make", "_replace"}
-MAX_LINES = 300
+MAX_LINES = 500
 
 
 def package_modules() -> dict[str, Path]:
@@ -38,20 +37,13 @@ MODULES = package_modules()
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda name: name or "cp_dtensor")
 
 
-def fitting(name: str, table: dict[str, int]) -> int | None:
-    """The entry of the longest dotted prefix of `name`."""
-    parts = name.split(".")
-    return next((table[key] for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in table), None)
+def room(module: str) -> str:
+    """The room of a dotted name below `cp_dtensor`; "" for the package itself."""
+    return module.split(".")[0]
 
 
-def in_door(module: str) -> bool:
-    return module.split(".")[0] == DOOR
-
-
-def layer(module: str) -> int:
-    found = TOP if not module else fitting(module, LAYERS)
-    assert found is not None, f"cp_dtensor.{module} has no layer: add it to LAYERS in layers.py"
-    return found
+def starts_with(name: str, prefixes: Iterable[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
 def parse(module: str) -> ast.Module:
@@ -137,46 +129,85 @@ def test_the_package_is_here() -> None:
     assert "" in MODULES, f"{PACKAGE}/__init__.py is missing"
 
 
+def our_imports(module: str) -> Iterator[tuple[int, str]]:
+    """Line and module (a dotted name below `cp_dtensor`) of every import of ours, in functions too."""
+    for line, _, name in imports(module, parse(module)):
+        if name.split(".")[0] == "cp_dtensor":
+            parts = name.split(".")[1:]
+            yield line, next(m for n in range(len(parts), -1, -1) if (m := ".".join(parts[:n])) in MODULES)
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {room(module) for module in MODULES} - {"", "__main__"} <= set(FLOORS)
+
+
 @each_module
 def test_imports_point_downward(module: str) -> None:
-    allowed = -1 if in_door(module) else layer(module)
-    violations = []
-    for line, _, name in imports(module, parse(module)):
-        target, _, rest = name.partition(".")
-        if target != "cp_dtensor" or rest.split(".")[0] == DOOR:
-            continue
-        target_layer = fitting(rest, LAYERS) if rest else TOP
-        if target_layer is None:
-            target_layer = TOP  # a name that the package itself exports
-        if target_layer > allowed:
-            violations.append((line, f"{name} (layer {target_layer})"))
-        elif rest.split(".")[0] == "tools" and module.split(".")[0] != "tools":
-            violations.append((line, f"{name} (the library never imports its tools)"))
-    report(module, violations, f"layer {allowed} may not import from above:")
-
-
-@each_module
-def test_torch_is_used_from_its_layer_up(module: str) -> None:
-    if in_door(module):
+    if room(module) in ("", "__main__"):
         return
-    found = [(line, name) for line, name in torch_names(module, parse(module)) if name.split(".")[0] == "torch"]
-    violations = [(line, name) for line, name in found if (fitting(name, LOWEST_LAYER) or 0) > layer(module)]
-    report(module, violations, f"too low for layer {layer(module)}, see LOWEST_LAYER in layers.py:")
+    floor = FLOORS[room(module)]
+    violations = [
+        (line, f"cp_dtensor.{target}")
+        for line, target in our_imports(module)
+        if room(target) != room(module) and (FLOORS[room(target)] if target else max(FLOORS.values())) >= floor
+    ]
+    if room(module) in ("integrations", "tools"):
+        violations = [(line, target) for line, target in violations if target != "cp_dtensor."]
+    report(module, violations, f"{room(module)} is on floor {floor} and imports lower floors only (import_rules.py):")
+
+
+def test_no_file_circles() -> None:
+    """Files that import each other in a loop, function-level imports included."""
+    reaches = {module: {target for _, target in our_imports(module)} - {module} for module in MODULES}
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle of imports: {' -> '.join((*path[path.index(module) :], module))}"
+        if module not in finished:
+            for target in reaches[module]:
+                visit(target, (*path, module))
+            finished.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("blocked_room", WITHOUT_TORCH)
+def test_rooms_that_import_with_torch_blocked(blocked_room: str) -> None:
+    names = [f"cp_dtensor.{module}" for module in MODULES if room(module) == blocked_room]
+    program = f"""
+import importlib, sys, types
+sys.modules["torch"] = None  # its import fails from here on
+package = types.ModuleType("cp_dtensor")  # the package itself exports names that need torch
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["cp_dtensor"] = package
+for name in {names}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @each_module
-def test_triton_stays_in_the_kernels_and_tools(module: str) -> None:
-    if module.split(".")[0] not in ("kernels", "tools"):
+def test_torch_distributed_is_used_from_its_room_up(module: str) -> None:
+    found = [(line, name) for line, name in torch_names(module, parse(module)) if name.split(".")[0] == "torch"]
+    violations = [(line, name) for line, name in found if starts_with(name, FORBIDDEN_TORCH.get(room(module), ()))]
+    report(module, violations, f"not in {room(module)}, see FORBIDDEN_TORCH in import_rules.py:")
+
+
+@each_module
+def test_triton_stays_in_its_rooms(module: str) -> None:
+    if not starts_with(module, TRITON):
         found = [(line, name) for line, _, name in imports(module, parse(module)) if name.split(".")[0] == "triton"]
-        report(module, found, "only cp_dtensor.kernels and cp_dtensor.tools may import triton:")
+        report(module, found, f"only {', '.join(TRITON)} may import triton:")
 
 
 @each_module
 def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
-    if in_door(module):
+    if room(module) == DOOR:
         return
     tree = parse(module)
-    may_call_attention = module.split(".")[0] in ("local_attention", "dtensor")
+    may_call_attention = starts_with(module, ("attention.backends", "api.dtensor"))
     violations = []
     for line, name in torch_names(module, tree):
         private = name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
@@ -234,7 +265,7 @@ def test_public_names_have_docstrings() -> None:
 
 @pytest.mark.parametrize("module", [name for name, path in MODULES.items() if ">>>" in path.read_text()])
 def test_docstring_examples(module: str) -> None:
-    if module.split(".")[0] == "kernels":
+    if starts_with(module, ("attention.triton", "comm.triton_kernels", "_torch.triton_launch")):
         pytest.importorskip("triton")
     result = doctest.testmod(importlib.import_module(f"cp_dtensor.{module}".rstrip(".")))
     assert result.attempted > 0

@@ -1,4 +1,4 @@
-"""Arguments in flash-attn's style, (batch, sequence, heads, head dim): what the integrations that take them share."""
+"""Argument conventions of flash-attn functions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from operator import index
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.arguments import Mesh
-from cp_dtensor.masks import Mask, is_integer
-from cp_dtensor.varlen import Window, bottom_right_mask, heads_before_rows
+from cp_dtensor.api.varlen import Window, bottom_right_mask, heads_before_rows
+from cp_dtensor.engine.validation import Mesh
+from cp_dtensor.spec.masks import Mask, is_integer
 
 AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 """out, or (out, lse, None) where `return_attn_probs` was given."""

@@ -1,25 +1,4 @@
-"""The functions of zhuzilin's ring-flash-attention: change the import and keep the calls.
-
-They take this rank's shards as (batch, sequence, heads, head dim). Kinds differ in which tokens a rank has, and in how
-keys and values travel:
-
-| kind | layout | keys and values |
-|---|---|---|
-| `ring` | `Contiguous()` | as `set_rotate_method` says |
-| `zigzag_ring` | `HeadTail()` | as `set_rotate_method` says |
-| `stripe` | `Striped(1)` | as `set_rotate_method` says |
-| `step` | `MirroredBatch()` | as `set_rotate_method` says |
-| `llama3` | `Contiguous()` | gathered from all ranks |
-| `zigzag_llama3` | `HeadTail()` | gathered from all ranks |
-
-Each kind has `{kind}_flash_attn_func`, `{kind}_flash_attn_kvpacked_func` and `{kind}_flash_attn_qkvpacked_func`. They
-also do what that package does not: attention that is not causal in every kind, windows, dropout, any length on any
-number of ranks, CPUs, float32 and float64. That package has no `step`, and `llama3` for packed documents only. `shard`
-and `unshard` divide whole tensors as a kind expects, like the `extract_local` functions of its tests.
-
-For packed documents, `ring`, `zigzag_ring` and `llama3` have `{kind}_flash_attn_varlen_func` with its packed forms
-(`ring_flash_attn_varlen`, `llama3_flash_attn_varlen`), and `shard_varlen` and `unshard_varlen`.
-"""
+"""Arguments in flash-attn's style, (batch, sequence, heads, head dim): what the integrations that take them share."""
 
 from __future__ import annotations
 
@@ -29,11 +8,12 @@ from typing import Literal
 
 import torch
 
-from cp_dtensor.functional import ring_attention
+from cp_dtensor.api.functional import ring_attention
+from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard
+from cp_dtensor.engine.validation import Mesh
 from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
     FlashAttnOptions,
-    Mesh,
     flash_attn_result,
     group_or_default,
     heads_first,
@@ -45,7 +25,10 @@ from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
 )
-from cp_dtensor.integrations.ring_flash_attn_sharding import shard_varlen, unshard_varlen
+from cp_dtensor.integrations.ring_flash_attn_sharding import (
+    shard_varlen,
+    unshard_varlen,
+)
 from cp_dtensor.integrations.ring_flash_attn_varlen import (
     ring_flash_attn_varlen_func,
     ring_flash_attn_varlen_kvpacked_func,
@@ -54,8 +37,26 @@ from cp_dtensor.integrations.ring_flash_attn_varlen import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard
+from cp_dtensor.spec.layouts import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+)
+
+# The functions of zhuzilin's ring-flash-attention: change the import and keep the calls. They take this rank's
+# shards as (batch, sequence, heads, head dim). Kinds differ in which tokens a rank has, and in how keys and values
+# travel: | kind | layout | keys and values | |---|---|---| | `ring` | `Contiguous()` | as `set_rotate_method` says
+# | | `zigzag_ring` | `HeadTail()` | as `set_rotate_method` says | | `stripe` | `Striped(1)` | as
+# `set_rotate_method` says | | `step` | `MirroredBatch()` | as `set_rotate_method` says | | `llama3` |
+# `Contiguous()` | gathered from all ranks | | `zigzag_llama3` | `HeadTail()` | gathered from all ranks | Each kind
+# has `{kind}_flash_attn_func`, `{kind}_flash_attn_kvpacked_func` and `{kind}_flash_attn_qkvpacked_func`. They also
+# do what that package does not: attention that is not causal in every kind, windows, dropout, any length on any
+# number of ranks, CPUs, float32 and float64. That package has no `step`, and `llama3` for packed documents only.
+# `shard` and `unshard` divide whole tensors as a kind expects, like the `extract_local` functions of its tests. For
+# packed documents, `ring`, `zigzag_ring` and `llama3` have `{kind}_flash_attn_varlen_func` with its packed forms
+# (`ring_flash_attn_varlen`, `llama3_flash_attn_varlen`), and `shard_varlen` and `unshard_varlen`.
 
 __all__ = [
     "llama3_flash_attn_func",
@@ -287,3 +288,6 @@ def _layout(kind: str) -> Layout:
     if kind not in kinds:
         raise ValueError(f"expected kind to be one of {', '.join(map(repr, kinds))}; got {kind!r}")
     return kinds[kind].layout
+
+
+# How ring-flash-attention divides packed documents over the ranks, and whole tensors for its varlen functions.

@@ -1,4 +1,4 @@
-"""How ring-flash-attention divides packed documents over the ranks, and whole tensors for its varlen functions."""
+"""Shards and layouts of the ring-flash-attn variants."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from typing import Any, Literal
 
 import torch
 
-from cp_dtensor.arguments import Mesh, sequence_ranks
-from cp_dtensor.documents import ascending
-from cp_dtensor.integrations.flash_attn_arguments import group_or_default
-from cp_dtensor.layouts import Contiguous, Layout, Segment, Span, chunk_length, chunk_start
-from cp_dtensor.mask_layouts import PerDocument
-from cp_dtensor.remembered_hash import RememberedHash
-from cp_dtensor.sharding import context_parallel_shard, context_parallel_unshard
+from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard
+from cp_dtensor.engine.validation import Mesh, sequence_ranks
+from cp_dtensor.integrations.flash_attn_arguments import (
+    group_or_default,
+)
+from cp_dtensor.spec.balanced_layouts import PerDocument
+from cp_dtensor.spec.documents import ascending
+from cp_dtensor.spec.layouts import (
+    Contiguous,
+    Layout,
+    RememberedHash,
+    Segment,
+    Span,
+    chunk_length,
+    chunk_start,
+)
 
 CHUNKS: Mapping[str, int] = MappingProxyType({"ring": 1, "zigzag_ring": 2})
 """By kind, how many chunks of every document a rank has."""

@@ -1,17 +1,4 @@
-"""The varlen functions of ring-flash-attention that cut each document over all ranks, by `varlen_attention`.
-
-| kind | what each rank has of every document |
-|---|---|
-| `ring` | the rank-th of n equal chunks |
-| `zigzag_ring` | chunks rank and 2n-1-rank of 2n equal ones, the first before the second |
-
-Tensors are (tokens, heads, head dim), document after document. As there, `cu_seqlens` and `max_seqlen` are those of
-one rank: those of the whole, divided by the number of ranks. So the length of every document is a multiple of the ranks
-(of twice as many for `zigzag_ring`), and all ranks have equally many tokens.
-
-Documents of 4 and 8 tokens on 2 ranks: `cu_seqlens` is [0, 2, 6] on both. In `ring`, rank 0 has the positions 0 1 and
-4 5 6 7, rank 1 has 2 3 and 8 9 10 11; in `zigzag_ring` they have 0 3 and 4 5 10 11, 1 2 and 6 7 8 9.
-"""
+"""Packed documents that are cut into adjacent parts, as each rank is told of its own: made, remembered, found again."""
 
 from __future__ import annotations
 
@@ -22,8 +9,8 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.arguments import Mesh, sequence_ranks
-from cp_dtensor.documents import ascending, refuse_no_edges
+from cp_dtensor.api.varlen import heads_first_of_packed, varlen_attention
+from cp_dtensor.engine.validation import Mesh, sequence_ranks
 from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
     FlashAttnOptions,
@@ -32,7 +19,16 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     unpacked,
 )
 from cp_dtensor.integrations.ring_flash_attn_sharding import CHUNKS, layout_of_documents
-from cp_dtensor.varlen import heads_first_of_packed, varlen_attention
+from cp_dtensor.spec.documents import ascending, refuse_no_edges
+
+# The varlen functions of ring-flash-attention that cut each document over all ranks, by `varlen_attention`. | kind
+# | what each rank has of every document | |---|---| | `ring` | the rank-th of n equal chunks | | `zigzag_ring` |
+# chunks rank and 2n-1-rank of 2n equal ones, the first before the second | Tensors are (tokens, heads, head dim),
+# document after document. As there, `cu_seqlens` and `max_seqlen` are those of one rank: those of the whole,
+# divided by the number of ranks. So the length of every document is a multiple of the ranks (of twice as many for
+# `zigzag_ring`), and all ranks have equally many tokens. Documents of 4 and 8 tokens on 2 ranks: `cu_seqlens` is
+# [0, 2, 6] on both. In `ring`, rank 0 has the positions 0 1 and 4 5 6 7, rank 1 has 2 3 and 8 9 10 11; in
+# `zigzag_ring` they have 0 3 and 4 5 10 11, 1 2 and 6 7 8 9.
 
 
 @dataclass(frozen=True)
@@ -190,3 +186,12 @@ ring_flash_attn_varlen_qkvpacked_func = _RING.qkvpacked_func
 zigzag_ring_flash_attn_varlen_func = _ZIGZAG_RING.func
 zigzag_ring_flash_attn_varlen_kvpacked_func = _ZIGZAG_RING.kvpacked_func
 zigzag_ring_flash_attn_varlen_qkvpacked_func = _ZIGZAG_RING.qkvpacked_func
+
+
+# The llama3 functions of ring-flash-attention for packed documents, by `varlen_attention`. The packed sequence is
+# cut into adjacent parts, one for each rank, wherever documents begin and end; keys and values are gathered. What a
+# rank passes, as `llama3_flash_attn_prepare_cu_seqlens` gives it, says of its own queries which keys they see. Who
+# sees this rank's keys is as much a part of a plan, so the whole picture is needed: the tensors remember from which
+# documents they were made. Of tensors that do not (copies, or such as somebody else made), the ranks find the
+# documents together, in two small collectives, and the tensors remember them from then on. So either all ranks pass
+# tensors that remember, or none does. In compiled programs these functions run uncompiled, between graphs.

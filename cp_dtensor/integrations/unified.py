@@ -1,42 +1,39 @@
-"""The attention modes of chengzeyi's ParaAttention, by `context_parallel`: SDPA of a sequence that is sharded already.
-
-    with UnifiedAttnMode(mesh):  # axes "ring" and "ulysses"
-        output = transformer(hidden_states)  # this rank's tokens; F.scaled_dot_product_attention sees those of all
-
-Ranks own adjacent parts of the sequence, rank = ring rank * Ulysses size + Ulysses rank, as they do over a mesh that is
-flattened in the order ("ring", "ulysses"). If several sequences are joined, such as text and image, let each rank join
-its parts of them: without a causal mask, attention does not depend on the order of keys.
-
-Unlike there, gradients are right in every mode, under activation checkpointing too, and a mode belongs to the thread
-that enters it.
-
-Keys and values that every rank has whole, those of a text prompt in cross-attention say, look like shards. It takes a
-word to tell them apart:
-
-    with UnifiedAttnMode.replicated_keys():
-        out = F.scaled_dot_product_attention(image_q, text_k, text_v, attn_mask=text_mask)
-
-Gradients of such keys are this rank's share, from its own queries: sum them over the ranks, as those of parameters.
-`disable()` is for attention that is whole on every rank, queries too, such as a text encoder's.
-"""
+"""Stretches of a region in which SDPA is left to each rank alone, since the keys are not sharded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor.arguments import Mesh
-from cp_dtensor.context import context_parallel
-from cp_dtensor.functional import context_parallel_attention
+from cp_dtensor import _torch
+from cp_dtensor.api.active_context import LOCAL_STRETCH, Region, current_region, innermost_region
+from cp_dtensor.api.context import context_parallel
+from cp_dtensor.api.functional import context_parallel_attention
+from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
+from cp_dtensor.engine.validation import Mesh
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
-from cp_dtensor.integrations.local_sdpa import local_sdpa
-from cp_dtensor.layouts import Contiguous, Layout
+from cp_dtensor.spec.layouts import Contiguous, Layout
+
+# The attention modes of chengzeyi's ParaAttention, by `context_parallel`: SDPA of a sequence that is sharded
+# already. with UnifiedAttnMode(mesh): # axes "ring" and "ulysses" output = transformer(hidden_states) # this rank's
+# tokens; F.scaled_dot_product_attention sees those of all Ranks own adjacent parts of the sequence, rank = ring
+# rank * Ulysses size + Ulysses rank, as they do over a mesh that is flattened in the order ("ring", "ulysses"). If
+# several sequences are joined, such as text and image, let each rank join its parts of them: without a causal mask,
+# attention does not depend on the order of keys. Unlike there, gradients are right in every mode, under activation
+# checkpointing too, and a mode belongs to the thread that enters it. Keys and values that every rank has whole,
+# those of a text prompt in cross-attention say, look like shards. It takes a word to tell them apart: with
+# UnifiedAttnMode.replicated_keys(): out = F.scaled_dot_product_attention(image_q, text_k, text_v,
+# attn_mask=text_mask) Gradients of such keys are this rank's share, from its own queries: sum them over the ranks,
+# as those of parameters. `disable()` is for attention that is whole on every rank, queries too, such as a text
+# encoder's.
 
 __all__ = [
     "RingAttnMode",
@@ -296,3 +293,69 @@ def init_context_parallel_mesh(
         ring = math.gcd(of_sequence, max_ring_dim_size or 1)
     shape = (batch, ring, of_sequence // ring)
     return init_device_mesh(device_type, shape, mesh_dim_names=("batch", "ring", "ulysses"))
+
+
+@dataclass(frozen=True)
+class _LocalStretch:
+    region: Region
+    """The region in which it was opened; one that is opened inside of it has its own meaning of SDPA."""
+    queries_are_shards: bool
+
+
+@contextmanager
+def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
+    """While open, SDPA in this thread is torch's own. Outside of regions, where it is so anyway, changes nothing.
+
+    Functions under `torch.utils.checkpoint` are bound to it, as they are to regions.
+
+    Args:
+        queries_are_shards: refuse `is_causal`, since the positions of the queries are not known here.
+    """
+    region = innermost_region()
+    if region is None:
+        yield
+        return
+    # The installation is held for less long than that of regions always, so its parts come before those of regions.
+    with _installation.held(), _torch.thread_state(LOCAL_STRETCH, _LocalStretch(region, queries_are_shards)):
+        yield
+
+
+def _current() -> _LocalStretch | None:
+    stretch = _torch.get_thread_state(LOCAL_STRETCH)
+    return stretch if stretch is not None and stretch.region is current_region() else None
+
+
+def _sdpa(call: SdpaArguments) -> torch.Tensor | None:
+    stretch = _current()
+    if stretch is None:
+        return None
+    if stretch.queries_are_shards and call.is_causal:
+        raise NotImplementedError(
+            "is_causal is not supported between sharded queries and keys that every rank has whole: got "
+            "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
+        )
+    return _torch.original_sdpa(
+        call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal,
+        scale=call.scale, enable_gqa=call.enable_gqa,
+    )  # fmt: skip
+
+
+def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpointed function that runs in the present stretch, of the region that it is bound to as well."""
+    stretch = _current()
+    if stretch is None:
+        return function
+
+    def in_stretch(*args: Any, **kwargs: Any) -> Any:
+        with local_sdpa(queries_are_shards=stretch.queries_are_shards):
+            return function(*args, **kwargs)
+
+    return in_stretch
+
+
+def _parts() -> Iterator[AbstractContextManager[None]]:
+    yield intercepted(_sdpa)
+    yield _torch.checkpointed_functions_bound(_bound)
+
+
+_installation = SharedInstallation(_parts)

@@ -20,10 +20,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor.functional import ring_attention
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.rotation.choice import ROTATIONS
-from cp_dtensor.sharding import take_shard
+from cp_dtensor.api.functional import ring_attention
+from cp_dtensor.api.sharding import take_shard
+from cp_dtensor.comm.select import ROTATIONS
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.tools.report import environment, markdown_table
 
 NAMES = ("out", "dq", "dk", "dv")

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import TritonError
 
-from cp_dtensor.kernels.attention_twin import attention_forward_twin
+from cp_dtensor.attention.triton.reference import attention_forward_twin
 from cp_dtensor.tools.kernel_contestants import MASKS, Case, Pass, Problem, Ways, flex_ways, ready_ways, seen_pairs
 from cp_dtensor.tools.report import environment, markdown_table
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from cp_dtensor.areas import imbalance, spans_of
-from cp_dtensor.bands import within
-from cp_dtensor.documents import Documents
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Span, Striped
-from cp_dtensor.mask_layouts import Balanced, PerDocument
-from cp_dtensor.masks import Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
+from cp_dtensor.spec.balanced_layouts import Balanced, PerDocument
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.intervals import within
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span, Striped
+from cp_dtensor.spec.load_balance import imbalance, spans_of
+from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
 from cp_dtensor.tools.report import markdown_table
 
 HEADER = ("mask", "layout", "imbalance", "blocks per rank", "shortest, longest shard", "K/V received: most, mean")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from cp_dtensor.bands import Layers, pairs_of
-from cp_dtensor.documents import Documents
-from cp_dtensor.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.intervals import Layers, pairs_of
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
 
 _SHADES = "·░▒▓█"
 _MOST_CELLS = 40

@@ -16,11 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from cp_dtensor.local_attention.base import LocalAttention
-from cp_dtensor.local_attention.cudnn import CudnnAttention
-from cp_dtensor.local_attention.flash import FlashAttention
-from cp_dtensor.masked_attention import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.tile_masks import CAUSAL_TILE, FULL_TILE
+from cp_dtensor.attention.backends.aten import CudnnAttention, FlashAttention
+from cp_dtensor.attention.backends.base import LocalAttention
+from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE
 from cp_dtensor.tools.row_masks import documents, prefix, window
 
 MASKS = ("causal", "full", "window 4096", "documents", "prefix")

@@ -20,15 +20,14 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.layouts import HeadTail, Layout
-from cp_dtensor.mask_layouts import Balanced
-from cp_dtensor.masks import Mask, is_plain, layers_of
-from cp_dtensor.plan import Plan
-from cp_dtensor.rotation.allgather import AllGather
-from cp_dtensor.schedule import GroupSegments
-from cp_dtensor.tiles import Tile
-from cp_dtensor.tiling import Masking
+from cp_dtensor.comm.collective import AllGather
+from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.plan import Plan
+from cp_dtensor.plan.tiles import Tile
+from cp_dtensor.plan.tiling import GroupSegments, Masking
+from cp_dtensor.spec.balanced_layouts import Balanced
+from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.masks import Mask, is_plain, layers_of
 from cp_dtensor.tools.draw_mask import mask_of_text
 from cp_dtensor.tools.plot_schedule import RANK_COLOURS, seen_by
 

@@ -23,20 +23,17 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cp_dtensor.decisions import Decision, RingDecision, TwoLevelDecision, UlyssesDecision
-from cp_dtensor.division import LayoutDivision
-from cp_dtensor.layouts import HeadTail, Layout, Span
-from cp_dtensor.local_attention.base import Problem
-from cp_dtensor.local_attention.math import MathAttention
-from cp_dtensor.masks import Causal
-from cp_dtensor.planning import CallRequest
-from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.base import RotationMethod
-from cp_dtensor.rotation.ranks import SequenceRanks
-from cp_dtensor.schedule import gathered_rows
-from cp_dtensor.splitting import decide
+from cp_dtensor.attention.backends.aten import MathAttention
+from cp_dtensor.attention.backends.base import Problem
+from cp_dtensor.comm.collective import AllToAll
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.transport import RotationMethod
+from cp_dtensor.engine.planner import CallRequest, Decision, RingDecision, TwoLevelDecision, UlyssesDecision, decide
+from cp_dtensor.plan.partition import LayoutDivision, UnitedDivision
+from cp_dtensor.plan.tiling import gathered_rows
+from cp_dtensor.spec.layouts import HeadTail, Layout, Span
+from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.plot_schedule import RANK_COLOURS, key_positions, seen_by
-from cp_dtensor.two_axes import UnitedDivision
 
 HEADS = 4
 NOBODY = -1

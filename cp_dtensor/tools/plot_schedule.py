@@ -17,14 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.masks import Causal
-from cp_dtensor.rotation.allgather import AllGather
-from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.base import Rotation
-from cp_dtensor.schedule import GatheredRows, GroupSegments, gathered_rows, group_segments
-from cp_dtensor.tiles import Tile
+from cp_dtensor.comm.collective import AllGather, AllToAll
+from cp_dtensor.comm.transport import Rotation
+from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.tiles import Tile
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.spec.masks import Causal
 
 DRAWN: tuple[Rotation, ...] = (AllGather(), AllToAll())  # symm_mem has the schedule of all-gather
 RANK_COLOURS = ("#f4f4f4", "#8ecae6", "#ffb703", "#95d5b2", "#e5989b")

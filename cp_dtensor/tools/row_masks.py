@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor.masked_attention import RowMask
+from cp_dtensor.attention.masked import RowMask
 
 
 def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMask:

@@ -8,7 +8,7 @@ or, with the program left as it is, `redirect_imports()` before its own imports.
 2.15, underscores included, since that is what programs import.
 """
 
-from cp_dtensor._torch_private.experimental_modules import flex_cp_allgather
+from cp_dtensor._torch.experimental import flex_cp_allgather
 from cp_dtensor.integrations.torch_experimental.block_masks import _create_cp_block_mask
 from cp_dtensor.integrations.torch_experimental.context import (
     _disable_context_parallel_dispatcher,
@@ -21,7 +21,6 @@ from cp_dtensor.integrations.torch_experimental.load_balancers import (
     _PerDocumentHeadTailLoadBalancer,
     _PTRRLoadBalancer,
 )
-from cp_dtensor.integrations.torch_experimental.merger import _SDPAMerger
 from cp_dtensor.integrations.torch_experimental.options import (
     _CausalBehavior,
     _ContextParallelOptions,
@@ -32,12 +31,13 @@ from cp_dtensor.integrations.torch_experimental.options import (
 )
 from cp_dtensor.integrations.torch_experimental.parallel_style import _ContextParallel
 from cp_dtensor.integrations.torch_experimental.redirection import redirect_imports
-from cp_dtensor.integrations.torch_experimental.sharding import _context_parallel_shard, context_parallel_unshard
-from cp_dtensor.integrations.torch_experimental.templated import (
+from cp_dtensor.integrations.torch_experimental.ring_ops import _SDPAMerger
+from cp_dtensor.integrations.torch_experimental.rings import (
     _AttentionOp,
     _templated_ring_attention,
     _templated_ring_attention_backward,
 )
+from cp_dtensor.integrations.torch_experimental.sharding import _context_parallel_shard, context_parallel_unshard
 
 __all__ = [
     "_AttentionOp",

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor.integrations.torch_experimental.load_balancers import balancer_indices, layout_positions
 from cp_dtensor.integrations.torch_experimental.options import assumed_layout, axis_group
-from cp_dtensor.layouts import Contiguous
+from cp_dtensor.spec.layouts import Contiguous
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _BLOCKS = (128, 128)

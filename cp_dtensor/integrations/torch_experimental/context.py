@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.context import context_parallel as region_of_buffers
-from cp_dtensor.dtensor.dispatcher import enable_context_parallel_dispatcher
-from cp_dtensor.integrations.torch_experimental.dtensor_shards import reordered_dtensor_sdpa
+from cp_dtensor.api.context import context_parallel as region_of_buffers
+from cp_dtensor.api.dtensor.dispatcher import enable_context_parallel_dispatcher
+from cp_dtensor.api.interception import intercepted
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.integrations.torch_experimental.options import Mesh, _cp_options, axis_group, default_layout
-from cp_dtensor.integrations.torch_experimental.patched_rings import refuse_patched_rings
-from cp_dtensor.interception import intercepted
-from cp_dtensor.layouts import Contiguous
-from cp_dtensor.sharding import checked_buffers, checked_sequence
+from cp_dtensor.integrations.torch_experimental.rings import refuse_patched_rings, reordered_dtensor_sdpa
+from cp_dtensor.spec.layouts import Contiguous
 
 
 @contextmanager

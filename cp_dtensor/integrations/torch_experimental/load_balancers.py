@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 
 
 class _LoadBalancer(ABC):

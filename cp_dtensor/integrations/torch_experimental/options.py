@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout
-from cp_dtensor.rotation.choice import rotation_by_name
-from cp_dtensor.rotation.choice import set_rotate_method as set_process_default
+from cp_dtensor.comm.select import rotation_by_name
+from cp_dtensor.comm.select import set_rotate_method as set_process_default
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 
 Mesh = DeviceMesh | dist.ProcessGroup
 

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_dtensor import _torch_private
-from cp_dtensor._torch_private.experimental_modules import flex_cp_allgather
-from cp_dtensor.context import context_parallel
+from cp_dtensor import _torch
+from cp_dtensor._torch.experimental import flex_cp_allgather
+from cp_dtensor.api.context import context_parallel
 from cp_dtensor.integrations.torch_experimental.options import Mesh, _cp_options, axis_group, default_layout
-from cp_dtensor.integrations.torch_experimental.patched_rings import refuse_patched_rings
-from cp_dtensor.layouts import Layout
+from cp_dtensor.integrations.torch_experimental.rings import refuse_patched_rings
+from cp_dtensor.spec.layouts import Layout
 
 
 class _ContextParallel(ParallelStyle):
@@ -78,7 +78,7 @@ def _with_all_keys(
     return new_args, {**kwargs, **{name: given[name] for name in names[len(args) :]}}
 
 
-@_torch_private.never_compiled
+@_torch.never_compiled
 def _forward_of_shards(forward: Callable[..., Any], mesh: Mesh, seq_dim: int, *args: Any, **kwargs: Any) -> Any:
     refuse_patched_rings()
     layout, lengths = _order_now(mesh)
@@ -94,7 +94,7 @@ def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:
     group = axis_group(mesh)
     noted = _cp_options.orders.of_group(group)
     layouts = {layout for _, layout in noted}
-    if len(layouts) > 1 and _torch_private.current_backward() is not None:
+    if len(layouts) > 1 and _torch.current_backward() is not None:
         raise ValueError(
             "attention is recomputed in a backward, and sequences have been sharded in several orders for this axis: "
             "it cannot be told which one it was computed in; use cp_dtensor.ContextParallel(layout=...), which says so"

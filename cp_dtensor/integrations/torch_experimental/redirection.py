@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType, TracebackType
 
-from cp_dtensor._torch_private.experimental_modules import experimental_module, names_replaced
-from cp_dtensor.installation import SharedInstallation
-from cp_dtensor.integrations.torch_experimental.patched_rings import watched
+from cp_dtensor._torch.experimental import experimental_module, names_replaced
+from cp_dtensor.api.interception import SharedInstallation
+from cp_dtensor.integrations.torch_experimental.rings import watched
 
 _EVERYTHING = ("_attention", "_context_parallel", "_context_parallel._attention")
 _BALANCERS = "_context_parallel._load_balancer"

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dtensor import _torch_private
-from cp_dtensor._torch_private.experimental_modules import flatten_tree
+from cp_dtensor import _torch
+from cp_dtensor._torch.experimental import flatten_tree
+from cp_dtensor.api.sharding import context_parallel_shard
+from cp_dtensor.api.sharding import context_parallel_unshard as unshard
 from cp_dtensor.integrations.torch_experimental.block_masks import shard_of_block_mask
 from cp_dtensor.integrations.torch_experimental.load_balancers import balancer_indices, balancer_layout
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
-from cp_dtensor.layouts import Contiguous
-from cp_dtensor.sharding import context_parallel_shard
-from cp_dtensor.sharding import context_parallel_unshard as unshard
+from cp_dtensor.spec.layouts import Contiguous
 
 
 def _context_parallel_shard(
@@ -151,7 +151,7 @@ def _global_lengths(group: dist.ProcessGroup, local: list[int], buffers: Sequenc
     """The sums of the ranks' lengths; one collective, on the host where the group has a CPU backend."""
     if not local:
         return []
-    device = torch.device("cpu") if _torch_private.has_cpu_backend(group) else buffers[0].device
+    device = torch.device("cpu") if _torch.has_cpu_backend(group) else buffers[0].device
     total = torch.tensor(local, device=device)
     dist.all_reduce(total, group=group)
     return total.tolist()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from cp_dtensor.masks import Mask, clipped_layers
+from cp_dtensor.spec.masks import Mask, clipped_layers
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.inputs import Select, Source
 from cp_dtensor.tools.bench.ranks import Ranks
@@ -96,7 +96,7 @@ def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, tor
 def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
     """(2, S), on the CPU: the first key that each query sees, and the one after the last.
 
-    >>> from cp_dtensor.masks import SlidingWindow
+    >>> from cp_dtensor.spec.masks import SlidingWindow
     >>> seen_keys(SlidingWindow(1, 0), 3).tolist()
     [[0, 0, 1], [1, 2, 3]]
 

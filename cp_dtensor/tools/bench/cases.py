@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cp_dtensor.division import BACKWARD_FLOPS
-from cp_dtensor.documents import Documents
-from cp_dtensor.layouts import Contiguous, HeadTail, Layout, Striped
-from cp_dtensor.mask_layouts import Balanced, PerDocument
-from cp_dtensor.masks import Causal, Full, Mask, SlidingWindow, is_plain
+from cp_dtensor.plan.partition import BACKWARD_FLOPS
+from cp_dtensor.spec.balanced_layouts import Balanced, PerDocument
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Striped
+from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow, is_plain
 from cp_dtensor.tools.balance import lognormal_documents
 
 PASSES = ("fwd", "fwdbwd")

@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor._torch_private import experimental_context_parallel_settings
-from cp_dtensor.arguments import Mesh, sequence_ranks
-from cp_dtensor.division import CallShape, LayoutDivision
-from cp_dtensor.estimates import estimates, fastest
-from cp_dtensor.functional import context_parallel_attention
-from cp_dtensor.rotation import workspace
-from cp_dtensor.rotation.allgather import AllGather
-from cp_dtensor.rotation.alltoall import AllToAll
-from cp_dtensor.rotation.choice import ROTATE_METHODS, ROTATIONS
-from cp_dtensor.splitting import axes_of
-from cp_dtensor.tiling import Masking
+from cp_dtensor._torch import experimental_context_parallel_settings
+from cp_dtensor.api.functional import context_parallel_attention
+from cp_dtensor.comm import symm_mem_workspace as workspace
+from cp_dtensor.comm.collective import AllGather, AllToAll
+from cp_dtensor.comm.select import ROTATE_METHODS, ROTATIONS
+from cp_dtensor.engine.cost_model import estimates, fastest
+from cp_dtensor.engine.planner import axes_of
+from cp_dtensor.engine.validation import Mesh, sequence_ranks
+from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.flex import flex_contestants

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
-from cp_dtensor.block_layouts import BalancedBlocks
-from cp_dtensor.documents import Documents
-from cp_dtensor.flex import context_parallel_flex_attention
-from cp_dtensor.layouts import Layout
-from cp_dtensor.rotation.workspace import allocated_bytes
-from cp_dtensor.sharding import take_shard
+from cp_dtensor.api.flex.attention import context_parallel_flex_attention
+from cp_dtensor.api.sharding import take_shard
+from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
+from cp_dtensor.spec.balanced_layouts import BalancedBlocks
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
 from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.flex_masks import BLOCK, mask_mod, whole_mask
@@ -27,7 +27,7 @@ from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.work import Attention
 
 if TYPE_CHECKING:
-    from cp_dtensor._torch_private.experimental_flex import FlexBalancer
+    from cp_dtensor._torch.experimental import FlexBalancer
 
 
 def flex_contestants() -> list[Contestant]:
@@ -119,7 +119,7 @@ class Rearranged(Shards):
 
 @lru_cache
 def _balancer(name: str, case: Case, world_size: int, device: torch.device) -> FlexBalancer:
-    from cp_dtensor._torch_private.experimental_flex import FlexBalancer  # takes a second, and only we need it
+    from cp_dtensor._torch.experimental import FlexBalancer  # takes a second, and only we need it
 
     _check_device(device)
     if name == "HeadTail":
@@ -152,7 +152,7 @@ def _torchs(name: str, case: Case, device: torch.device) -> Iterator[Attention]:
 
 @lru_cache(maxsize=1)  # compiled once for both passes; what has been compiled for others is forgotten
 def _torchs_compiled(name: str, case: Case, device: torch.device) -> Attention:
-    from cp_dtensor._torch_private.experimental_flex import flex_cp_allgather
+    from cp_dtensor._torch.experimental import flex_cp_allgather
 
     torch.compiler.reset()
     mesh = _mesh(device.type)

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dtensor.documents import Documents
-from cp_dtensor.masks import Causal, SlidingWindow
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.masks import Causal, SlidingWindow
 from cp_dtensor.tools.bench.cases import Case
 
 BLOCK = 128

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.sharding import take_shard
+from cp_dtensor.api.sharding import take_shard
 from cp_dtensor.tools.bench.cases import Case
 
 Select = Callable[[torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor.masked_attention import RowMask, attention_backward, attention_forward
+from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
 from cp_dtensor.tools.bench.accuracy import seen_keys
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.contestant import Contestant

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.masks import Causal
+from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.bench.accuracy import Outcome, relative_errors
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.contestant import Contestant

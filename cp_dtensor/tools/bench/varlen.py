@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 
-from cp_dtensor.documents import Documents
-from cp_dtensor.layouts import Span
-from cp_dtensor.masks import Causal, SlidingWindow
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.layouts import Span
+from cp_dtensor.spec.masks import Causal, SlidingWindow
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.inputs import ByLayout, Everything

@@ -1,0 +1,231 @@
+"""What DTensor does for torch's fused SDPA ops: ring attention where the strategies shard the sequence.
+
+`F.scaled_dot_product_attention` on DTensors is caught one level higher (`dtensor_sdpa`), where a call's settings can
+live in its autograd node. These handlers serve code that calls the ops themselves, or that runs below autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cp_dtensor import _torch
+from cp_dtensor.api.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
+from cp_dtensor.api.dtensor.placements import BATCH_DIM, HEAD_DIM, SEQ_DIM, AttentionPlacements, is_seq_sharded, on_seq
+from cp_dtensor.api.interception import SdpaArguments
+from cp_dtensor.attention.backends.select import backend_by_name
+from cp_dtensor.engine.ring import RingCall, ring_backward, ring_forward
+from cp_dtensor.engine.validation import refuse_unsupported_sdpa, softmax_scale
+
+aten = torch.ops.aten
+Arguments = dict[str, Any]
+
+_BACKEND_NAMES = {
+    aten._scaled_dot_product_flash_attention.default: "FLASH_ATTENTION",
+    aten._scaled_dot_product_flash_attention_backward.default: "FLASH_ATTENTION",
+    aten._scaled_dot_product_efficient_attention.default: "EFFICIENT_ATTENTION",
+    aten._scaled_dot_product_efficient_attention_backward.default: "EFFICIENT_ATTENTION",
+    aten._scaled_dot_product_cudnn_attention.default: "CUDNN_ATTENTION",
+    aten._scaled_dot_product_cudnn_attention_backward.default: "CUDNN_ATTENTION",
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "FLASH_ATTENTION",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "FLASH_ATTENTION",
+}
+
+
+def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
+    call = _torch.bound_arguments(op, args, kwargs)
+    call["q"], call["k"], call["v"] = call.pop("query"), call.pop("key"), call.pop("value")
+    result = dtensor_sdpa(SdpaArguments(**call))
+    return _torch.original_sdpa(*args, **kwargs) if result is None else result
+
+
+def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused forward op: its tuple of outputs, with DTensor output and LSE (B, H, S) placed as the query."""
+    bound = _torch.bound_arguments(op, args, kwargs)
+    _refuse_masks(op, bound)
+    info, specs = _torch.propagated(op, args, kwargs)
+    if not is_seq_sharded(*(spec.placements for spec in specs[:3])):
+        return _torch.run_locally(op, info)
+    q, k, v = info.local_args[:3]
+    call, plan = _plan(op, bound, specs[0], specs[1], q, k, v)
+    out, lse = ring_forward(q, k, v, call)
+    mesh, shape = specs[0].mesh, bound["query"].shape
+    wrapped_lse = from_local(lse, mesh, plan.q, tuple(shape[:3]))
+    wrapped_out = from_local(out, mesh, plan.q, (*shape[:3], bound["value"].size(3)))
+    return _FORWARD_OUTPUTS[op](wrapped_out, wrapped_lse, shape[2], bound["key"].size(2))
+
+
+def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused backward op: gradients placed as their inputs, Partial for keys that meet queries of several ranks."""
+    bound = _torch.bound_arguments(op, args, kwargs)
+    _refuse_masks(op, bound)
+    info, specs = _torch.propagated(op, args, kwargs)
+    if not is_seq_sharded(*(spec.placements for spec in specs[:4])):
+        return _torch.run_locally(op, info)
+    grad_out, q, k, v = info.local_args[:4]
+    local = _torch.bound_arguments(op, info.local_args, info.local_kwargs)
+    out, lse = local["out"], local["logsumexp"]
+    call, plan = _plan(op, bound, specs[1], specs[2], q, k, v)
+    lse = lse.reshape(lse.shape[:3])[:, :, : q.size(2)]
+    grads = ring_backward(grad_out, q, k, v, out, lse, call)
+    wrapped = tuple(
+        from_local(grad, specs[0].mesh, placements, tuple(bound[name].shape))
+        for grad, placements, name in zip(
+            grads, (plan.q, plan.grad_kv, plan.grad_kv), ("query", "key", "value"), strict=True
+        )
+    )
+    return (*wrapped, None) if len(BACKWARD_OPS[op][0]) == 4 else wrapped
+
+
+def _plan(
+    op: Any, bound: Arguments, q_spec: Any, k_spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[RingCall, AttentionPlacements]:
+    refuse_unsupported_sdpa(None, bound["dropout_p"])
+    if bound.get("return_debug_mask"):
+        raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
+    plan = _placements(q_spec.placements, k_spec.placements)
+    backend = backend_by_name(_BACKEND_NAMES[op], q.device.type)
+    scale = softmax_scale(q, bound["scale"])
+    if scale <= 0:
+        raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
+    lengths = (bound["query"].size(2), bound["key"].size(2))
+    call = plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend)
+    assert isinstance(call, RingCall)  # strategies shard keys and values over one axis only
+    return call, plan
+
+
+def _refuse_masks(op: Any, bound: Arguments) -> None:
+    """Refuses masks where ours would be the rule for them: along the sequence, and of the CPU op altogether."""
+    inputs = [bound[name] for name in ("query", "key", "value")]
+    if is_seq_sharded(*(tensor.placements for tensor in inputs if isinstance(tensor, DTensor))):
+        refuse_unsupported_sdpa(bound.get("attn_mask", bound.get("attn_bias")), 0.0)
+    if bound.get("attn_mask") is not None:
+        raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
+
+
+def _placements(q: tuple[Placement, ...], kv: tuple[Placement, ...]) -> AttentionPlacements:
+    """The plan that a strategy has chosen, read off the placements of q and k."""
+    kv_on_seq = list(map(on_seq, kv))
+    grad_kv = tuple(
+        Partial() if isinstance(on_kv, Replicate) and isinstance(on_q, Shard) else on_kv
+        for on_q, on_kv in zip(q, kv, strict=True)
+    )
+    return AttentionPlacements(q, kv, grad_kv, kv_on_seq.index(True) if any(kv_on_seq) else None)
+
+
+def _flash_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    mesh, replicated = out.device_mesh, (Replicate(),) * out.device_mesh.ndim
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=out.to_local().device)
+    debug_mask = torch.empty(0, dtype=out.dtype, device=rng_state.device)
+    return (
+        out, lse, None, None, q_len, kv_len,
+        from_local(rng_state, mesh, replicated, (2,)), rng_state.new_zeros(()),
+        from_local(debug_mask, mesh, replicated, (0,)),
+    )  # fmt: skip
+
+
+def _efficient_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    state = torch.zeros((), dtype=torch.int64, device=out.to_local().device)
+    return out, lse, state, state
+
+
+def _cudnn_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    state = torch.zeros((), dtype=torch.int64, device=out.to_local().device)
+    return out, lse, None, None, q_len, kv_len, state, state, None
+
+
+_FORWARD_OUTPUTS: dict[Any, Callable[[DTensor, DTensor, int, int], tuple[Any, ...]]] = {
+    aten._scaled_dot_product_flash_attention.default: _flash_outputs,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_outputs,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn_outputs,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda out, lse, q_len, kv_len: (out, lse),
+}
+
+
+# Sharding strategies of torch's fused SDPA ops, with the sequence dim among what may be sharded.
+
+aten = torch.ops.aten
+
+# What each output and each tensor input of an op is: a query-like tensor (B, H, S, ...), a key-like one
+# (B, Hkv, T, ...), the gradient of a key-like one, the same on every rank, or no tensor.
+Q, KV, GRAD_KV, SAME, NONE = "q", "kv", "grad_kv", "same", "none"
+
+# op: (roles of outputs, roles of tensor inputs)
+FORWARD_OPS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    aten._scaled_dot_product_flash_attention.default: (
+        (Q, Q, NONE, NONE, NONE, NONE, SAME, NONE, SAME),
+        (Q, KV, KV),
+    ),
+    aten._scaled_dot_product_efficient_attention.default: ((Q, Q, NONE, NONE), (Q, KV, KV)),
+    aten._scaled_dot_product_cudnn_attention.default: (
+        (Q, Q, NONE, NONE, NONE, NONE, NONE, NONE, NONE),
+        (Q, KV, KV),
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ((Q, Q), (Q, KV, KV)),
+}
+BACKWARD_OPS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: (
+        (Q, GRAD_KV, GRAD_KV),
+        (Q, Q, KV, KV, Q, Q),
+    ),
+    aten._scaled_dot_product_efficient_attention_backward.default: (
+        (Q, GRAD_KV, GRAD_KV, NONE),
+        (Q, Q, KV, KV, Q, Q),
+    ),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (
+        (Q, GRAD_KV, GRAD_KV),
+        (Q, Q, KV, KV, Q, Q),
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        (Q, GRAD_KV, GRAD_KV),
+        (Q, Q, KV, KV, Q, Q),
+    ),
+}
+
+Strategy = Callable[[Any], Any]
+
+
+def with_sequence_sharding(op: Any) -> Callable[[Strategy | None], Strategy]:
+    """How to make the new strategy of `op` from the one that torch has (None if it has none)."""
+    outputs, inputs = (FORWARD_OPS | BACKWARD_OPS)[op]
+    first_kv = inputs.index(KV)
+
+    def make(original: Strategy | None) -> Strategy:
+        def strategy(op_schema: Any) -> Any:
+            tensors = _torch.tensor_inputs(op_schema)
+            if original is not None and not is_seq_sharded(*(placements for placements, _ in tensors)):
+                return original(op_schema)
+            q_heads, kv_heads = (tensors[index][1][HEAD_DIM] for index in (inputs.index(Q), first_kv))
+            roles = (*outputs, *inputs, *([SAME] * (len(tensors) - len(inputs))))
+            return _torch.expand_strategies(
+                op_schema,
+                _one_axis_strategies(roles, q_heads, kv_heads, _torch.mesh_of(op_schema).size()),
+                len(outputs),
+                lambda placements: sum(map(on_seq, placements[first_kv])) <= 1,  # K/V travel around one axis
+            )
+
+        return strategy
+
+    return make
+
+
+def _one_axis_strategies(
+    roles: Sequence[str], q_heads: int, kv_heads: int, mesh_size: int
+) -> list[list[Placement | None]]:
+    """What one mesh axis can do: nothing, shard the batch, the sequence (of all, or of queries only), or the heads."""
+    shardings: list[tuple[Placement, Placement, Placement]] = [
+        (Replicate(), Replicate(), Replicate()),
+        (Shard(BATCH_DIM), Shard(BATCH_DIM), Shard(BATCH_DIM)),
+        (Shard(SEQ_DIM), Shard(SEQ_DIM), Shard(SEQ_DIM)),
+        (Shard(SEQ_DIM), Replicate(), Partial()),
+    ]
+    if q_heads == kv_heads or (q_heads % mesh_size == 0 and kv_heads % mesh_size == 0):
+        shardings.append((Shard(HEAD_DIM), Shard(HEAD_DIM), Shard(HEAD_DIM)))
+    return [
+        [{Q: q, KV: kv, GRAD_KV: grad_kv, SAME: Replicate(), NONE: None}[role] for role in roles]
+        for q, kv, grad_kv in shardings
+    ]

@@ -1,0 +1,190 @@
+"""What the cost model expects of every way to split an attention call, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.attention.modifiers import NO_EXTRAS
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.select import rotation_by_name
+from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
+from cp_dtensor.engine.planner import axes_of, masking_of
+from cp_dtensor.engine.validation import (
+    Mesh,
+    axis_names,
+    checked_layout,
+    checked_mask,
+    checked_seq_len,
+    ranks_and_method,
+    sequence_ranks,
+)
+from cp_dtensor.plan.cost import Hardware
+from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, layers_of
+
+H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
+"""An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks); what `explain` takes where there is no GPU."""
+
+_LONGEST_NAME = 80
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Predictions for one attention call. `str()` is a table."""
+
+    call: str
+    """What was asked about."""
+    assumption: str
+    """Where the numbers of the hardware come from."""
+    axes: tuple[str, ...]
+    """Names of the axes, the outer one first."""
+    methods: dict[str, Estimate]
+    """By the name that `method=` takes."""
+    chosen: str
+    """What `method="auto"` takes on such hardware."""
+
+    def __str__(self) -> str:
+        header = ("method", "K/V by", "forward", "with backward", *self._over_axes(None), "memory")
+        rows = [
+            (
+                f"{name}{' *' if name == self.chosen else ''}",
+                each.rotation,
+                f"{1e3 * each.forward:.3g} ms",
+                f"{1e3 * each.seconds:.3g} ms",
+                *self._over_axes(each),
+                f"{each.memory / 2**20:.0f} MiB",
+            )
+            for name, each in self.methods.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+        ]
+        return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), '* what method="auto" takes'))
+
+    def _over_axes(self, estimate: Estimate | None) -> tuple[str, ...]:
+        """Cells of what is received over each axis; titles without an estimate."""
+        if estimate is None:
+            return tuple(f"over {name}" for name in self.axes)
+        received = (estimate.outer_bytes, estimate.inner_bytes)
+        over = received if len(self.axes) == 2 else (sum(received),)
+        return tuple(f"{count / 2**20:.0f} MiB" for count in over)
+
+
+def _axes_of_several(mesh: Mesh) -> tuple[tuple[str, ...], SequenceRanks]:
+    """Names and ranks of the axes; one of a single rank counts as none, as it does for calls."""
+    names, everyone = axis_names(mesh), sequence_ranks(mesh)
+    ranks, _ = ranks_and_method(mesh, "auto")
+    if everyone.inner is not None and ranks.inner is None:
+        names = names[:1] if everyone.inner.size() == 1 else names[1:]
+    return names, ranks
+
+
+def explain(
+    mesh: Mesh,
+    *,
+    seq_len: int | tuple[int, int],
+    q_heads: int,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    is_causal: bool | None = None,
+    mask: Mask | None = None,
+    layout: Layout | None = None,
+    rotate_method: str | None = None,
+    hardware: Hardware | None = None,
+) -> Explanation:
+    """Predicts time, bytes on each axis and memory of every method, and prints the table on rank 0 of the mesh.
+
+    Args:
+        mesh: the ranks that share the sequence, as for `context_parallel_attention`.
+        seq_len: the global number of tokens, or a pair of those of queries and keys.
+        q_heads: query heads.
+        kv_heads: key/value heads, `q_heads` if None.
+        head_dim: of queries, keys and values.
+        batch_size: rows of the batch.
+        dtype: of the inputs.
+        is_causal: whether query i sees keys j <= i only; if None, it does unless a mask is given.
+        mask: which query may see which key, such as `Documents(cu_seqlens)`; with `is_causal`, what both show.
+        layout: which rank owns which tokens, `HeadTail()` if None.
+        rotate_method: how K/V travel in rings; the process default if None.
+        hardware: of every rank. If None, it is that of the mesh's GPUs, whose links are measured once (a collective);
+            on CPUs an H200 is assumed.
+
+    Returns:
+        the predictions. Over an axis: what a rank receives in forward and backward together. Memory: buffers at the
+        peak of backward, besides inputs, results and what kernels take.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    kv_heads = q_heads if kv_heads is None else kv_heads
+    for name, value in (
+        ("q_heads", q_heads),
+        ("kv_heads", kv_heads),
+        ("head_dim", head_dim),
+        ("batch_size", batch_size),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
+    if q_heads % kv_heads:
+        raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
+    layout, rotation_method = checked_layout(layout), rotation_by_name(rotate_method)
+    names, ranks = _axes_of_several(mesh)
+    lengths = checked_seq_len(seq_len)
+    division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
+    shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
+    masking = masking_of(shown, NO_EXTRAS, lengths, deterministic=False, layout=layout, world_size=ranks.size)
+    shape = CallShape(
+        division=division,
+        mask=as_plain(shown) if masking is Masking.BY_SHAPE else shown,
+        batch_size=batch_size,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        itemsize=dtype.itemsize,
+        masking=masking,
+    )
+    layers_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
+    groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
+    if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        axes = [axis for axis in axes_of(ranks, device, dtype.itemsize) if axis is not None]
+        assumption = f"measured: {torch.cuda.get_device_name(device)}, " + ", ".join(
+            f"{axis.hardware.link_speed / 1e9:.0f} GB/s" for axis in axes
+        )
+    else:
+        axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
+        assumption = "assumed: " + ("the hardware that was given" if hardware else "NVIDIA H200s that share NVLink")
+    found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, rotation_method)
+    sizes = " x ".join(str(axis.size) for axis in axes)
+    explanation = Explanation(
+        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "
+        f"{_described(shown, *lengths)}, {dtype}, {_short(layout)}",
+        assumption,
+        names,
+        found,
+        fastest(found),
+    )
+    if ranks.rank == 0:
+        print(explanation, flush=True)
+    return explanation
+
+
+def _described(mask: Mask, q_len: int, kv_len: int) -> str:
+    if mask in (Full(), Causal()):
+        return "full" if mask == Full() else "causal"
+    return f"{_short(mask)} ({mask.pairs(q_len, kv_len) / max(q_len * kv_len, 1):.1%} of all pairs)"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_NAME else f"{type(value).__name__}(...)"

@@ -1,0 +1,86 @@
+"""FlexAttention inside of regions: `flex_attention` of this rank's shards attends to the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import _torch
+from cp_dtensor.api.active_context import CAPTURED_BEFORE, attends_alone, current_region, innermost_region
+from cp_dtensor.api.flex.attention import FlexCall, flex_of_shards, traced_flex
+from cp_dtensor.api.flex.custom_ops import check_context_mask
+
+
+def flex_replacements() -> Iterator[AbstractContextManager[None]]:
+    """What is replaced in torch while a region is open."""
+    yield _torch.flex_attention_redirected(_flex_attention)
+    yield _torch.captured_flex_attention_checked(_check_captured)
+
+
+def _flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """FlexAttention of this rank's shards; torch's own outside of regions."""
+    token = _region_token()
+    options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
+    call = FlexCall(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, _torch.original_flex_attention, options
+    )
+    if not token or query.is_meta:
+        return call.attend(key, value, score_mod, block_mask)
+    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
+        raise NotImplementedError(
+            "FlexAttention takes plain tensors inside of a context-parallel region, this rank's shards; got nested "
+            "tensors or DTensors"
+        )
+    if _torch.is_traced(query):
+        return traced_flex(call, token)
+    region = current_region()
+    assert region is not None
+    return flex_of_shards(call, region.settings)
+
+
+@_torch.constant_in_trace
+def _region_token() -> str:
+    """Of the region that FlexAttention belongs to, "" outside of any; a constant, since code is compiled for it."""
+    region = current_region()
+    if region is None:
+        return ""
+    check_context_mask(region.settings.mask)
+    if attends_alone(region):
+        raise NotImplementedError(
+            "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "
+            "region: use F.scaled_dot_product_attention"
+        )
+    return region.ambient.token
+
+
+def _check_captured() -> None:
+    region = innermost_region()
+    if region is None:
+        return
+    if not _torch.FLEX_ATTENTION_IS_KNOWN:
+        raise NotImplementedError(
+            f"FlexAttention of torch {torch.__version__} is not supported inside of a context-parallel region: it has "
+            "other arguments than are known"
+        )
+    if _torch.get_thread_state(CAPTURED_BEFORE) is region:
+        raise NotImplementedError(
+            "FlexAttention is not supported in compiled modules with ContextParallel, where it would attend to the "
+            "local shard only: compile the module inside of `with context_parallel(...)`, or call "
+            "context_parallel_flex_attention"
+        )

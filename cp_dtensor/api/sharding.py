@@ -1,0 +1,289 @@
+"""Sharding of whole tensors along the sequence, and back; both differentiable, neither changes anything global."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
+from cp_dtensor.engine.validation import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
+from cp_dtensor.spec.layouts import Layout
+
+
+def context_parallel_shard(
+    mesh: Mesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout | None = None
+) -> list[torch.Tensor]:
+    """This rank's shards of tensors that every rank has whole.
+
+    Args:
+        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
+            share the sequence, whose inner one counts first: flattened, a mesh ("ulysses", "ring") has another order.
+        buffers: tensors of any dtype and shape, equal on every rank; not changed.
+        seq_dims: the sequence dim of each, negative counts from the end.
+        layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch. None is
+            refused inside of a context over these ranks that has another layout; so it is by the functions below.
+
+    Returns:
+        new tensors, in local order. Differentiable: gradients of other ranks' tokens are zero here, so that the sum
+        over ranks is the gradient of the whole tensor.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
+    dims = checked_buffers(buffers, seq_dims, layout)
+    check_whole_lengths(buffers, dims, layout)
+    return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
+
+
+@_torch.never_compiled
+def context_parallel_unshard(
+    mesh: Mesh,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    layout: Layout | None = None,
+    *,
+    grad: Literal["replicated", "partial"] = "replicated",
+) -> list[torch.Tensor]:
+    """Whole tensors, on every rank, from the ranks' shards: the inverse of `context_parallel_shard`.
+
+    Args:
+        mesh: as for `context_parallel_shard`.
+        buffers: this rank's shards; lengths may differ between ranks as the layout says.
+        seq_dims: the sequence dim of each.
+        layout: the layout they were sharded in, `HeadTail()` if None.
+        grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
+            and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
+            the ranks.
+
+    Returns:
+        new tensors, differentiable.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards whose lengths are not the layout's,
+            and ranks that differ in anything but lengths (layouts for one length exchange nothing: wrong lengths are
+            found on the ranks that have them).
+        NotImplementedError: in what is recorded as a graph (make_fx, torch.export). In compiled functions it runs
+            between graphs.
+    """
+    if grad not in ("replicated", "partial"):
+        raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
+    ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
+    dims = checked_buffers(buffers, seq_dims, layout)
+    if any(map(_torch.is_traced, buffers)):
+        raise NotImplementedError(
+            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for what "
+            "the ranks exchange: call it outside of what is recorded"
+        )
+    return [
+        _Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers")
+        for tensor, dim in zip(buffers, dims, strict=True)
+    ]
+
+
+def local_positions(
+    mesh: Mesh,
+    seq_len: int,
+    layout: Layout | None = None,
+    *,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Global positions of this rank's tokens, for position ids, RoPE and the like.
+
+    Args:
+        mesh: as for `context_parallel_shard`.
+        seq_len: global number of tokens.
+        layout: `HeadTail()` if None.
+        batch_size: rows of the batch; only `MirroredBatch` needs it, where positions depend on the row.
+        device: of the result, as for `torch.arange`: the default device if None.
+
+    Returns:
+        (local tokens,) int64; with `batch_size`, (batch_size, local tokens).
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    ranks, layout = _ranks_and_layout("local_positions", mesh, layout)
+    seq_len = checked_length(seq_len)
+    if batch_size is not None and checked_length(batch_size, "batch_size") == 0:
+        raise ValueError("expected batch_size to be at least 1, got 0")
+    rank, world_size = ranks.rank, ranks.size
+    if batch_size is None:
+        if len(layout.batch_groups(2)) > 1:
+            raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
+        return positions_of(layout.segments(seq_len, rank, world_size), device)
+    rows = [
+        positions_of(layout.segments(seq_len, rank, world_size, index), device).expand(stop - start, -1)
+        for index, (start, stop) in enumerate(layout.batch_groups(batch_size))
+    ]
+    return torch.cat(rows)
+
+
+def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
+    ranks = sequence_ranks(mesh)
+    refuse_left_out(owner, ranks, layout=layout is not None)
+    return ranks, checked_layout(layout)
+
+
+def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
+    """`values` as a list.
+
+    Raises:
+        TypeError: a tensor (whose rows would be taken for values) or nothing that can be iterated over.
+    """
+    if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
+        raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
+    return list(values)
+
+
+def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout) -> list[int]:
+    """Checks tensors and their sequence dims; returns the dims, none negative.
+
+    Raises:
+        TypeError, ValueError: what does not fit, with its index.
+    """
+    buffers, seq_dims = checked_sequence("buffers", buffers), checked_sequence("sequence dims", seq_dims)
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(seq_dims)} dims")
+    dims = []
+    for index, (tensor, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
+        if tensor.is_nested:  # which cannot say its shape
+            raise TypeError(f"buffer {index}: expected a tensor whose sequence is one dim, got a nested tensor")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"buffer {index}: expected an integer sequence dim, got {dim!r}")
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"buffer {index}: sequence dim {dim} is out of range for shape {tuple(tensor.shape)}")
+        dims.append(dim % tensor.dim())
+        if len(layout.batch_groups(2)) > 1 and dims[-1] == 0:
+            raise ValueError(
+                f"buffer {index}: {layout} divides rows of the batch (dim 0) differently, so it needs a batch dim "
+                f"before the sequence dim; got shape {tuple(tensor.shape)} with sequence dim 0"
+            )
+    if len(layout.batch_groups(2)) > 1 and len({tensor.size(0) for tensor in buffers}) > 1:
+        shapes = [tuple(tensor.shape) for tensor in buffers]
+        raise ValueError(f"{layout} expects one batch size (dim 0) in all buffers, got shapes {shapes}")
+    return dims
+
+
+def check_whole_lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], layout: Layout) -> None:
+    """Refuses whole tensors of a length that the layout does not divide.
+
+    Raises:
+        ValueError: such a length, with the index of the tensor.
+    """
+    for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
+        refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
+
+
+def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, in local order, new and contiguous."""
+    parts = [
+        rows.index_select(dim, positions)
+        for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
+    ]
+    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
+
+
+def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
+    """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
+    whole, shard = _indexable(whole), _indexable(shard)
+    first = 0
+    for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
+        rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
+        first += rows.size(0)
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bits as integers where torch cannot index its dtype."""
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks, sum_gradients: bool, which: str
+    ) -> torch.Tensor:
+        shape = ", ".join(":" if each == dim else str(size) for each, size in enumerate(shard.shape))
+        kind = f"{which}, {shard.dtype} ({shape}), {layout}, grad {'partial' if sum_gradients else 'replicated'}"
+        lengths, seq_len = _lengths(shard.size(dim), kind, layout, ranks, shard.device)
+        ctx.settings = (dim, layout, ranks, sum_gradients, lengths)
+        whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
+        for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, ranks)):
+            put_shard(whole, part.movedim(0, dim), dim, layout, rank, len(lengths))
+        return whole
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, _saved: Tensors, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dim, layout, ranks, sum_gradients, lengths = ctx.settings
+        world_size, rank = len(lengths), ranks.rank
+        if not sum_gradients or world_size == 1:
+            return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
+        refuse_batches(grad)
+        parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
+        home = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
+        return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
+
+
+def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
+    """The rows (dim 0) of every rank."""
+    if len(lengths) == 1:
+        return [rows]
+    padded = _padded(rows, max(lengths))
+    if not padded.numel():  # alike on every rank
+        return [padded] * len(lengths)
+    # As bytes, since groups do not know every dtype.
+    shards = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(len(lengths), *padded.shape)
+    return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Contiguous rows, zeros behind."""
+    return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
+
+
+def _lengths(
+    length: int, kind: str, layout: Layout, ranks: SequenceRanks, device: torch.device
+) -> tuple[list[int], int]:
+    """The local lengths of all ranks, and the global length; `kind` says all that must be alike."""
+    if layout.only_length is not None:
+        seq_len = checked_only_length(length, layout, ranks.rank, ranks.size)
+        return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
+    lengths, kinds = map(list, zip(*ranks.gather_integers([length, zlib.crc32(kind.encode())], device), strict=True))
+    odd = odd_ones(kinds)
+    if odd:
+        raise ValueError(
+            f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards is not what "
+            f"the others do (here: {kind})"
+        )
+    return lengths, global_length(lengths, layout, "shard")
+
+
+def _rows_and_positions(
+    tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each batch group: a view of its batch rows (of everything, if rows are alike), and the rank's positions."""
+    groups = layout.batch_groups(tensor.size(0))
+    positions = [
+        positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
+    ]
+    if len(groups) == 1:
+        return [(tensor, positions[0])]
+    return [(tensor[start:stop], each) for (start, stop), each in zip(groups, positions, strict=True)]

@@ -1,0 +1,300 @@
+"""torch's cuDNN attention, the fastest on Hopper."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_dtensor._torch.tensors import laid_out_after
+from cp_dtensor.attention.backends.base import LocalAttention, Problem, additive_mask, expand_kv_heads, reduce_kv_heads
+from cp_dtensor.plan.tiles import TileMask
+
+aten = torch.ops.aten
+
+
+# torch's FlashAttention-2 kernels on CUDA.
+
+aten = torch.ops.aten
+
+
+class FlashAttention(LocalAttention):
+    """bfloat16 and float16, head dims that are multiples of 8 up to 256, GQA natively.
+
+    Causal tiles are square, so the kernel's bottom-right alignment is also top-left.
+    """
+
+    @property
+    def name(self) -> str:
+        return "FLASH_ATTENTION"
+
+    def refusal(self, problem: Problem) -> str | None:
+        return half_precision_refusal(problem, max_head_dim=256)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.is_causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rng_state, unused = no_dropout_state(q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2),
+            0.0, mask.is_causal, rng_state, unused, scale=scale,
+        )  # fmt: skip
+
+
+def half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
+    """What the flash and cuDNN kernels refuse alike."""
+    if problem.device_type != "cuda":
+        return f"the tensors are on {problem.device_type}, not cuda"
+    if problem.capability is not None and problem.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bfloat16 or float16, got {problem.dtype}"
+    if problem.head_dim != problem.v_head_dim:
+        return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
+    if problem.head_dim % 8 or problem.head_dim > max_head_dim:
+        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
+    if problem.staircase:
+        return "it cannot mask the staircase tiles of this layout (Striped with block > 1)"
+    return None
+
+
+def no_dropout_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two random-state arguments of fused backward kernels, which are not read without dropout."""
+    return (torch.zeros((2,), dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device))
+
+
+class CudnnAttention(LocalAttention):
+    """bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
+
+    Causal is aligned top-left; tiles are square, so it does not matter. Tiles of one query or one key, which uneven
+    shards may have and which cuDNN crashes on, go to the flash kernel; it takes whatever else cuDNN takes.
+    """
+
+    _for_single_rows = FlashAttention()
+
+    @property
+    def name(self) -> str:
+        return "CUDNN_ATTENTION"
+
+    def refusal(self, problem: Problem) -> str | None:
+        return half_precision_refusal(problem, max_head_dim=128)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _has_single_row(q, k):
+            return self._for_single_rows.forward(q, k, v, mask, scale)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
+        )
+        return out, lse.view(out.shape[:3])
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if _has_single_row(q, k):
+            return self._for_single_rows.backward(grad_out, q, k, v, out, lse, mask, scale)
+        # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run one that was made
+        # for other strides of out; so those must follow from q's. (Those of grad_out must be those of out.)
+        grad_out, out = laid_out_after(q, grad_out), laid_out_after(q, out)
+        state = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,
+            q.size(2), k.size(2), 0.0, mask.is_causal, scale=scale,
+        )  # fmt: skip
+
+
+def _has_single_row(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.size(2) == 1 or k.size(2) == 1
+
+
+# torch's memory-efficient attention on CUDA: float32, and masks that flash and cuDNN cannot do.
+
+aten = torch.ops.aten
+
+# The kernels read LSE and bias rows in groups of this many elements.
+_LSE_ALIGNMENT = 32
+_BIAS_ALIGNMENT = 16
+
+
+class EfficientAttention(LocalAttention):
+    """float32, bfloat16 and float16; K/V are expanded for GQA, here only, after they have travelled."""
+
+    @property
+    def name(self) -> str:
+        return "EFFICIENT_ATTENTION"
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.device_type != "cuda":
+            return f"the tensors are on {problem.device_type}, not cuda"
+        if problem.dtype == torch.float64:
+            return "it does not compute in float64"
+        alignment = 4 if problem.dtype == torch.float32 else 8
+        if problem.head_dim % alignment or problem.v_head_dim % alignment:
+            return (
+                f"it needs head dims that are multiples of {alignment}, got {problem.head_dim} and {problem.v_head_dim}"
+            )
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, _stairs(mask, q, k), True, 0.0, mask.is_causal, scale=scale
+        )
+        return out, lse[:, :, : q.size(2)]
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        kv_heads = k.size(1)
+        k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
+        padding = -lse.size(2) % _LSE_ALIGNMENT
+        lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf")) if padding else lse.contiguous()
+        if out.stride()[1:] != (out.size(3), out.size(1) * out.size(3), 1):  # the kernel computes out's row pitch so
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        seed, offset = no_dropout_state(q.device)
+        grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, _stairs(mask, q, k), out, lse, seed, offset, 0.0,
+            [True, True, True, False], mask.is_causal, scale=scale,
+        )  # fmt: skip
+        return grad_q, reduce_kv_heads(grad_k, kv_heads), reduce_kv_heads(grad_v, kv_heads)
+
+
+def _stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """The bias of a staircase tile, expanded over batch and heads, in rows of aligned pitch."""
+    if mask.is_full or mask.is_causal:
+        return None
+    columns = k.size(2)
+    bias = additive_mask(mask, q.size(2), columns + -columns % _BIAS_ALIGNMENT, q)
+    assert bias is not None
+    return bias[:, :columns].expand(q.size(0), q.size(1), -1, -1)
+
+
+# torch's blocked CPU attention (`SDPBackend.FLASH_ATTENTION` on CPU tensors).
+
+aten = torch.ops.aten
+
+
+class CpuFlashAttention(LocalAttention):
+    """float64, float32, bfloat16 and float16; GQA and every tile mask natively."""
+
+    @property
+    def name(self) -> str:
+        return "FLASH_ATTENTION"
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.device_type != "cpu":
+            return f"the tensors are on {problem.device_type}, not cpu"
+        if problem.head_dim != problem.v_head_dim:
+            return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
+        )
+
+
+def _cpu_stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    return None if mask.is_causal else additive_mask(mask, q.size(2), k.size(2), q)
+
+
+# Attention in plain torch operations: any device, dtype and head dim. The oracle of the other backends.
+
+
+class MathAttention(LocalAttention):
+    """Computes in float32 (float64 for float64 inputs) and holds the S x T matrix of one tile in memory."""
+
+    @property
+    def name(self) -> str:
+        return "MATH"
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = _widened(q, k, v)
+        logits = _logits(q, k, mask, scale)
+        lse = torch.logsumexp(logits, dim=-1)
+        return torch.exp(logits - lse.unsqueeze(-1)) @ expand_kv_heads(v, q.size(1)), lse
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        kv_heads = k.size(1)
+        q, k, v, grad_out, out = _widened(q, k, v, grad_out, out)
+        k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
+        weights = torch.exp(_logits(q, k, mask, scale) - lse.unsqueeze(-1))
+        delta = (grad_out * out).sum(dim=-1, keepdim=True)
+        grad_logits = weights * (grad_out @ v.mT - delta) * scale
+        grad_k = reduce_kv_heads(grad_logits.mT @ q, kv_heads)
+        grad_v = reduce_kv_heads(weights.mT @ grad_out, kv_heads)
+        return grad_logits @ k, grad_k, grad_v
+
+
+def _widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
+
+
+def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> torch.Tensor:
+    logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
+    bias = additive_mask(mask, q.size(2), k.size(2), logits)
+    return logits if bias is None else logits + bias

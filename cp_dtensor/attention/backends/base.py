@@ -1,0 +1,105 @@
+"""The contract of a local attention: one tile in, a partial result or gradients out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.plan.tiles import ShapedMask, TileMask
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides whether a backend can compute a call; the same on every rank."""
+
+    device_type: str
+    capability: tuple[int, int] | None
+    """CUDA compute capability, None elsewhere."""
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    q_heads: int
+    kv_heads: int
+    staircase: bool
+    """Whether any tile has a mask other than full or causal."""
+    by_row: bool = False
+    """Whether tiles are masked row by row, or have a bias or dropout."""
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """dtype of LSE and of everything that is accumulated: float64 for float64 inputs, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+class LocalAttention(ABC):
+    """Attention of one tile on one device.
+
+    Shapes: q (B, H, S, D), k (B, Hkv, T, D), v (B, Hkv, T, Dv), Hkv divides H; query head h reads key head
+    h // (H / Hkv). S, T >= 1; scale > 0, since kernels mask before they scale. Strides are free but for the last dim,
+    which is contiguous.
+    Implementations are stateless and never override one another.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name in messages, that of `torch.nn.attention.SDPBackend`."""
+
+    @abstractmethod
+    def refusal(self, problem: Problem) -> str | None:
+        """Why this backend cannot compute `problem`, or None if it can."""
+
+    @abstractmethod
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial result `(out, lse)` of the tile.
+
+        Returns:
+            out: (B, H, S, Dv), softmax(scale q k^T) v, in the inputs' dtype or wider.
+            lse: (B, H, S), natural log of the softmax denominator of the scaled logits, `Problem.state_dtype`.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This tile's share of (dq, dk, dv), given the *final* out and lse of its rows, merged over all tiles.
+
+        With P = exp(scale q k^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
+        dK = scale dS^T Q. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+        """
+
+
+def additive_mask(mask: TileMask, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor | None:
+    """A tile's mask as a (rows, columns) bias of zeros and -inf in `like`'s dtype, None if nothing is masked."""
+    if mask.is_full:
+        return None
+    assert isinstance(mask, ShapedMask), "backends that mask by shape refuse problems that need more"
+    row = torch.arange(rows, device=like.device) // mask.block
+    column = torch.arange(columns, device=like.device) // mask.block
+    hidden = column[None, :] > row[:, None]
+    return torch.zeros(rows, columns, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+def expand_kv_heads(kv: torch.Tensor, q_heads: int) -> torch.Tensor:
+    """(B, Hkv, T, D) repeated over the query heads of each group: (B, H, T, D)."""
+    return kv if kv.size(1) == q_heads else kv.repeat_interleave(q_heads // kv.size(1), dim=1)
+
+
+def reduce_kv_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The transpose of `expand_kv_heads`: sums gradients (B, H, T, D) over each group, in float32 or wider."""
+    if grad.size(1) == kv_heads:
+        return grad
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return grad.unflatten(1, (kv_heads, -1)).sum(dim=2, dtype=wide)

@@ -1,0 +1,54 @@
+"""A backend whose gradients are not rounded: they are by our own kernels, which give float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.attention.backends.base import LocalAttention, Problem
+from cp_dtensor.attention.masked import RowMask, attention_backward
+from cp_dtensor.plan.tiles import ShapedMask, TileMask
+
+_FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
+
+
+@dataclass(frozen=True)
+class WideGradients(LocalAttention):
+    """Another backend, with gradients in float32 (float64 for float64 inputs).
+
+    torch's kernels round gradients to the dtype of their inputs. Where several are added, each rounds once more; the
+    largest of them is best left as it is. Staircases are left to the other backend, too.
+    """
+
+    backend: LocalAttention
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def refusal(self, problem: Problem) -> str | None:
+        return self.backend.refusal(problem)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.backend.forward(q, k, v, mask, scale)
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: TileMask,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not isinstance(mask, ShapedMask) or not (mask.is_full or mask.is_causal):
+            return self.backend.backward(grad_out, q, k, v, out, lse, mask, scale)
+        rows = _CAUSAL if mask.is_causal else _FULL
+        grad_dtype = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv, _ = attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=grad_dtype)
+        return dq, dk, dv

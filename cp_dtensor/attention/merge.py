@@ -1,0 +1,161 @@
+"""Merging partial attention results: the softmax over all keys from softmaxes over parts of them.
+
+A partial result is `(out, lse)`; `lse` is the log of the softmax denominator, -inf for a query that saw no key (its
+`out` is 0). Merging is commutative and associative, and `(0, -inf)` is its identity:
+
+    lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; Ring Attention (arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
+from cp_dtensor.spec.layouts import Span
+
+if TRITON_AVAILABLE:
+    from cp_dtensor.attention.triton.lse_merge import launch_merge
+if TRITON_AVAILABLE:
+    from cp_dtensor.attention.triton.part_sum import launch_sum
+
+
+MergePart = tuple[Span, torch.Tensor, torch.Tensor]
+"""`(rows, out, lse)`: the rows of the result that it concerns, (B, H, rows, D) and (B, H, rows)."""
+
+
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    base_out: torch.Tensor,
+    base_lse: torch.Tensor,
+    parts: Sequence[MergePart],
+) -> None:
+    """Writes the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
+
+    Args:
+        out: (B, H, S, D), any floating dtype: sums are in lse's dtype and rounded once. May be `base_out`.
+        lse: (B, H, S), float32 or float64; the last dim contiguous, as in all LSEs here. May be `base_lse`.
+        base_out: (B, H, S, D).
+        base_lse: (B, H, S).
+        parts: at most MAX_PARTS; each concerns the rows that it names.
+
+    >>> out, lse = torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]])
+    >>> merge(out, lse, out, lse, [((0, 1), torch.tensor([[[[5.0]]]]), torch.tensor([[[3.0]]]).log())])
+    >>> round(out.item(), 4), round(lse.exp().item(), 4)  # (1 * 1 + 3 * 5) / 4, 1 + 3
+    (4.0, 4.0)
+    """
+    if TRITON_AVAILABLE and out.is_cuda and lse.dtype == torch.float32:
+        launch_merge(out, lse, base_out, base_lse, parts)
+    else:
+        merge_reference(out, lse, base_out, base_lse, parts)
+
+
+def merge_reference(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    base_out: torch.Tensor,
+    base_lse: torch.Tensor,
+    parts: Sequence[MergePart],
+) -> None:
+    """As `merge`, in plain torch operations: the oracle of the kernel."""
+    in_place = out is base_out and out.dtype == lse.dtype
+    total, total_lse = (out, lse) if in_place else (base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True))
+    for (start, stop), part_out, part_lse in parts:
+        _merge_pair_(total[:, :, start:stop], total_lse[:, :, start:stop], part_out, part_lse)
+    if not in_place:
+        out.copy_(total)
+        lse.copy_(total_lse)
+
+
+def _merge_pair_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    part_lse = part_lse.to(lse.dtype)
+    seen = torch.maximum(lse, part_lse) > float("-inf")  # elsewhere both are -inf, and -inf - -inf would be NaN
+    # Weights from the difference, not from the merged LSE: its rounding error would not cancel where LSE is large.
+    weight = torch.where(seen, torch.sigmoid(lse - part_lse), 0)
+    part_weight = torch.where(seen, torch.sigmoid(part_lse - lse), 0)
+    out.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(out.dtype), part_weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+# Summing partial gradients: what tiles and ranks contribute, added in float32 or wider and rounded once.
+
+SumPart = tuple[Span, torch.Tensor]
+"""`(rows, stack)`: the rows of the result that it concerns, and (N, B, H, rows, D): N tensors to add there."""
+
+
+def add_parts(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
+    """Writes a base plus some parts to `out`; one launch of the Triton kernel on a GPU.
+
+    Args:
+        out: (B, H, S, D), any floating dtype. May be `base`.
+        base: (B, H, S, D).
+        parts: at most `kernels.MAX_PARTS`; each concerns the rows that it names.
+        sum_dtype: in what to add, float32 or float64.
+
+    >>> out = torch.tensor([[[[1.0]]]])
+    >>> add_parts(out, out, [((0, 1), torch.tensor([2.0, 3.0]).view(2, 1, 1, 1, 1))], torch.float32)
+    >>> out.item()
+    6.0
+    """
+    if TRITON_AVAILABLE and out.is_cuda and sum_dtype == torch.float32:
+        launch_sum(out, base, parts)
+    else:
+        add_parts_reference(out, base, parts, sum_dtype)
+
+
+def add_parts_reference(
+    out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype
+) -> None:
+    """As `add_parts`, in plain torch operations: the oracle of the kernel."""
+    in_place = out is base and out.dtype == sum_dtype
+    total = out if in_place else base.to(sum_dtype, copy=True)
+    for (start, stop), stack in parts:
+        for tensor in stack:
+            total[:, :, start:stop] += tensor
+    if not in_place:
+        out.copy_(total)
+
+
+# Attention sinks: a logit of each query head that counts in the softmax denominator alone. A sink is one more
+# partial result, (0, sink), merged once with that of all keys of a row. What backends compute in backward from the
+# merged out and lse is right as it is, and the gradient of the sinks follows from these rows alone: lse' =
+# log(exp(lse) + exp(sink)), out' = exp(lse - lse') out, dsink = -sum(exp(sink - lse') sum(dout' out')) Source: gpt-
+# oss (arXiv 2508.10925) learns them; StreamingLLM (arXiv 2309.17453) compares such with sinks of 0.
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of all keys, merged with the sinks; new tensors if there are any.
+
+    Args:
+        out: (B, H, S, Dv).
+        lse: (B, H, S), float32 or float64; -inf for rows that see no key, which then have the sink's.
+        sinks: (H,), any floating dtype, or None.
+
+    >>> out, lse = with_sinks(torch.tensor([[[[4.0]]]]), torch.tensor([[[3.0]]]).log(), torch.zeros(1))
+    >>> round(out.item(), 4), round(lse.exp().item(), 4)  # 4 * 3 / (3 + 1), 3 + 1
+    (3.0, 4.0)
+    """
+    if sinks is None or not out.numel():
+        return out, lse
+    with on_device_of(out):
+        merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
+        nothing = out.new_zeros(out.size(3)).expand(out.shape)
+        of_rows = sinks.to(lse)[:, None].expand(lse.shape[1:]).contiguous().expand(lse.shape)
+        merge(merged, merged_lse, out, lse, [((0, out.size(2)), nothing, of_rows)])
+    return merged, merged_lse
+
+
+def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """What some rows contribute to the gradient of the sinks: (H,), in lse's dtype.
+
+    Args:
+        sinks: (H,).
+        lse: (B, H, S), merged with the sinks.
+        delta: (B, H, S), the sum over the last dim of out and its gradient.
+    """
+    weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
+    return -(weights * delta).sum((0, 2))

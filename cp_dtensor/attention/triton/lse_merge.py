@@ -1,0 +1,141 @@
+"""The LSE merge as one Triton kernel: up to two partial results into a base, accumulated in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor.attention.triton import MAX_PARTS
+from cp_dtensor.spec.layouts import Span
+
+_NO_PART_SIZES = (0, 0, 0, 0, 0, 0, 0)
+
+
+@triton.jit
+def _merge_part(
+    out, lse, row, dim, dim_in_range, batch, head,
+    part_ptr, part_lse_ptr, start, stop, stride_b, stride_h, stride_s, lse_stride_b, lse_stride_h,
+):  # fmt: skip
+    """(out, lse) merged with rows [start, stop) of a part; rows outside stay as they are."""
+    in_part = (row >= start) & (row < stop)
+    part_row = (row - start).to(tl.int64)
+    part_lse = tl.load(
+        part_lse_ptr + batch * lse_stride_b + head * lse_stride_h + part_row,
+        mask=in_part, other=float("-inf"),
+    ).to(tl.float32)  # fmt: skip
+    part = tl.load(
+        part_ptr + batch * stride_b + head * stride_h + part_row[:, None] * stride_s + dim[None, :],
+        mask=in_part[:, None] & dim_in_range[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    largest = tl.maximum(lse, part_lse)
+    seen = largest > float("-inf")
+    shift = tl.where(seen, largest, 0.0)  # -inf - -inf would be NaN
+    weight = tl.exp(lse - shift)
+    part_weight = tl.exp(part_lse - shift)
+    total = weight + part_weight
+    inverse = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
+    out = out * (weight * inverse)[:, None] + part * (part_weight * inverse)[:, None]
+    return out, tl.where(seen, shift + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+
+
+_NOT_SPECIALIZED = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
+
+
+@triton.jit(do_not_specialize=["rows", *_NOT_SPECIALIZED])
+def lse_merge_kernel(
+    out_ptr, lse_ptr, base_ptr, base_lse_ptr,
+    part0_ptr, part0_lse_ptr, part1_ptr, part1_lse_ptr,
+    rows, head_dim,
+    out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
+    base_stride_b, base_stride_h, base_stride_s, base_lse_stride_b, base_lse_stride_h,
+    start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h,
+    start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h,
+    PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """One program merges BLOCK_ROWS rows of one (batch, head).
+
+    Example, one row of head dim 1: base (1, log 1) and a part (5, log 3) become out 4, lse log 4.
+    """
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dim = tl.arange(0, BLOCK_DIM)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    row_64 = row.to(tl.int64)
+    in_rows = row < rows
+    dim_in_range = dim < head_dim
+    in_tile = in_rows[:, None] & dim_in_range[None, :]
+
+    lse = tl.load(
+        base_lse_ptr + batch * base_lse_stride_b + head * base_lse_stride_h + row_64,
+        mask=in_rows, other=float("-inf"),
+    ).to(tl.float32)  # fmt: skip
+    out = tl.load(
+        base_ptr + batch * base_stride_b + head * base_stride_h + row_64[:, None] * base_stride_s + dim[None, :],
+        mask=in_tile, other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    if PARTS > 0:
+        out, lse = _merge_part(
+            out, lse, row, dim, dim_in_range, batch, head,
+            part0_ptr, part0_lse_ptr, start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h,
+        )  # fmt: skip
+    if PARTS > 1:
+        out, lse = _merge_part(
+            out, lse, row, dim, dim_in_range, batch, head,
+            part1_ptr, part1_lse_ptr, start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h,
+        )  # fmt: skip
+
+    # Row values are replicated over the warps of a program: without this barrier one warp could store the merged LSE
+    # in place before another has loaded the old one.
+    tl.debug_barrier()
+    out_ptrs = out_ptr + batch * out_stride_b + head * out_stride_h + row_64[:, None] * out_stride_s + dim[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_tile)
+    tl.store(lse_ptr + batch * lse_stride_b + head * lse_stride_h + row_64, lse, mask=in_rows)
+
+
+def launch_merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    base_out: torch.Tensor,
+    base_lse: torch.Tensor,
+    parts: Sequence[tuple[Span, torch.Tensor, torch.Tensor]],
+) -> None:
+    """Writes the merge of a base and up to MAX_PARTS parts to `(out, lse)`, in one launch.
+
+    Args:
+        out: (B, H, S, D), float32, bfloat16 or float16; the last dim contiguous, as in all of these. May be `base_out`.
+        lse: (B, H, S), float32; the last dim contiguous, as in all of these. May be `base_lse`.
+        base_out: (B, H, S, D).
+        base_lse: (B, H, S).
+        parts: `(rows, part_out, part_lse)` with part_out (B, H, rows, D) and part_lse (B, H, rows).
+    """
+    assert len(parts) <= MAX_PARTS
+    pointers = [x for _, *pair in parts for x in pair] + [out, lse] * (MAX_PARTS - len(parts))
+    of_parts = tuple((span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts)
+    launch = _launch(facts(out), facts(lse), facts(base_out), facts(base_lse), of_parts)
+    launch(out, lse, base_out, base_lse, *pointers)
+
+
+@kept
+def _launch(
+    out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
+) -> Launch:
+    """For tensors such as these."""
+    assert all(of_lse.strides[-1] == 1 for of_lse in (lse, base_lse, *(part_lse for _, _, part_lse in parts)))
+    batch, heads, rows, head_dim = out.shape
+    sizes: list[int] = []
+    for span, part_out, part_lse in parts:
+        sizes += (*span, *part_out.strides[:3], *part_lse.strides[:2])
+    sizes += _NO_PART_SIZES * (MAX_PARTS - len(parts))
+    block_dim = triton.next_power_of_2(head_dim)
+    block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
+    strides = (*out.strides[:3], *lse.strides[:2], *base_out.strides[:3], *base_lse.strides[:2])
+    return Launch(
+        lse_merge_kernel,
+        (triton.cdiv(rows, block_rows), heads, batch),
+        (rows, head_dim, *strides, *sizes),
+        {"PARTS": len(parts), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
+    )

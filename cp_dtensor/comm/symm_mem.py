@@ -1,0 +1,205 @@
+"""The symm_mem rotation: all-gather by the copy engines, over memory that the ranks of a node share.
+
+Each rank publishes its rows of K/V in symmetric memory; the others pull what they want, stage by stage, on a stream of
+their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits under
+attention, which has all of them.
+
+Order, for each pair of ranks and both kinds of rows (see `flags.Flag`), whether or not the pair exchanges rows in
+this call, since the call before may have:
+
+    owner:   wait TAKEN; write the rows; raise READY at the reader
+    reader:  wait READY; pull;           raise TAKEN at the owner
+
+Owners write on the current stream, before the local tile, which leaves no multiprocessor to a kernel on another stream
+until it ends. Readers pull on a stream of the workspace; the host submits that after the tiles of a step, so that those
+need not wait for it. In the order in which ranks submit them, no wait needs anything that is submitted after it on any
+rank, so streams that share a queue cannot lock up.
+
+Memory: as all-gather; besides, in symmetric memory, this rank's K/V and one stage of gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch import label
+from cp_dtensor._torch.cuda_driver import copy_bytes
+from cp_dtensor._torch.tensors import current_stream, cut
+from cp_dtensor.comm import symm_mem_workspace as workspaces
+from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
+from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, Rotation, pack_stages, row_width
+from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.plan import Plan, Step
+
+
+@dataclass(frozen=True)
+class SymmetricMemory(Rotation):
+    """All-gather by copy engines where the ranks can share memory; all-gather by NCCL elsewhere."""
+
+    staging: Staging = DEFAULT_STAGING
+
+    @property
+    def name(self) -> str:
+        return "symm_mem"
+
+    @property
+    def transfers_ahead(self) -> int:
+        return 1  # as of all-gather
+
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        return self.where_shared(group, device)
+
+    def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+        """This rotation if the ranks share memory, else all-gather, and that is logged once; alike on all ranks.
+
+        The first call for a group may be a collective.
+        """
+        reason = workspaces.why_unshared(group, device)
+        if reason is None:
+            return self
+        workspaces.tell_fallback(group, reason)
+        return AllGather(self.staging)
+
+    @property
+    def slows_compute(self) -> bool:
+        return False
+
+    @property
+    def keeps_own_gradients_wide(self) -> bool:
+        return False
+
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        workspaces.abandon(group)
+
+    def plan(self, shape: CallShape, rank: int) -> Plan:
+        return self.staging.plan(shape, rank)
+
+    def start_kv(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+    ) -> KvTransfers:
+        steps = plan.backward if backward else plan.forward
+        return _PulledKv(k, v, plan, steps, _workspace(k, v, plan, backward, group))
+
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+        return _PulledGrads(k, v, plan, _workspace(k, v, plan, True, group))
+
+
+def _workspace(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup) -> Workspace:
+    kv_bytes = plan.rows.longest * row_width(k, v, (0, k.size(1))) * k.itemsize
+    widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
+    grad_bytes = plan.most_rows * widest * k.itemsize if backward else 0
+    return workspaces.workspace(group, k.device, kv_bytes, grad_bytes)
+
+
+class _PulledKv(KvTransfers):
+    def __init__(
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], workspace: Workspace
+    ) -> None:
+        self._like, self._plan, self._workspace = k, plan, workspace
+        self._stream = current_stream(k.device)
+        stages = [step.heads for step in steps if step.transfer is not None]
+        # Every rank's stages stand where they would stand for the longest shard.
+        self._pitch = plan.rows.longest
+        self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
+        self._next_stage = 0
+        with label("publish K/V"):
+            self._publish(k, v, stages)
+        self._room, self._is_pulled = self._room_for_next(), False
+
+    def _publish(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
+        workspace = self._workspace
+        workspace.follow(self._stream)
+        workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
+        rows = workspace.kv(k.dtype)
+        for span in self._plan.given_spans:
+            pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
+        workspace.flags.submit(self._stream, tell=Flag.KV_READY)
+
+    def _room_for_next(self) -> torch.Tensor | None:
+        """Memory for the next stage; the event says when nobody uses it for something else any more."""
+        if self._next_stage == len(self._widths):
+            return None
+        rows = self._like.new_empty(self._plan.rows.total, self._widths[self._next_stage] // self._like.itemsize)
+        self._workspace.memory_is_free.record(self._stream)
+        return rows
+
+    def _pull(self, rows: torch.Tensor) -> None:
+        workspace, width = self._workspace, self._widths[self._next_stage]
+        stage_start = self._pitch * sum(self._widths[: self._next_stage])
+        with label("pull K/V"):
+            workspace.kv_stream.wait_event(workspace.memory_is_free)
+            if self._next_stage == 0:
+                workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, beside=True)
+            stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
+            for peer, row, peer_row, count in self._plan.pulls:
+                published = workspace.kv_address(peer) + stage_start
+                copy_bytes(stream, target + row * width, published + peer_row * width, count * width)
+            self._next_stage += 1
+            if self._next_stage == len(self._widths):
+                workspace.flags.submit(workspace.kv_stream, tell=Flag.KV_TAKEN, beside=True)
+            workspace.kv_arrived.record(workspace.kv_stream)
+
+    def tiles_launched(self) -> None:
+        if self._room is not None and not self._is_pulled:
+            self._pull(self._room)
+            self._is_pulled = True
+
+    def receive(self) -> torch.Tensor:
+        self.tiles_launched()  # if there were none
+        rows = self._room
+        assert rows is not None
+        self._stream.wait_event(self._workspace.kv_arrived)
+        self._room, self._is_pulled = self._room_for_next(), False
+        return rows
+
+
+class _PulledGrads(GradTransfers):
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
+        self._k, self._v, self._plan, self._workspace = k, v, plan, workspace
+        self._stream = current_stream(k.device)
+        self._stages = deque(step.heads for step in plan.backward if step.transfer is not None)
+        self._in_flight: deque[tuple[list[Contribution], torch.cuda.Event]] = deque()
+
+    def buffer(self) -> torch.Tensor:
+        plan, workspace = self._plan, self._workspace
+        workspace.follow(self._stream)
+        workspace.flags.submit(self._stream, wait=Flag.GRAD_TAKEN)
+        width = row_width(self._k, self._v, self._stages[0])
+        count = plan.rows.total * width * self._k.itemsize
+        return workspace.grads()[:count].view(self._k.dtype).view(-1, width)
+
+    def send(self) -> None:
+        plan, workspace = self._plan, self._workspace
+        columns = row_width(self._k, self._v, self._stages.popleft())
+        width = columns * self._k.itemsize
+        workspace.flags.submit(self._stream, tell=Flag.GRAD_READY)
+        contributions = [
+            Contribution(rows, self._k.new_empty(len(places), rows[1] - rows[0], columns))
+            for rows, places in plan.grad_pulls
+        ]
+        workspace.memory_is_free.record(self._stream)
+        with label("pull dK/dV"):
+            workspace.grad_stream.wait_event(workspace.memory_is_free)
+            workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY, beside=True)
+            stream = workspace.grad_stream.cuda_stream
+            for (rows, places), (_, stack) in zip(plan.grad_pulls, contributions, strict=True):
+                target, count = stack.data_ptr(), (rows[1] - rows[0]) * width
+                for peer, first_row in places:
+                    copy_bytes(stream, target, workspace.grads_address(peer) + first_row * width, count)
+                    target += count
+            workspace.flags.submit(workspace.grad_stream, tell=Flag.GRAD_TAKEN, beside=True)
+            # Before this stage is received the one before it is, so two events in turns are enough.
+            arrived = workspace.grads_arrived[len(self._stages) % 2]
+            arrived.record(workspace.grad_stream)
+        self._in_flight.append((contributions, arrived))
+
+    def receive(self) -> Sequence[Contribution]:
+        contributions, arrived = self._in_flight.popleft()
+        self._stream.wait_event(arrived)
+        return contributions

@@ -1,0 +1,417 @@
+"""Recipes of attention of shards, for compiled code."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from operator import index
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.tensors import split_rows
+from cp_dtensor.attention.backends.select import Allowed
+from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.autograd import AttentionCall
+from cp_dtensor.engine.config import AttentionSettings, Splitting, check_batch_size, with_ambient_mask
+from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.engine.planner import Decision, decide_call, decision_on, remembered
+from cp_dtensor.engine.validation import check_bias
+from cp_dtensor.spec.documents import PackedEdges
+from cp_dtensor.spec.layouts import Contiguous, Layout
+from cp_dtensor.spec.masks import Causal, Full, Mask
+
+# Layouts and masks as arguments of functions that Dynamo follows, where it may not know the objects themselves.
+
+Parts = tuple[type, tuple[object, ...]]
+"""A value as class and fields, which Dynamo follows (and guards) where it may not know the object itself."""
+
+
+def parts_of(value: Any) -> Any:
+    """The parts of a layout or mask, and of those that it consists of; other values as they are."""
+    if isinstance(value, (Layout, Mask)):
+        return type(value), tuple([parts_of(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
+    if isinstance(value, tuple):
+        return tuple([parts_of(each) for each in value])
+    if isinstance(value, int) and not isinstance(value, bool):
+        return index(value)  # where it has changed from call to call, Dynamo makes a symbol of it; this, a number
+    return value
+
+
+def made_of(parts: Any) -> Any:
+    """The inverse of `parts_of`."""
+    if not isinstance(parts, tuple) or not parts:
+        return parts
+    if not isinstance(parts[0], type):
+        return tuple(map(made_of, parts))
+    value: Any = object.__new__(parts[0])
+    for field, part in zip(fields(parts[0]), parts[1], strict=True):
+        object.__setattr__(value, field.name, made_of(part))
+    return value
+
+
+# Text that stands for values in compiled code, which holds constants and may be kept on disk.
+
+V = TypeVar("V")
+
+
+class Tokens(Generic[V]):
+    """Values by their `repr`, the same in every process, as long as this one lives.
+
+    >>> tokens = Tokens[float]("numbers")
+    >>> tokens.of(tokens.token_of(1.5))
+    1.5
+    """
+
+    def __init__(self, what: str, prefix: str = "") -> None:
+        self._what = what  # the values are, in messages
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._by_token: dict[str, V] = {}
+
+    def token_of(self, value: V) -> str:
+        """What stands for a value."""
+        token = name = f"{self._prefix}{value!r}"
+        with self._lock:
+            others = 1
+            while self._by_token.setdefault(token, value) != value:  # values of somebody's own that look alike
+                others += 1
+                token = f"{name} #{others}"
+        return token
+
+    def of(self, token: str) -> V:
+        """What the token stands for."""
+        if token not in self._by_token:
+            raise RuntimeError(
+                f"compiled code wants {self._what} {token}, which this process has not traced yet: it came from "
+                "another one, by a way that skips tracing"
+            )
+        return self._by_token[token]
+
+
+# What stands for masks in compiled code: text where they are constants, a number where they are found at run time.
+
+_MOST_NUMBERS = 4096
+_NOT_IN_BACKWARD = -1
+
+
+class Ambient(NamedTuple):
+    """What a call finds in the region that it runs in."""
+
+    mask: Mask | None
+    layout: Layout
+    lengths: tuple[int, ...] | None
+    """Global lengths that are known there."""
+
+
+class Found(NamedTuple):
+    """What a call has found where it ran."""
+
+    mask: Mask
+    layout: Layout | None
+    """None: that of the recipe."""
+    ambient: Ambient | None = None
+    """What of it is the region's, if anything."""
+    rows: int = 1
+    """Batch rows that the tokens of the call's one row are of, one after the other."""
+
+
+mask_tokens = Tokens[Mask]("a mask,")
+for _plain in (Full(), Causal()):  # which code from disk may want first
+    mask_tokens.token_of(_plain)
+
+
+class FoundNumbers:
+    """Numbers for the latest that were found, for their backward."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: OrderedDict[Found, int] = OrderedDict()
+        self._by_number: dict[int, Found] = {}
+        self._next = 0
+
+    def number_of(self, found: Found) -> int:
+        """A number for what a call has found; good until thousands of others have been found."""
+        with self._lock:
+            number = self._numbers.get(found)
+            if number is None:
+                number = self._numbers[found] = self._next
+                self._next += 1
+                self._by_number[number] = found
+                if len(self._numbers) > _MOST_NUMBERS:
+                    _, oldest = self._numbers.popitem(last=False)
+                    del self._by_number[oldest]
+            else:
+                self._numbers.move_to_end(found)
+        return number
+
+    def of(self, number: int) -> Found:
+        """What a number stands for."""
+        if number not in self._by_number:
+            raise RuntimeError(
+                f"the mask of a forward pass is no longer known: {_MOST_NUMBERS} others came before its backward"
+            )
+        return self._by_number[number]
+
+
+class Outstanding:
+    """Of which regions there are forward passes whose backward has not come, by what is theirs of a mask.
+
+    Compiled code that computes attention again in a backward is not told for which forward pass: if all that are
+    outstanding were of one kind of region, it is known nevertheless.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passes: Counter[Ambient] = Counter()
+
+    def begin(self, found: Found, needs_backward: bool) -> int:
+        """A forward pass whose backward may come; not counted if it is a recompute, in the backward of one.
+
+        Returns:
+            which backward that is, to be told to `end`.
+        """
+        running = _torch.current_backward()
+        if running is not None:
+            return running
+        if found.ambient is not None and needs_backward:
+            with self._lock:
+                self._passes[found.ambient] += 1
+        return _NOT_IN_BACKWARD
+
+    def end(self, found: Found, begun_in: int) -> None:
+        """Its backward has come, and may keep its graph for another one."""
+        # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
+        is_reentrant = begun_in not in (_NOT_IN_BACKWARD, _torch.current_backward())
+        ambient = found.ambient
+        if ambient is None or is_reentrant or _torch.backward_may_come_again():
+            return
+        with self._lock:
+            if self._passes[ambient] <= 1:
+                del self._passes[ambient]
+            else:
+                self._passes[ambient] -= 1
+
+    def only(self) -> Ambient | None:
+        """What all that are outstanding have in common; None if there are several kinds, or none."""
+        with self._lock:
+            return next(iter(self._passes)) if len(self._passes) == 1 else None
+
+
+found_numbers = FoundNumbers()
+outstanding = Outstanding()
+
+
+class Recipe(ABC):
+    """How to decide calls of one kind, in any process that has the same groups. A value.
+
+    `repr` is its token, the same in every process, so that compiled code can be kept on disk.
+    """
+
+    @property
+    @abstractmethod
+    def finds_mask(self) -> bool:
+        """Whether calls have a mask or a layout that is only known where they run."""
+
+    @property
+    @abstractmethod
+    def compares(self) -> bool:
+        """Whether the ranks compare at every call what must agree."""
+
+    @abstractmethod
+    def resolve(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
+    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
+        """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate.
+
+        With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, in documents
+        that `mask` is inside of.
+        """
+
+    @abstractmethod
+    def decide(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
+        scale: float, allowed: Allowed,
+    ) -> AttentionCall:  # fmt: skip
+        """The call on local shards; communicates nothing, and says the same in backward as in forward."""
+
+    @abstractmethod
+    def decide_known(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        scale: float, allowed: Allowed, constants: Hashable,
+    ) -> AttentionCall:  # fmt: skip
+        """`resolve` and `decide` of a call that finds and compares nothing; of equal `constants`, looked up."""
+
+
+_OPERATORS = 5
+"""Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
+
+
+_recipes = Tokens[Recipe]("attention by", f"operators {_OPERATORS}, ")
+
+
+def token_of(recipe: Recipe) -> str:
+    """What stands for a recipe in compiled code."""
+    return _recipes.token_of(recipe)
+
+
+def recipe_of(token: str) -> Recipe:
+    """What the token stands for."""
+    return _recipes.of(token)
+
+
+AMBIENT_SETTINGS = "cp_dtensor_settings"
+"""Where a region leaves `AmbientSettings` of its thread for compiled code, which holds none."""
+_FOUND_LAYOUT = Contiguous()  # in the place of one that is found where code runs
+
+
+@dataclass(frozen=True)
+class AmbientSettings:
+    """The settings of an open region."""
+
+    settings: AttentionSettings
+
+    @cached_property
+    def token(self) -> str:
+        """Of its recipe."""
+        return token_of(ShardRecipe.of(self.settings))
+
+
+@dataclass(frozen=True)
+class ShardRecipe(Recipe):
+    """How to decide calls on shards of one kind: `AttentionSettings`, with groups by their names.
+
+    Lengths that a region knows of its buffers, its mask, and a layout made for it are not part of it, or code would be
+    compiled for each: they are looked up in the region that is open when the code runs.
+    """
+
+    groups: tuple[str, ...]
+    splitting: Splitting
+    fixed_lengths: tuple[int, ...] | None
+    debug: bool
+    finds_mask: bool = False  # or the layout
+    fixed_mask: Mask | None = None
+    alignment: int = 1
+    """Of the layout that is found."""
+
+    @classmethod
+    def of(cls, settings: AttentionSettings) -> ShardRecipe:
+        """The recipe of some settings."""
+        groups = tuple(
+            _torch.name_of_group(group) for group in (settings.ranks.outer, settings.ranks.inner) if group is not None
+        )
+        fixed = None if settings.lengths_vary else settings.declared_lengths
+        splitting, mask = settings.splitting, None if settings.lengths_vary else settings.mask
+        # A layout of one length is made for a mask, and like it differs from context to context.
+        of_one_context = settings.lengths_vary and splitting.layout.only_length is not None
+        alignment = splitting.layout.alignment if of_one_context else 1
+        if of_one_context:
+            splitting = replace(splitting, layout=_FOUND_LAYOUT)
+        finds = settings.lengths_vary and (settings.mask is not None or of_one_context)
+        return cls(groups, splitting, fixed, settings.debug, finds, mask, alignment)
+
+    def __repr__(self) -> str:
+        splitting = self.splitting
+        lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
+        return (
+            f"{splitting.method} ({splitting.rotation.name}) over {' x '.join(self.groups)}, {splitting.layout}"
+            f"{lengths}{', deterministic' * splitting.deterministic}{', debug' * self.debug}"
+            f"{', masked' * self.finds_mask}"
+            f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
+            f"{'' if self.alignment == 1 else f', in blocks of {self.alignment}'}"
+        )
+
+    @property
+    def compares(self) -> bool:
+        return self.debug
+
+    def resolve(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
+    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
+        state = _torch.get_thread_state(AMBIENT_SETTINGS)
+        ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
+        of_region = None
+        if self.finds_mask or (edges is not None and self.fixed_lengths is None):
+            again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
+            of_region = _of_recompute() if again else _of_open_region(ambient)
+        if ambient is not None and (known is None or self.finds_mask) and of_region in (None, _of_open_region(ambient)):
+            settings = ambient.settings
+        else:
+            settings = self.settings() if of_region is None else self._settings_with(of_region)
+        rows = 1
+        if edges is not None:
+            packed = edges.in_rows(settings.declared_lengths)
+            rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
+            q, k, v = (split_rows(x, rows) for x in (q, k, v))
+            mask = with_ambient_mask(self.fixed_mask, mask)
+        if of_region is not None:
+            mask = with_ambient_mask(of_region.mask, mask)
+        check_batch_size(q, settings)
+        lengths = global_lengths(
+            q, k, v, settings, mask, extras, scale, known, gives_lse=gives_lse, compiled=True
+        )  # fmt: skip
+        check_bias(q, extras.bias, lengths, settings.layout, settings.ranks.size)
+        return lengths, Found(mask, None if of_region is None else of_region.layout, of_region, rows)
+
+    def decide(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
+        scale: float, allowed: Allowed,
+    ) -> AttentionCall:  # fmt: skip
+        splitting = self.splitting if found.layout is None else replace(self.splitting, layout=found.layout)
+        return decide_call(q, k, v, splitting, lengths, found.mask, extras, scale, self._ranks(), allowed)
+
+    def decide_known(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        scale: float, allowed: Allowed, constants: Hashable,
+    ) -> AttentionCall:  # fmt: skip
+        ranks = self._ranks()
+        bias = None if extras.bias is None else extras.bias.shape
+        of_extras = (bias, extras.dropout_p > 0)
+        key = (constants, q.shape, k.shape, v.shape, q.dtype, q.device, lengths, of_extras, ranks.rank, ranks.size)
+
+        def make() -> Decision:
+            self.resolve(q, k, v, mask, extras, scale, lengths)  # refuses what does not fit
+            return decision_on(q, k, v, self.splitting, lengths, mask, extras, ranks, allowed)
+
+        return remembered(ranks.outer, key, make).call(ranks, scale)
+
+    def settings(self) -> AttentionSettings:
+        """The settings, on this process's groups."""
+        return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
+
+    def _settings_with(self, found: Ambient) -> AttentionSettings:
+        splitting = replace(self.splitting, layout=found.layout)
+        return replace(self.settings(), splitting=splitting, declared_lengths=found.lengths)
+
+    def _ranks(self) -> SequenceRanks:
+        return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+
+
+def _of_open_region(ambient: AmbientSettings | None) -> Ambient:
+    if ambient is None:
+        raise RuntimeError(
+            "this code was compiled in a context_parallel region with a mask, a layout or packed documents of its own, "
+            "and runs outside of any such"
+        )
+    return Ambient(ambient.settings.mask, ambient.settings.layout, ambient.settings.declared_lengths)
+
+
+def _of_recompute() -> Ambient:
+    """Of attention that is computed again in a backward, by code that does not know for which forward pass."""
+    only = outstanding.only()
+    if only is None:
+        raise RuntimeError(
+            "attention is computed again in a backward, by code that was compiled in a context_parallel region with a "
+            "mask, a layout or packed documents of its own; there have been several such regions whose backward has "
+            "not come, and it cannot be told which of them this is: keep attention (selective checkpointing with a "
+            "policy that saves cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
+        )
+    return only

@@ -1,0 +1,249 @@
+"""What each way of splitting a call would cost: time, bytes over each axis, memory. Alike on every rank.
+
+Predictions choose between ways, and say why; `tools.bench` holds them against measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cp_dtensor.comm.collective import OUTER_ROTATION, AllGather
+from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transport import Rotation, RotationMethod
+from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
+from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING, HeadDivision, divide_heads, hides_exchanges, with_heads
+from cp_dtensor.plan.partition import CallShape, OuterDivision, UnitedDivision, inner_divisions
+from cp_dtensor.plan.plan import Plan, ring_plan
+from cp_dtensor.plan.tiling import rows_in_order
+
+_EXCHANGE_LAUNCHES = 4
+"""There and back."""
+_CALL_LAUNCHES = 2.5
+"""Host time of a pass before it launches anything, in launches (from the benchmark tables)."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along one axis, and what is between them."""
+
+    size: int
+    hardware: Hardware
+    shares_memory: bool
+    """Whether all its ranks can read each other's memory."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one call, on the slowest rank."""
+
+    method: str
+    rotation: str
+    """How K/V travel in its rings, "-" if it has none."""
+    forward: float
+    backward: float
+    """Seconds."""
+    outer_bytes: float
+    inner_bytes: float
+    """What a rank receives over each axis in forward and backward together."""
+    memory: float
+    """Bytes of buffers at the peak of backward, besides inputs, results and what kernels take."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def estimates(
+    shape: CallShape, outer: Axis, inner: Axis | None, rotation_method: RotationMethod
+) -> dict[str, Estimate]:
+    """By the name of the method, of all that the axes can do; the one to prefer if times are equal comes first."""
+    if inner is None:
+        return {
+            "ring": ring_estimate(shape, outer, rotation_method),
+            "ulysses": ulysses_estimate(shape, outer, None, rotation_method),
+        }
+    return {
+        "hybrid": ulysses_estimate(shape, inner, outer, rotation_method),
+        "ring": two_level_estimate(shape, outer, inner, rotation_method),
+    }
+
+
+def fastest(found: dict[str, Estimate]) -> str:
+    """The first method that is predicted to be (nearly) as fast as any."""
+    return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
+
+
+def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod) -> Estimate:
+    """A ring over one axis."""
+    rotation = _rotation(rotation_method, shape, axis)
+    forward, backward = (seconds + _begun(axis) for seconds in _passes(rotation, shape, axis))
+    plans = plans_of_some_ranks(rotation, shape, axis.size)
+    received = max(_received(plan, shape) for plan in plans)
+    return Estimate(
+        method="ring",
+        rotation=rotation.name,
+        forward=forward,
+        backward=backward,
+        outer_bytes=received,
+        inner_bytes=0.0,
+        memory=max(_ring_memory(plan, shape, rotation) for plan in plans),
+    )
+
+
+def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation_method: RotationMethod) -> Estimate:
+    """By heads over the inner axis, as a ring over the outer one if there is one."""
+    stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
+    heads = divide_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
+    united = replace(shape, division=UnitedDivision(shape.division, inner.size))
+    # The first rank's heads, which has the most.
+    by_stage = [with_heads(united, heads, heads.units(0, stage)) for stage in range(heads.stages)]
+    around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
+    ring = _rotation(rotation_method, by_stage[0], around)
+    if outer is None:  # what is computed has been launched when it has been exchanged
+        around = replace(around, hardware=replace(inner.hardware, launch=0.0))
+    computed = [_passes(ring, each, around) for each in by_stage]
+    if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
+        together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
+        computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
+    exchanged = _exchanged(shape, heads)
+    hides = hides_exchanges(shape, inner.shares_memory)
+    times = []
+    for index, (towards_heads, towards_rows) in enumerate(exchanged):
+        arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
+        computing = [passes[index] for passes in computed]
+        times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
+    over_ring, ring_memory = 0.0, 0.0
+    if outer is not None:
+        plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
+        over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
+        ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
+    sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
+    # What was exchanged is kept for backward; where memory is shared, it has been published too.
+    memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
+    forward, backward = times
+    return Estimate(
+        method="ulysses" if outer is None else "hybrid",
+        rotation="-" if outer is None else ring.name,
+        forward=forward,
+        backward=backward,
+        outer_bytes=over_ring,
+        inner_bytes=sent,
+        memory=memory,
+    )
+
+
+def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_method: RotationMethod) -> Estimate:
+    """A ring over the outer axis of rings over the inner one."""
+    worst: Estimate | None = None
+    for place in sorted({0, outer.size - 1}):
+        plan = ring_plan(
+            replace(shape, division=OuterDivision(shape.division, inner.size, 0)).tiling, place, shape.kv_heads
+        )
+        passes, inner_received, inner_memory = [0.0, 0.0], 0.0, 0.0
+        name = "-"
+        for step, division in zip(plan.forward, inner_divisions(shape.division, plan, inner.size), strict=True):
+            within = replace(shape, division=division)
+            rotation = _rotation(rotation_method, within, inner)
+            travels = 0.0
+            if step.transfer is not None:
+                travels = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
+            for index, seconds in enumerate(_passes(rotation, within, inner)):
+                passes[index] += max(seconds, travels * (1 + index))
+            plans = plans_of_some_ranks(rotation, within, inner.size)
+            inner_received += max(_received(each, within) for each in plans)
+            inner_memory = max(inner_memory, *(_ring_memory(each, within, rotation) for each in plans))
+            name = rotation.name
+        found = Estimate(
+            method="ring of rings",
+            rotation=name,
+            forward=passes[0] + _begun(inner),
+            backward=passes[1] + _begun(inner),
+            outer_bytes=_received(plan, shape),
+            inner_bytes=inner_received,
+            memory=inner_memory + _ring_memory(plan, shape, OUTER_ROTATION),
+        )
+        worst = found if worst is None or found.seconds > worst.seconds else worst
+    assert worst is not None
+    return worst
+
+
+def _rotation(rotation_method: RotationMethod, shape: CallShape, axis: Axis) -> Rotation:
+    """What the method takes there, without asking the ranks."""
+    if axis.size == 1:
+        return AllGather()
+    if isinstance(rotation_method, Rotation):
+        return (
+            AllGather() if isinstance(rotation_method, SymmetricMemory) and not axis.shares_memory else rotation_method
+        )
+    return choose(shape, axis.size, axis.hardware, axis.shares_memory)
+
+
+def _passes(rotation: Rotation, shape: CallShape, axis: Axis) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
+    forward = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=False)
+    return forward, slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=True) - forward
+
+
+def _begun(axis: Axis) -> float:
+    return _CALL_LAUNCHES * axis.hardware.launch
+
+
+def _received(plan: Plan, shape: CallShape) -> float:
+    """Bytes of K/V in forward, and of K/V and their gradients in backward."""
+    forward, backward = (
+        sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
+        for steps in (plan.forward, plan.backward)
+    )
+    return float(forward + 2 * backward)
+
+
+def _ring_memory(plan: Plan, shape: CallShape, rotation: Rotation) -> float:
+    """K/V of a step and of those ahead, two transfers of gradients, one of what others contribute to them, and this
+    rank's own K/V: all that it publishes, or the heads that it has packed."""
+    transfers = [step.transfer for step in plan.backward if step.transfer is not None]
+    if not transfers:
+        return 0.0
+    packed = (
+        shape.kv_heads if isinstance(rotation, SymmetricMemory) else max(x.heads[1] - x.heads[0] for x in transfers)
+    )
+    own = plan.rows.longest * shape.head_bytes * packed
+    held = min(1 + rotation.transfers_ahead, len(transfers)) + 3
+    return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
+
+
+def _exchanged(shape: CallShape, heads: HeadDivision) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes of a rank's tensors, in forward and in backward, on the way to heads and on the way to rows."""
+    group = shape.division.groups()[0]
+    queries, keys = (
+        rows_in_order(by_rank).longest * shape.batch_size * shape.itemsize
+        for by_rank in (group.q_by_rank, group.kv_by_rank)
+    )
+    q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
+    kv = float(keys * heads.unit_count * (shape.head_dim + shape.v_head_dim))
+    return (q + kv, out), (out, q + kv)
+
+
+def _exchange_seconds(size: float, axis: Axis) -> float:
+    """Of `size` bytes on every rank, its own share included."""
+    hardware = axis.hardware
+    copies = 2 if axis.shares_memory else 4
+    link = size * (axis.size - 1) / axis.size / hardware.link_speed if axis.size > 1 else 0.0
+    return 2 * hardware.link_latency + link + copies * size / hardware.memory_speed
+
+
+def _pipeline(
+    computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool, hides: bool
+) -> float:
+    """Stages of which the first arrival and the last departure are not hidden.
+
+    Nor the others, unless attention `hides` them (see `hides_exchanges`).
+    """
+    host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
+    tax = 0.0 if axis.shares_memory else TRANSFER_TAX
+    total = arriving + leaving
+    for index, seconds in enumerate(computed):
+        meanwhile = (arriving if index + 1 < len(computed) else 0.0) + (leaving if index else 0.0)
+        total += max(seconds + tax * min(meanwhile, seconds), meanwhile) if hides else seconds + meanwhile
+    return max(total, host + axis.hardware.launch * 2 * len(computed))

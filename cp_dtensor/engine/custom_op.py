@@ -1,0 +1,284 @@
+"""Attention as operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
+
+Compiled code holds constants, not objects, and may be kept on disk. So process groups, layout and method of a call
+stand behind a `Recipe`, whose token is an argument of the operators; what is only known at run time (global lengths,
+and with them the plan) is decided there, by the code that eager calls go through. Eager calls do not come here.
+
+Calls of which something is only known at run time are the overload `found`, which Inductor leaves out of CUDA graphs:
+a replay would be of the lengths and the mask that there were when the graph was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import Tensors, differentiated_once
+from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows
+from cp_dtensor.attention.backends.select import Allowed, allowed_backends
+from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.engine.autograd import AttentionCall, gradient_of_sinks, new_grad_bias
+from cp_dtensor.engine.compiled_spec import (
+    Found,
+    _recipes,
+    found_numbers,
+    mask_tokens,
+    outstanding,
+)
+from cp_dtensor.spec.documents import PackedEdges
+from cp_dtensor.spec.masks import Mask
+
+# What a compiled forward pass hands to its backward besides the results of its operator. Compiled code keeps
+# tensors whose shapes it knows, which those of exchanged heads are not. So they are kept by a tensor that it does
+# keep, as an attribute of its storage: autograd, AOTAutograd and checkpoint policies save that very tensor or an
+# alias of it, and all is freed with the last of these. Where another tensor arrives (a copy, of offloading hooks
+# say, or what a CUDA graph has written), there is nothing on it, and backward decides the call and brings the rows
+# together again.
+
+_NAME = "_cp_dtensor_kept"
+
+
+class Kept:
+    """A call that has run forward, and what it has saved, or nothing if that is not to be kept."""
+
+    def __init__(self, call: AttentionCall | None = None, rows: Tensors = ()) -> None:
+        self.call = call
+        self.rows = rows
+
+
+def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
+    """Whether what a call saves is worth keeping and may be kept here: not where a CUDA graph is made.
+
+    A graph's memory is written again at each replay, and Inductor wants to know of all of it; what is kept elsewhere is
+    gone by then. What other calls save is what the operator got and gave, which autograd keeps if need be.
+    """
+    return call.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
+
+
+def keep(keeper: torch.Tensor, call: AttentionCall, rows: Tensors) -> None:
+    """Keeps a call, and what it has saved if that is to be kept, as long as the memory of `keeper`."""
+    setattr(keeper.untyped_storage(), _NAME, Kept(call, rows))
+
+
+def kept(keeper: torch.Tensor) -> Kept:
+    """What the tensor keeps: nothing if it is not the one that forward has returned, or an alias of it."""
+    found: Kept | None = getattr(keeper.untyped_storage(), _NAME, None)
+    return found or Kept()
+
+
+CuSeqlens = tuple[torch.Tensor, torch.Tensor]
+"""Where packed documents begin and end among queries and among keys, as integers."""
+
+
+def backends_token() -> str:
+    """What stands in compiled code for what is allowed at this moment: backends, their order, and only deterministic
+    ones, of which all Dynamo compiles again where it changes."""
+    allowed = allowed_backends()
+    flags = "".join("01"[flag] for flag in (*allowed.enabled, allowed.deterministic))
+    return flags if allowed.order is None else f"{flags} {','.join(allowed.order)}"
+
+
+@lru_cache(maxsize=64)
+def _backends(token: str) -> Allowed:
+    flags, _, order = token.partition(" ")
+    *enabled, deterministic = (flag == "1" for flag in flags)
+    return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic)
+
+
+def traced_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: Mask,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
+
+    With `cu_seqlens`, of packed tokens: see `Recipe.resolve`.
+    """
+    recipe = _recipes.of(token)
+    return traced_attention_by_tokens(
+        q, k, v, extras, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
+        finds_more=recipe.finds_mask or recipe.compares, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def traced_attention_by_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: str,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds_more: bool,
+    cu_seqlens: CuSeqlens | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Likewise, where all that is no tensor is a constant already.
+
+    `finds_more`: each run finds out, or compares, something besides lengths that are not known.
+    """
+    q_len, kv_len = (-1, -1) if lengths is None else lengths
+    overloads = torch.ops.cp_dtensor.attention
+    out, lse, _ = (overloads.found if lengths is None or finds_more else overloads.default)(
+        q, k, v, extras.bias, extras.seed, extras.sinks, *(cu_seqlens or (None, None)), token, backends, mask,
+        extras.dropout_p, extras.first_batch, extras.first_head, scale, q_len, kv_len, needs_lse or extras.need_lse,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out, lse
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, recipe: str,
+    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
+    extras = Extras.of(bias, dropout_p, seed, first_batch, first_head, sinks)
+    edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
+    shown, allowed, finds = mask_tokens.of(mask), _backends(backends), _finds(recipe, q_len, edges is not None)
+    # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
+    gives_lse = needs_lse or needs_backward
+    if known is None or finds or decider.compares:
+        lengths, found = decider.resolve(q, k, v, shown, extras, scale, known, edges, gives_lse=gives_lse)
+        q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
+        call = decider.decide(q, k, v, lengths, found, extras, scale, allowed)
+    else:
+        lengths, found = known, Found(shown, None)
+        call = decider.decide_known(q, k, v, known, shown, extras, scale, allowed, (recipe, backends, mask))
+    with no_autocast(q), _torch.below_autograd():
+        out, lse, saved = call.forward(q, k, v, extras, gives_lse)
+        out = joined_rows(_row_after_row(out), found.rows)
+        lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
+    begun_in = outstanding.begin(found, needs_backward)
+    # What was found is handed to backward, which then needs no region and no communication to know it.
+    if finds:
+        numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
+    else:
+        numbers = q.new_empty(0, dtype=torch.int64)
+    if needs_backward:
+        keep(numbers, call, saved if keeps_rows(call, q) else ())
+    return out, lse, numbers
+
+
+def _finds(recipe: str, q_len: int, has_edges: bool) -> bool:
+    """Whether lengths or mask are not known before the call runs."""
+    return has_edges or (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).finds_mask
+
+
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, recipe: str,
+    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
+    kv_len: int, needs_lse: bool, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch, heads, length, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
+    finds = _finds(recipe, q_len, cu_seq_q is not None)
+    found = torch.empty(4 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
+    return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
+
+
+def _backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None, recipe: str,
+    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
+    kv_len: int, needs_grad_bias: bool, needs_grad_sinks: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    what = Found(mask_tokens.of(mask), None)
+    if found.numel():
+        q_len, kv_len, number, begun_in = found.tolist()
+        what = found_numbers.of(number)
+        outstanding.end(what, begun_in)
+        q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
+    extras = Extras.of(bias, dropout_p, seed, first_batch, first_head, sinks)
+    of_forward = kept(found)
+    call = of_forward.call or _recipes.of(recipe).decide(
+        q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends)
+    )
+    grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
+    with no_autocast(grad_out), _torch.below_autograd():
+        grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
+        rows = of_forward.rows if keeps_rows(call, q) else ()
+        saved = rows or call.saved_again(q, k, v, out, lse)
+        grads = call.backward(grad_out, extras, saved, grad_bias)
+        of_qkv = [joined_rows(_row_after_row(grad), what.rows) for grad in grads]
+    of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+    return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
+
+
+def _fake_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
+    *settings: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grads = (_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
+    of_extras = zip((bias, sinks), settings[-2:], strict=True)
+    return (*grads, *(torch.empty_like(x) if needed and x is not None else q.new_empty(0) for x, needed in of_extras))
+
+
+def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) in memory (B, S, H, D): what most backends give and projections take, and known beforehand."""
+    row_after_row = tensor.transpose(1, 2)
+    return tensor if row_after_row.is_contiguous() else row_after_row.contiguous().transpose(1, 2)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, bias, seed, sinks, _cu_seq_q, _cu_seq_k, *ctx.settings, _needs_lse, _needs_backward = inputs
+    out, lse, found = output
+    ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
+    ctx.mark_non_differentiable(lse, found)
+
+
+def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """Backward of the overload of that name."""
+
+    @differentiated_once
+    def gradients(ctx: Any, saved: Tensors, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
+        *grads, grad_bias, grad_sinks = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
+            grad_out, *saved, *ctx.settings, needs_grad_bias, needs_grad_sinks
+        )
+        of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
+        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 4))
+
+    return gradients
+
+
+def _defined() -> torch.library.Library:
+    extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
+    settings = "str recipe, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
+    settings += "float scale, SymInt q_len, SymInt kv_len"
+    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, Tensor? cu_seq_q, Tensor? cu_seq_k, {settings}, "
+    forward += "bool needs_lse, bool needs_backward) "
+    forward += "-> (Tensor out, Tensor lse, Tensor found)"
+    backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
+    backward += f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
+    backward += "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
+    library = torch.library.Library("cp_dtensor", "DEF")
+    for overload, tags in (("default", ()), ("found", (torch.Tag.cudagraph_unsafe,))):
+        suffix = "" if overload == "default" else f".{overload}"
+        for name, schema, implementation, fake in (
+            (f"attention{suffix}", forward, _forward, _fake_forward),
+            (f"attention_backward{suffix}", backward, _backward, _fake_backward),
+        ):
+            library.define(f"{name}{schema}", tags=tags)
+            library.impl(name, implementation, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
+        torch.library.register_autograd(
+            f"cp_dtensor::attention{suffix}", _gradients_by(overload), setup_context=_keep_for_backward, lib=library
+        )
+    return library
+
+
+_library = _defined()  # operators exist as long as this does
+
+ATTENTION_OPS = (
+    torch.ops.cp_dtensor.attention.default,
+    torch.ops.cp_dtensor.attention.found,
+    *_torch.FUSED_SDPA_OPS,
+)
+"""What a policy of selective activation checkpointing keeps, so that attention is not computed again.
+
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
+compiled code attention of sharded sequences is one of the first two, and is kept whole: a recompute neither computes
+nor communicates it. Uncompiled it consists of the others, tile by tile; their results are kept, and transfers and
+merges are done again.
+"""

@@ -1,0 +1,400 @@
+"""Checks of what a caller passes, before anything is launched. Messages say what came and what is expected."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import Any, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dtensor import _torch
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, shown_by_both
+
+METHODS = ("auto", "ring", "ulysses", "hybrid")
+"""Ways to split the work over the ranks that share a sequence."""
+Mesh = DeviceMesh | dist.ProcessGroup
+# One of these words, alone or with more after a separator or digit: "sparse" and "split_dp" share no sequence.
+_SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*)?")
+
+
+def sequence_ranks(mesh: Mesh) -> SequenceRanks:
+    """The ranks that share a sequence.
+
+    Args:
+        mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
+            "ring", "ulysses", "cp", "sp", "seq", "sequence" or "context" (as "cp_node" and "cp2" do, and "sparse" does
+            not), so that nobody shards a sequence over a data-parallel axis by mistake. The one whose name begins with
+            "ulysses" is the inner axis, otherwise the second: its ranks own neighbouring parts of the sequence.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: a mesh of other dims, one of two inner axes, or one that this rank is not part of.
+        NotImplementedError: a mesh of other devices than CPUs and CUDA devices.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return SequenceRanks(mesh)
+    if mesh is cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # some object, of which type torch does not say
+        raise ValueError("this rank is not part of the process group: new_group returned no group here")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "
+            f"sequence; got {type(mesh).__name__}"
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_shares_sequence, names)))):
+        sequence = [name for name in names if _shares_sequence(name)][-2:] or list(names[-1:])
+        hint = (
+            f"mesh[{', '.join(map(repr, sequence))}]"
+            if sequence
+            else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        )
+        raise ValueError(
+            "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
+            f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
+            f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass those axes of it, such as {hint}"
+        )
+    if mesh.ndim == 2 and all(map(is_ulysses_axis, names)):
+        raise ValueError(
+            'expected at most one axis whose name begins with "ulysses", the inner one, beside an outer one such as '
+            f"'ring'; got names {mesh.mesh_dim_names}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    if mesh.ndim == 1:
+        return SequenceRanks(mesh.get_group())
+    inner = inner_axis(mesh)
+    members = frozenset(mesh.mesh.flatten().tolist())
+    return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner), members)
+
+
+def axis_names(mesh: Mesh) -> tuple[str, ...]:
+    """What to call the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
+        return ("the group",)
+    inner = inner_axis(mesh)
+    names = mesh.mesh_dim_names
+    return names if mesh.ndim == 1 else (names[1 - inner], names[inner])
+
+
+def inner_axis(mesh: DeviceMesh) -> int:
+    """Which of two axes is the inner one."""
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
+
+
+def is_ulysses_axis(name: str) -> bool:
+    """Whether a name begins with the word "ulysses"."""
+    return _first_word(name) == "ulysses"
+
+
+def _shares_sequence(name: str) -> bool:
+    return _first_word(name) is not None
+
+
+def _first_word(name: str) -> str | None:
+    """The word for which an axis that shares the sequence is known, None for other names."""
+    found = _SEQUENCE_AXIS.fullmatch(name)
+    return found and found[1]
+
+
+def checked_method(method: str) -> str:
+    """The name of a method.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method: got {method!r}, expected one of {', '.join(map(repr, METHODS))}")
+    return method
+
+
+def ranks_and_method(mesh: Mesh, method: str) -> tuple[SequenceRanks, str]:
+    """The ranks, and the method that they can do; an axis of one rank counts as none.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `sequence_ranks`; an unknown method, or one that needs another
+            number of axes.
+    """
+    checked_method(method)
+    ranks = sequence_ranks(mesh)
+    if ranks.inner is None:
+        if method == "hybrid":
+            raise ValueError(
+                f'method "hybrid" expects a mesh of two dims, got one axis of {ranks.size} ranks: make one with '
+                'init_device_mesh(..., mesh_dim_names=("ring", "ulysses"))'
+            )
+        return ranks, method
+    if method == "ulysses":
+        raise ValueError(
+            f'method "ulysses" expects a mesh of one dim, got two axes of {ranks.outer.size()} x {ranks.inner.size()} '
+            'ranks: pass one axis, or use "hybrid"'
+        )
+    if ranks.inner.size() == 1:
+        return SequenceRanks(ranks.outer), "ring" if method == "hybrid" else method
+    if ranks.outer.size() == 1:
+        return SequenceRanks(ranks.inner), "ulysses" if method == "hybrid" else method
+    return ranks, method
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
+    """Checks shapes, dtypes, devices and head counts of (B, H, S, D) queries, keys and values.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: anything else; the message has all three shapes.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    check = _refuse_unfit if _torch.is_traced(q) else _check_once  # sizes in a trace cannot be hashed
+    check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
+
+
+def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
+    """Refuses DTensors among the arguments of functions of shards, where plain operations would meet them half-way.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    for name, tensor in tensors.items():
+        placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
+        if placements is not None:
+            raise TypeError(
+                f"expected {name} to be a plain tensor, this rank's own, got a DTensor placed {placements}: "
+                "pass what is local of it (to_local()); "
+                "F.scaled_dot_product_attention takes q, k, v and attn_mask as DTensors"
+            )
+
+
+def _refuse_unfit(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    enable_gqa: bool,
+) -> None:
+    q, k, v = shapes
+    received = f"got q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    if not len(q) == len(k) == len(v) == 4:
+        raise ValueError(f"expected q, k and v of four dims (batch, heads, sequence, head_dim); {received}")
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"expected one dtype for q, k and v; got {', '.join(map(str, dtypes))}")
+    if not dtypes[0].is_floating_point:
+        raise ValueError(f"expected a floating dtype, got {dtypes[0]}")
+    if len(set(devices)) > 1:
+        raise ValueError(f"expected one device for q, k and v; got {', '.join(map(str, devices))}")
+    if not q[0] == k[0] == v[0]:
+        raise ValueError(f"expected one batch size (dim 0) for q, k and v; {received}")
+    if q[3] != k[3]:
+        raise ValueError(f"expected one head dim (dim 3) for q and k; {received}")
+    if k[2] != v[2]:
+        raise ValueError(f"expected one sequence length (dim 2) for k and v; {received}")
+    if k[1] != v[1]:
+        raise ValueError(f"expected as many value heads as key heads (dim 1); {received}")
+    if 0 in (q[0], q[1], k[1], q[3], v[3]):
+        raise ValueError(f"expected at least one batch row, head and head dim; {received}")
+    if q[1] != k[1]:
+        if not enable_gqa:
+            raise ValueError(f"expected as many key heads as query heads, or enable_gqa=True; {received}")
+        if q[1] % k[1]:
+            raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
+
+
+_check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # what has passed once is not looked at again
+
+
+def checked_layout(layout: Layout | None) -> Layout:
+    """`layout`, or the default of the public API.
+
+    Raises:
+        TypeError: not a layout value (a common slip is the class itself).
+    """
+    if layout is None:
+        return HeadTail()
+    if not isinstance(layout, Layout):
+        raise TypeError(f"expected layout to be a Layout such as HeadTail() or None, got {layout!r}")
+    return layout
+
+
+def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:
+    """Refuses a length that a layout of one length does not divide.
+
+    Raises:
+        ValueError: such a length; the message begins with `what`.
+    """
+    if layout.only_length not in (None, length):
+        raise ValueError(
+            f"{what}: got {length} tokens, but this {type(layout).__name__} divides sequences of {layout.only_length} "
+            "tokens only"
+        )
+
+
+def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+    """The global lengths of queries and keys.
+
+    Raises:
+        ValueError: neither a length nor a pair of lengths.
+    """
+    pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
+    if len(pair) != 2 or not all(map(_is_length, pair)):
+        raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
+    return pair[0], pair[1]
+
+
+def checked_length(length: int, what: str = "seq_len") -> int:
+    """A global length.
+
+    Raises:
+        ValueError: not an integer >= 0.
+    """
+    if not _is_length(length):
+        raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
+    return length
+
+
+def _is_length(value: object) -> TypeGuard[int]:
+    return is_integer(value) and value >= 0
+
+
+# Checks of masks, dropout and sinks that a caller passes, before anything is launched.
+
+_TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
+
+
+def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+    """Refuses what fused operators cannot have on sequence shards, where SDPA itself can, rather than ignoring it."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask is not supported by this operator on sequence shards: got a mask of shape "
+            f"{tuple(attn_mask.shape)}, expected None; F.scaled_dot_product_attention takes it"
+        )
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout is not supported by this operator on sequence shards: got dropout_p={dropout_p}, expected 0.0; "
+            "F.scaled_dot_product_attention takes it"
+        )
+
+
+def checked_mask(mask: object, is_causal: bool) -> Mask:
+    """What a call's mask and `is_causal` show together.
+
+    Raises:
+        TypeError: not a mask value (a tensor goes to attn_mask).
+    """
+    if mask is not None and not isinstance(mask, Mask):
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
+        hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
+        raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
+    return shown_by_both(Full() if mask is None else mask, Causal() if is_causal else Full())
+
+
+def checked_dropout_p(dropout_p: float) -> float:
+    """A probability.
+
+    Raises:
+        TypeError: no number.
+        ValueError: a number that is none.
+    """
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    return float(dropout_p)
+
+
+def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A logit of each query head of q (B, H, S, D).
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not floating, of other heads, or on another device.
+    """
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"expected sinks to be a torch.Tensor, got {type(sinks).__name__}")
+    received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
+    if not sinks.is_floating_point():
+        raise ValueError(f"expected sinks of a floating dtype; {received}")
+    if tuple(sinks.shape) != (q.size(1),):
+        raise ValueError(f"expected one sink for each of this rank's query heads, ({q.size(1)},); {received}")
+    if sinks.device != q.device:
+        raise ValueError(f"expected sinks on the device of q, {q.device}; {received}")
+    return sinks
+
+
+def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """An `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: neither boolean nor floating, on another device, or of dims that do not broadcast to those of q.
+    """
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"expected attn_mask to be a torch.Tensor, got {type(attn_mask).__name__}")
+    received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(f"expected a boolean or floating attn_mask; {received}")
+    if attn_mask.device != q.device:
+        raise ValueError(f"expected attn_mask on the device of q, {q.device}; {received}")
+    fits = attn_mask.dim() <= 4 and all(
+        size in (1, full) for size, full in zip(attn_mask.shape[-2::-1], q.shape[2::-1], strict=False)
+    )
+    if not fits or attn_mask.dim() < 1:
+        of_other_rows = attn_mask.dim() > 1 and attn_mask.size(-2) not in (1, q.size(2))
+        hint = f". {_TO_SHARD}" if of_other_rows else ""
+        raise ValueError(
+            "expected attn_mask to broadcast to (batch, heads, this rank's queries, keys of the whole sequence); "
+            f"{received}{hint}"
+        )
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def check_bias(
+    q: torch.Tensor,
+    bias: torch.Tensor | None,
+    lengths: tuple[int, int],
+    layout: Layout | None = None,
+    world_size: int = 1,
+) -> None:
+    """Refuses an attn_mask that does not have the keys of the whole sequence, or whose rows are not those of q.
+
+    `lengths` are those of all queries and keys; `layout` is the one that divided the rows over `world_size` ranks, if
+    it is not known to be alike in every batch row.
+    """
+    if bias is None:
+        return
+    q_len, kv_len = lengths
+    if bias.size(3) not in (1, kv_len):
+        hint = _TO_SHARD
+        if bias.size(2) == 1 < q.size(2):  # of padding, say: there are no rows to shard
+            hint = "One that is the same for all queries is passed whole"
+        raise ValueError(
+            f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
+            f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. {hint}"
+        )
+    if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
+        return
+    # Of a single local query it cannot be seen whether the mask has rows; so where a rank has one, all refuse.
+    if bias.size(2) > 1 or min(layout.local_length(q_len, rank, world_size) for rank in range(world_size)) <= 1:
+        raise ValueError(
+            f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
+            f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
+        )
+
+
+def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
+    """The factor of the logits; 1 / sqrt(D) if None."""
+    return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
+
+
+def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """`(q, scale)` of equal logits with a positive scale: kernels mask before they scale, and -inf times 0 is NaN."""
+    if scale < 0:
+        return q * -1, -scale
+    return (q * 0, 1.0) if scale == 0 else (q, scale)

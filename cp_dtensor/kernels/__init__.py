@@ -1,8 +1,0 @@
-"""Triton kernels. Only kernels and their launchers: what runs where is decided elsewhere."""
-
-from importlib.util import find_spec
-
-MAX_PARTS = 2
-"""Parts that a kernel adds at once. Each argument costs launch time; two parts are what head-tail needs."""
-
-TRITON_AVAILABLE = find_spec("triton") is not None

@@ -1,0 +1,155 @@
+"""A cost model of a call: the time that a plan takes, from operations, bytes and launches.
+
+It follows the plan step by step, with three clocks: the host launches, the GPU computes, the link transfers; a step
+starts when all of them have come to it, and the next transfer starts with it. (With two in flight predictions would
+differ by 3% at most, where links are slow.) Good for choosing between plans, not for more; `tools.bench` prints it
+beside what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.plan import Plan, Step, Transfer
+from cp_dtensor.plan.tiles import IntervalMask, Tile
+from cp_dtensor.spec.layouts import Span
+
+Way = TypeVar("Way")
+
+TRANSFER_TAX = 0.15
+"""Attention runs so much slower while transfers take multiprocessors from it."""
+_TOLERANCE = 1.05
+"""Predictions that differ by no more are taken for equal."""
+_BLOCK = 128
+"""Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward)."""
+_KERNEL = 10e-6
+"""Seconds, for the beginning and the end of a kernel."""
+_BACKWARD_TIME = 2.8
+"""Of backward over forward: it has five matrix products where forward has two, and its kernels are slower."""
+_BACKWARD_LAUNCH = 2.4
+"""Host time of a launch of backward over one of forward (from the benchmark tables)."""
+_BY_ROW_TIME = 1.3
+"""Of the kernels that mask by row over those that mask by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
+_BY_ROW_LAUNCH = 1.7
+"""Host time of a launch of these over one of those."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a GPU and its links can do. Seconds, bytes, floating-point operations."""
+
+    flops: float
+    """Of a large attention call, per second."""
+    memory_speed: float
+    """Bytes read or written per second."""
+    multiprocessors: int
+    link_speed: float
+    """Bytes per second into a rank, all ranks together sending and receiving."""
+    link_latency: float = 20e-6
+    launch: float = 60e-6
+    """Host time of a tile in forward, all that belongs to it included."""
+
+
+def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
+    """Time of forward, or of backward, on the plan's rank, if the other ranks are in step.
+
+    Args:
+        plan: as the rotation made it.
+        shape: what it was made for.
+        hardware: of every rank.
+        backward: which pass.
+        slows_compute: whether transfers are kernels, which take multiprocessors (see `Rotation.slows_compute`) and
+            another launch.
+    """
+    steps = plan.backward if backward else plan.forward
+    arrivals = [step.transfer for step in steps if step.transfer is not None]
+    host = gpu = 0.0
+    link = _transfer_seconds(arrivals[0], plan, shape, hardware) if arrivals else 0.0
+    sending = 0.0
+    for step in steps:
+        launch = hardware.launch * (_BACKWARD_LAUNCH if backward else 1.0)
+        tiles = sum(_BY_ROW_LAUNCH if isinstance(tile.mask, IntervalMask) else 1.0 for tile in step.tiles)
+        host += launch * (1 + tiles + (slows_compute and step.transfer is not None))
+        start = max(host, gpu)
+        busy_until = link
+        if step.transfer is not None:
+            start = max(start, link)
+            arrivals.pop(0)
+            if arrivals:
+                link = busy_until = start + _transfer_seconds(arrivals[0], plan, shape, hardware)
+        compute = _compute_seconds(step, plan, shape, hardware, backward)
+        if slows_compute:
+            compute += TRANSFER_TAX * min(compute, max(busy_until - start, 0.0))
+        gpu = start + compute
+        if backward and step.transfer is not None:
+            sending = max(sending, gpu) + _transfer_seconds(step.transfer, plan, shape, hardware)
+    return max(gpu, sending)
+
+
+def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
+    """The first of some ways whose predicted time is as good as the least, as far as predictions can tell."""
+    return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
+
+
+def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardware, backward: bool) -> float:
+    heads = (step.heads[1] - step.heads[0]) * shape.q_heads // max(shape.kv_heads, 1)  # DTensor shards may have none
+    seconds = sum(_tile_seconds(tile, heads, shape, hardware, backward) for tile in step.tiles)
+    if step.transfer is None:
+        return seconds
+    # What a step computes is added to what is there: read, and both read and written in float32 or narrower.
+    rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
+    per_element = shape.itemsize + (2 * shape.itemsize if step.is_last else 8)
+    moved = rows * heads * shape.v_head_dim * per_element
+    if backward:
+        moved += 4 * _transfer_rows(step.transfer, plan) * _row_bytes(step.heads, shape)
+    return seconds + moved / hardware.memory_speed
+
+
+def _tile_seconds(tile: Tile, heads: int, shape: CallShape, hardware: Hardware, backward: bool) -> float:
+    rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
+    if isinstance(tile.mask, IntervalMask):
+        pairs = _BY_ROW_TIME * tile.mask.pairs
+    else:
+        pairs = rows * columns * (1.0 if tile.mask.is_full else 0.53)
+    flops = 2.0 * batch * heads * pairs * (shape.head_dim + shape.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
+    blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
+    waves = blocks / hardware.multiprocessors
+    if not waves:
+        return 0.0
+    # The blocks of a triangle are of different length, and about one of them is what multiprocessors wait for.
+    idle = -(-blocks // hardware.multiprocessors) / waves if tile.mask.is_full else 1.0 + 1.0 / waves
+    return flops / hardware.flops * idle + _KERNEL
+
+
+def _transfer_seconds(transfer: Transfer, plan: Plan, shape: CallShape, hardware: Hardware) -> float:
+    return hardware.link_latency + transfer_bytes(transfer, plan, shape) / hardware.link_speed
+
+
+def transfer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
+    """Bytes of K/V that come in, or that go out, whichever are more."""
+    return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
+
+
+def buffer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
+    """Bytes of the buffer that a transfer of K/V fills."""
+    return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, shape)
+
+
+def _transfer_rows(transfer: Transfer, plan: Plan) -> int:
+    """Rows that come in, or that go out, whichever are more."""
+    sources = transfer.sources(plan.rank, plan.world_size)
+    readers = transfer.readers(plan.rank, plan.world_size)
+    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.wanted[source])
+    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.given[reader])
+    return max(incoming, outgoing)
+
+
+def _row_bytes(heads: Span, shape: CallShape) -> int:
+    return (heads[1] - heads[0]) * shape.head_bytes
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]

@@ -1,0 +1,246 @@
+"""How a sequence is divided over two axes, and what that is to each of them. Integers only.
+
+The division of the whole is over all ranks, rank = outer rank * inner size + inner rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cp_dtensor.plan.interval_tiling import tiling_of
+from cp_dtensor.plan.plan import Plan
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
+from cp_dtensor.spec.layouts import Layout, Segment
+from cp_dtensor.spec.load_balance import areas_of, areas_of_segments
+from cp_dtensor.spec.masks import Mask
+
+# How a sequence is divided, as small values by which decisions can be looked up.
+
+BACKWARD_FLOPS = 2.5
+"""Operations of backward over those of forward: five matrix products instead of two."""
+
+
+class Division(ABC):
+    """Where all ranks' rows stand in the sequence. Frozen and quick to hash."""
+
+    @abstractmethod
+    def groups(self) -> tuple[GroupSegments, ...]:
+        """The segments of every rank, by batch groups."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of the whole sequence, which masks speak of; these ranks may have but a part of it."""
+
+
+@dataclass(frozen=True)
+class LayoutDivision(Division):
+    """Queries and keys divided by a layout."""
+
+    layout: Layout
+    q_len: int
+    kv_len: int
+    batch_size: int
+    world_size: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q_len, self.kv_len
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        return group_segments(self.layout, self.q_len, self.kv_len, self.batch_size, self.world_size)
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """What plans and costs of a call depend on; equal on every rank."""
+
+    division: Division
+    mask: Mask
+    batch_size: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    """Bytes of an element."""
+    masking: Masking = Masking.BY_SHAPE
+
+    @property
+    def tiling(self) -> Tiling:
+        """Which tiles each rank computes."""
+        return tiling_of(self.division.groups(), self.mask, self.masking, self.division.lengths)
+
+    def flops(self, groups: Sequence[GroupSegments]) -> float:
+        """Operations of forward, all ranks together; what is masked does not count."""
+        q_len, kv_len = (
+            sum(segment.length for segments in by_rank for segment in segments)
+            for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
+        )
+        pairs = float(self.mask.pairs(*self.division.lengths))
+        if (q_len, kv_len) != self.division.lengths:  # a part of the sequence: as if it were like the rest
+            pairs *= q_len * kv_len / max(self.division.lengths[0] * self.division.lengths[1], 1)
+        return 2.0 * self.batch_size * self.q_heads * pairs * (self.head_dim + self.v_head_dim)
+
+    @property
+    def busiest_rank(self) -> int | None:
+        """The rank whose queries see the most keys; None for cross attention, and where it would take long to say."""
+        groups, (q_len, kv_len) = self.division.groups(), self.division.lengths
+        segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
+        if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
+            return None
+        pairs = [0] * len(groups[0].q_by_rank)
+        for group in groups:
+            rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
+            areas = areas_of(self.mask, q_len, group.batch)
+            for rank, seen in enumerate(areas_of_segments(group.q_by_rank, areas)):
+                pairs[rank] += rows * seen
+        return pairs.index(max(pairs))
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the key and the value of one token and head, all batch rows."""
+        return self.batch_size * (self.head_dim + self.v_head_dim) * self.itemsize
+
+
+Segments = tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class UnitedDivision(Division):
+    """To the outer axis, after the inner one has brought its ranks' rows together (Ulysses inside of a ring)."""
+
+    whole: Division
+    inner_size: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.whole.lengths
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        whole = self.whole.groups()
+        unbroken = all(map(_is_unbroken, whole))
+        queries = self._united([group.q_by_rank for group in whole], unbroken)
+        keys = self._united([group.kv_by_rank for group in whole], unbroken)
+        return tuple(
+            replace(group, q_by_rank=q_by_rank, kv_by_rank=kv_by_rank)
+            for group, q_by_rank, kv_by_rank in zip(whole, queries, keys, strict=True)
+        )
+
+    def query_rows(self, outer_rank: int) -> GatheredRows:
+        """Where the inner ranks' queries lie once they are together."""
+        return rows_in_order(self._block(self.whole.groups()[0].q_by_rank, outer_rank))
+
+    def key_rows(self, outer_rank: int) -> GatheredRows:
+        """Where the inner ranks' keys and values lie once they are together."""
+        return rows_in_order(self._block(self.whole.groups()[0].kv_by_rank, outer_rank))
+
+    def _united(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
+        """For each batch group every outer rank's segments. Rows stand as the first batch group has them in order.
+
+        Where there are stripes, all segments stay stripes, short ones too: causal tiles are between equal stripes.
+        """
+        united = []  # by outer rank, then by segment, then by batch group
+        for outer_rank in range(len(of_groups[0]) // self.inner_size):
+            blocks = [self._block(by_rank, outer_rank) for by_rank in of_groups]
+            segments = [[block[i][part] for block in blocks] for i, part in rows_in_order(blocks[0]).places]
+            united.append(_joined(segments) if unbroken else segments)
+        most = max(map(len, united))  # as many on every rank
+        nothing = [replace(by_rank[0][0], length=0) for by_rank in of_groups]
+        padded = [segments + [nothing] * (most - len(segments)) for segments in united]
+        return [
+            tuple(tuple(of_group[index] for of_group in segments) for segments in padded)
+            for index in range(len(of_groups))
+        ]
+
+    def _block(self, by_rank: tuple[Segments, ...], outer_rank: int) -> tuple[Segments, ...]:
+        return _block(by_rank, outer_rank, self.inner_size)
+
+
+@dataclass(frozen=True)
+class OuterDivision(Division):
+    """To the outer axis of a two-level ring: keys go to the one rank of each inner axis that has the same place in it.
+
+    There they are seen by the queries of that whole inner axis.
+    """
+
+    whole: Division
+    inner_size: int
+    inner_rank: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.whole.lengths
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        def queries(by_rank: tuple[Segments, ...]) -> tuple[Segments, ...]:
+            blocks = [_block(by_rank, outer, self.inner_size) for outer in range(len(by_rank) // self.inner_size)]
+            return tuple(tuple(segment for segments in block for segment in segments) for block in blocks)
+
+        return tuple(
+            replace(
+                group,
+                q_by_rank=queries(group.q_by_rank),
+                kv_by_rank=group.kv_by_rank[self.inner_rank :: self.inner_size],
+            )
+            for group in self.whole.groups()
+        )
+
+
+@dataclass(frozen=True)
+class InnerDivision(Division):
+    """To an inner axis of a two-level ring: its own queries, and the keys of an inner axis that came from `source`."""
+
+    whole: Division
+    inner_size: int
+    outer_rank: int
+    source: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.whole.lengths
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        return tuple(
+            replace(
+                group,
+                q_by_rank=_block(group.q_by_rank, self.outer_rank, self.inner_size),
+                kv_by_rank=_block(group.kv_by_rank, self.source, self.inner_size),
+            )
+            for group in self.whole.groups()
+        )
+
+
+def inner_divisions(whole: Division, plan: Plan, inner_size: int) -> list[InnerDivision]:
+    """For each step of the outer ring what the inner axis does in it; `plan` is one of an `OuterDivision`."""
+    hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
+    return [InnerDivision(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
+
+
+def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> tuple[Segments, ...]:
+    return by_rank[outer_rank * inner_size : (outer_rank + 1) * inner_size]
+
+
+def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
+    """Neighbours as one, where together they are an unbroken range in every batch group."""
+    joined: list[list[Segment]] = []
+    for here in segments:
+        if joined and all(_continues(before, segment) for before, segment in zip(joined[-1], here, strict=True)):
+            joined[-1] = [
+                Segment.contiguous(before.start, segment.start + segment.length)
+                for before, segment in zip(joined[-1], here, strict=True)
+            ]
+        else:
+            joined.append(here)
+    return joined
+
+
+def _continues(before: Segment, segment: Segment) -> bool:
+    return before.start + before.length == segment.start
+
+
+def _is_unbroken(group: GroupSegments) -> bool:
+    """Whether the rows of a batch group are ranges, with no stripes among them."""
+    return all(segment.is_contiguous for segments in (*group.q_by_rank, *group.kv_by_rank) for segment in segments)

@@ -1,0 +1,310 @@
+"""Documents: the mask of packed sequences, from cumulative lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+from cp_dtensor.spec.intervals import FAR, Band, Layers
+from cp_dtensor.spec.layouts import RememberedHash, Span
+from cp_dtensor.spec.masks import Batched, Full, Mask, clipped_layers, is_integer
+
+
+@dataclass(frozen=True, init=False)
+class Documents(RememberedHash, Mask):
+    """Query and key see each other iff they are of one document, and `within` shows them there.
+
+    Document d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Positions before the first and after the last
+    document (padding) see nothing. Documents may be empty. With `cu_seqlens_k`, keys are numbered by themselves, as in
+    cross-attention: queries of document d see keys of document d.
+
+    Args:
+        cu_seqlens: ascending positions in the whole sequence, one more than documents; no lengths
+            (`Documents.from_lengths` takes these) and no ids (`Documents.from_ids`), which attention refuses where it
+            can tell. Integers or a tensor. Of a tensor on a GPU the numbers are read, which waits for the GPU: pass one
+            on the CPU.
+        cu_seqlens_k: those of the keys if they differ.
+        within: a mask inside of each document, with positions counted from its start.
+
+    >>> from cp_dtensor.spec.masks import Causal
+    >>> [band.keys(band.last - 1) for band in Documents([0, 2, 5], within=Causal()).layers(5, 5)[0]]
+    [(0, 2), (2, 5)]
+    """
+
+    cu_seqlens: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    within: Mask
+    only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
+    """Of the sequence, if the mask was made of an id for each of its tokens."""
+    __hash__ = RememberedHash.__hash__
+
+    def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
+        queries = ascending(cu_seqlens, "Documents", "cu_seqlens")
+        keys = queries if cu_seqlens_k is None else ascending(cu_seqlens_k, "Documents", "cu_seqlens_k")
+        if within is not None and (not isinstance(within, Mask) or within.batch_size is not None):
+            raise ValueError(f"Documents expects within to be one mask such as Causal(), got {within!r}")
+        if len(queries) != len(keys):
+            raise ValueError(
+                f"Documents expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
+            )
+        for name, value in (
+            ("cu_seqlens", queries),
+            ("cu_seqlens_k", keys),
+            ("within", within or Full()),
+            ("only_length", None),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_lengths(cls, lengths: Iterable[int], *, within: Mask | None = None) -> Documents:
+        """Documents of these lengths, one after the other.
+
+        >>> Documents.from_lengths([2, 3]).cu_seqlens
+        (0, 2, 5)
+        """
+        numbers = _as_lists(lengths)
+        if not isinstance(numbers, list) or any(int(length) != length or length < 0 for length in numbers):
+            raise ValueError(f"Documents expects lengths to be one list of integers >= 0, got {lengths!r}")
+        return cls([0, *accumulate(map(int, numbers))], within=within)
+
+    @classmethod
+    def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
+        """A document is a run of equal ids; of ids (B, S) every batch row has documents of its own.
+
+        Ids are those of all tokens, in the order of their positions, so attention over another number of queries
+        refuses the mask. Make it before a context shards the ids.
+
+        >>> Documents.from_ids([7, 7, 1]).cu_seqlens
+        (0, 2, 3)
+        """
+        ids = _as_lists(ids)
+        if not isinstance(ids, list):
+            raise ValueError(f"Documents expects ids to be a list or a tensor, (S,) or (B, S), got {ids!r}")
+        if ids and isinstance(ids[0], list):
+            return Batched([cls.from_ids(row, within=within) for row in ids])
+        mask = cls.from_lengths((sum(1 for _ in run) for _, run in groupby(ids)), within=within)
+        object.__setattr__(mask, "only_length", len(ids))
+        return mask
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Queries of each document."""
+        return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
+
+    def layers(self, q_len: int, kv_len: int) -> Layers:
+        if self.cu_seqlens[-1] > q_len or self.cu_seqlens_k[-1] > kv_len:
+            raise ValueError(
+                f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
+                f"expected at most the lengths of the sequence, {q_len} and {kv_len}"
+            )
+        if self.only_length not in (None, q_len):
+            raise ValueError(
+                f"Documents.from_ids got ids of {self.only_length} tokens, expected one for each of the {q_len} tokens "
+                "of the whole sequence; those of a rank's own tokens, or positions (cu_seqlens), make another mask"
+            )
+        refuse_no_edges(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
+        refuse_no_edges(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
+        by_layer: list[list[Band]] = []
+        for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
+            for index, layer in enumerate(clipped_layers(self.within, last - first, hi - lo)):
+                if index == len(by_layer):
+                    by_layer.append([])
+                by_layer[index] += [_moved(band, first, lo) for band in layer]
+        return tuple(map(tuple, by_layer))
+
+
+def _moved(band: Band, first: int, lo: int) -> Band:
+    """A band whose queries begin at `first` and whose keys begin at `lo`."""
+    left = band.left if band.left >= FAR else band.left + first - lo
+    right = band.right if band.right >= FAR else band.right + lo - first
+    return Band(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
+
+
+def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
+    """Ascending positions from integers or a tensor.
+
+    Raises:
+        ValueError: anything else; `owner` and `name` say whose argument it is.
+    """
+    numbers = _as_lists(values)
+    if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
+        raise ValueError(f"{owner} expects {name} to be one list of integers, got {values!r}")
+    if numbers[0] < 0 or any(one > other for one, other in pairwise(numbers)):
+        raise ValueError(f"{owner} expects {name} to be >= 0 and ascending, got {numbers}")
+    return tuple(numbers)
+
+
+def refuse_no_edges(numbers: tuple[int, ...], seq_len: int, owner: str, name: str) -> None:
+    """Refuses ids and lengths in the place of positions: nearly all tokens would be padding, and see nothing.
+
+    Raises:
+        ValueError: ascending numbers that are no sensible `cu_seqlens` of a sequence of `seq_len` tokens; `owner` and
+            `name` say whose argument they are.
+    """
+    for are_taken, what, instead in (
+        (_are_ids, "a document id of each token", "Documents.from_ids(ids)"),
+        (_are_lengths, "the lengths of documents", "Documents.from_lengths(lengths)"),
+    ):
+        if are_taken(numbers, seq_len):
+            first = f"{numbers[0]}, ..., {numbers[-1]}" if len(numbers) > 8 else ", ".join(map(str, numbers))
+            raise ValueError(
+                f"{owner} expects {name} to be the positions where documents begin and end, such as [0, 2, 5]; got "
+                f"{len(numbers)} numbers ({first}) for {seq_len} tokens, which look like {what}: {instead}.cu_seqlens "
+                "has the positions"
+            )
+
+
+def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
+    """Whether these are as many as tokens, and end so early that as positions some would be documents without tokens.
+
+    Unless those stand at the end (a list of a fixed size may be filled up), or there are ids for all but one token.
+
+    >>> [_are_ids(numbers, 6) for numbers in ((0, 0, 0, 1, 1, 2), (4, 4, 4, 4, 4, 4), (0, 3, 4, 4, 4, 4))]
+    [True, True, False]
+    """
+    if len(numbers) != seq_len or numbers[-1] >= seq_len - 1:
+        return False
+    lengths = [last - first for first, last in pairwise(numbers)]
+    while lengths and lengths[-1] == 0:
+        lengths.pop()
+    return 0 in lengths or max(lengths, default=0) <= 1
+
+
+def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
+    """Whether these ascending numbers add up to the sequence, or are all the same, with tokens on either side.
+
+    >>> [_are_lengths(numbers, 12) for numbers in ((3, 4, 5), (4, 4), (0, 3, 9), (0, 0), (12, 12))]
+    [True, True, False, False, False]
+    """
+    return numbers[0] > 0 and (sum(numbers) == seq_len or numbers[0] == numbers[-1] < seq_len)
+
+
+def _as_lists(values: Any) -> Any:
+    """A list, of lists if there are more dims; what is no sequence stays as it is, for the caller to refuse."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return list(values) if isinstance(values, Iterable) else values
+
+
+@dataclass(frozen=True)
+class PackedEdges:
+    """Where documents begin and end in the whole sequences of all batch rows, row after row.
+
+    Two rows of 6 tokens, the first with documents of 2 and 4 tokens: (0, 2, 6, 12).
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cu_seq_q: Any, cu_seq_k: Any) -> PackedEdges:
+        """What tensors say now; of those on a GPU, waits for it.
+
+        To remember the numbers would be wrong: nothing tells that collectives, or compiled code, have written others.
+
+        Raises:
+            ValueError: no ascending integers.
+        """
+        queries = ascending(cu_seq_q, "varlen_attn", "cu_seq_q")
+        return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
+
+    def in_rows(self, lengths: tuple[int, ...] | None) -> PackedRows:
+        """The batch rows.
+
+        Args:
+            lengths: tokens that a row may have; None if nobody has said.
+
+        Raises:
+            ValueError: it is not known how many rows there are, or they have no such lengths.
+        """
+        for name, edges in (("cu_seq_q", self.queries), ("cu_seq_k", self.keys)):
+            if edges[0] != 0:
+                raise ValueError(f"varlen_attn expects {name} to begin with 0, got {edges[0]}")
+        if len(self.queries) != len(self.keys):
+            raise ValueError(
+                f"varlen_attn expects as many documents of keys as of queries, got {len(self.keys) - 1} and "
+                f"{len(self.queries) - 1}"
+            )
+        lengths = checked_lengths(lengths)
+        q_total, kv_total = self.queries[-1], self.keys[-1]
+        fitting = [
+            (q_total // length, length)
+            for length in lengths
+            if length and q_total and q_total % length == 0 and kv_total % (q_total // length) == 0
+            and kv_total // (q_total // length) in lengths
+        ]  # fmt: skip
+        if not fitting:
+            raise ValueError(
+                f"varlen_attn of sequence shards takes documents of the whole sequences, row after row: got cu_seq_q "
+                f"up to {q_total} and cu_seq_k up to {kv_total}, expected multiples of the length of a row, which is "
+                f"one of {list(lengths)} here (what follows the last document is one more document)"
+            )
+        if len(fitting) > 1:
+            raise ValueError(
+                f"documents of {q_total} tokens may be of several numbers of batch rows: sequences of this context "
+                f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_lens=[the one]"
+            )
+        rows, q_len = fitting[0]
+        return PackedRows(self, rows, (q_len, kv_total // rows))
+
+
+def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Tokens that batch rows may have.
+
+    Raises:
+        ValueError: nobody has said.
+    """
+    if not lengths:
+        raise ValueError(
+            "varlen_attn of sequence shards needs to know how long the whole sequence of a batch row is, since packed "
+            "tokens do not show rows: give context_parallel its buffers or seq_lens=[...], or ContextParallel its "
+            "seq_len"
+        )
+    return lengths
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Documents of `rows` batch rows, whose whole sequences have the (query, key) `lengths`."""
+
+    edges: PackedEdges
+    rows: int
+    lengths: tuple[int, int]
+
+    def mask(self, within: Mask) -> Mask:
+        """Documents of each row, which show `within` inside.
+
+        Raises:
+            ValueError: a document that lies in two rows.
+        """
+        return _mask(self, within)
+
+
+@lru_cache(maxsize=64)
+def _mask(packed: PackedRows, within: Mask) -> Mask:
+    edges, (q_len, kv_len) = packed.edges, packed.lengths
+    if packed.rows == 1:
+        return Documents(edges.queries, edges.keys, within=within)
+    by_row: list[list[tuple[Span, Span]]] = [[]]
+    for queries, keys in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
+        # Of documents that are in order, the first row that holds one is at or after that of the one before.
+        while queries[1] > len(by_row) * q_len or keys[1] > len(by_row) * kv_len:
+            by_row.append([])
+        row = len(by_row) - 1
+        if (queries[0] < row * q_len and queries[1] > queries[0]) or (keys[0] < row * kv_len and keys[1] > keys[0]):
+            raise ValueError(
+                f"varlen_attn expects every document inside of a batch row, of {q_len} queries and {kv_len} keys here; "
+                f"got one with queries {queries} and keys {keys}"
+            )
+        by_row[-1].append((queries, keys))
+    return Batched(
+        Documents(
+            [0, *(queries[1] - index * q_len for queries, _ in documents)],
+            [0, *(keys[1] - index * kv_len for _, keys in documents)],
+            within=within,
+        )
+        for index, documents in enumerate(by_row)
+    )

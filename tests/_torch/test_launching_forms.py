@@ -1,0 +1,211 @@
+"""What launches are found by decides which compiled form Triton would take, and everything that its parameters say.
+
+Run as a script, this file makes random calls of all launchers, without a GPU: Triton sorts their arguments for one, and
+launches nothing. Triton's interpreter, in which other tests run kernels, does not sort them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from support.compiled_subprocess import run_uninterpreted
+
+_CALLS, _NEIGHBOURS = 100, 30
+_Option = TypeVar("_Option")
+
+
+class Forms:
+    """The form and the descriptors of each launch, from the first time that its place in the table is asked for."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+
+        self._backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._binders: dict[Any, Any] = {}
+        self._known: dict[Any, str] = {}
+        self.times: Counter[str] = Counter()
+        """By kernel: how often a form was there already, and how many there are."""
+
+    def launch(self, launch: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """In place of `Launch.__call__`."""
+        from triton.runtime.jit import create_function_from_signature
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from cp_dtensor._torch.triton_launch import _alignments
+
+        kernel = launch._kernel
+        if kernel not in self._binders:
+            self._binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+        arguments: list[Any] = list(tensors)
+        described = []
+        for index, block in enumerate(launch._blocks):
+            if block is not None:
+                arguments[index] = TensorDescriptor.from_tensor(tensors[index], list(block))
+                described.append((tuple(tensors[index].shape), tensors[index].stride()))
+        _, specialization, options = self._binders[kernel](*arguments, *launch._numbers, **launch._constants)
+        form = repr((specialization, options, described))
+        key = (launch, _alignments([x.data_ptr() for x in tensors]))
+        self.times[f"{kernel.__name__} {'again' if key in self._known else 'new'}"] += 1
+        assert self._known.setdefault(key, form) == form, kernel.__name__
+
+
+def checked(make: Any) -> Any:
+    """A maker of launches that are kept: what is found is what would be made anew, to the types of its numbers."""
+
+    def contents(made: Any) -> list[str]:
+        launches = made if isinstance(made, tuple) else (made,)
+        return [repr((x._kernel, x._grid, x._numbers, sorted(x._constants.items()), x._blocks)) for x in launches]
+
+    def get(*values: Any) -> Any:
+        found = make(*values)
+        assert contents(found) == contents(make.__wrapped__(*values))
+        return found
+
+    return get
+
+
+class Calls:
+    """Calls by random choices, and their neighbours: the same choices but one."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self._given: list[float] = []
+        self._taken: list[float] = []
+
+    def make(self, call: Callable[[], None]) -> None:
+        self._given, self._taken = [], []
+        call()
+        first = self._taken
+        for _ in range(_NEIGHBOURS):
+            self._given, self._taken = first.copy(), []
+            self._given[self._random.randrange(len(first))] = self._random.random()
+            call()
+
+    def choice(self, options: Sequence[_Option]) -> _Option:
+        taken = len(self._taken)
+        self._taken.append(self._given[taken] if taken < len(self._given) else self._random.random())
+        return options[int(self._taken[-1] * len(options))]
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """With its last dim contiguous, in one of two orders, at an address that is a multiple of 16 or is not."""
+        last = shape[-1] + self.choice((0, 0, 0, 8, 1))
+        order = self.choice((0, 0, 1))
+        whole = list(shape[:-1]) + [last]
+        if order and len(shape) == 4:
+            whole[1], whole[2] = whole[2], whole[1]
+        shift = self.choice((0, 0, 0, 1, 8))
+        size = torch.Size(whole).numel()
+        memory = torch.zeros(size + shift, dtype=dtype)[shift:].view(whole)[..., : shape[-1]]
+        return memory.transpose(1, 2) if order and len(shape) == 4 else memory
+
+    def attention(self) -> None:
+        from cp_dtensor.attention.masked import RowMask
+        from cp_dtensor.attention.triton.backward import launch_attention_backward, launch_attention_delta
+        from cp_dtensor.attention.triton.dropout import Dropout
+        from cp_dtensor.attention.triton.forward import launch_attention_forward
+
+        choice, tensor = self.choice, self.tensor
+        batch, heads, rows, columns = choice((1, 2)), choice((1, 2)), choice((1, 16, 33)), choice((16, 33))
+        dtype = choice((torch.float16, torch.float32))
+        q, grad, out = (tensor(batch, heads, rows, 16, dtype=dtype) for _ in range(3))
+        k, v = (tensor(batch, 1, columns, 16, dtype=dtype) for _ in range(2))
+        lse, delta = (tensor(batch, heads, rows) for _ in range(2))
+        kind = choice(("full", "causal", "rows", "batches"))
+        lo = self.integers(*((batch,) if kind == "batches" else ()), rows)
+        mask = RowMask(lo=lo, hi=lo + columns) if kind in ("rows", "batches") else RowMask()
+        mask = RowMask(causal_offset=choice((0, 1, 16, -100))) if kind == "causal" else mask
+        bias = choice((None, None, torch.bool, torch.float32, torch.float64, torch.float16))
+        if bias is not None:
+            shape = (choice((1, batch)), choice((1, heads)), choice((1, rows)), choice((1, columns)))
+            bias = tensor(*shape, dtype=bias)
+        dropout = None
+        if choice((True, False, False)):
+            positions = (self.integers(*choice(((), (1,), (batch,))), length) for length in (rows, columns))
+            dropout = Dropout(choice((0.5, 1.0)), torch.tensor(1), *positions, choice((0, 1)), choice((0, 1)))
+        options: dict[str, Any] = {**mask.arguments(), "bias": bias, "dropout": dropout}
+        scale = choice((1.0, 0.25, 1))
+        sinks = choice((None, tensor(heads), tensor(heads, dtype=torch.float16)))
+        state = choice((None, (out, lse), (tensor(batch, heads, rows, 16), tensor(batch, heads, rows))))
+        launch_attention_forward(out, lse, q, k, v, scale, sinks=sinks, state=state, **options)
+        launch_attention_delta(delta, grad, out)
+        gradients = [tensor(*x.shape, dtype=choice((dtype, torch.float32))) for x in (q, k, v)]
+        launch_attention_backward(*gradients, grad, q, k, v, lse, delta, scale, **options)
+
+    def integers(self, *shape: int) -> torch.Tensor:
+        return self.tensor(*shape).to(torch.int32) if self.choice((True, False)) else torch.zeros(shape).int()
+
+    def combination(self) -> None:
+        from cp_dtensor.attention.triton.lse_merge import launch_merge
+        from cp_dtensor.attention.triton.part_sum import launch_sum
+
+        choice, tensor = self.choice, self.tensor
+        shape = (choice((1, 2)), choice((1, 2)), choice((1, 16, 20)), choice((8, 16)))
+        dtypes = (torch.float16, torch.float32)
+        out, base = (tensor(*shape, dtype=choice(dtypes)) for _ in range(2))
+        lse, base_lse = (tensor(*shape[:3]) for _ in range(2))
+        spans = [choice(((0, shape[2]), (shape[2] - 1, shape[2]))) for _ in range(choice((0, 1, 2)))]
+        of_parts = [(*shape[:2], stop - start) for start, stop in spans]
+        parts = [
+            (span, tensor(*part, shape[3], dtype=choice(dtypes)), tensor(*part))
+            for span, part in zip(spans, of_parts, strict=True)
+        ]
+        launch_merge(out, lse, base, base_lse, parts)
+        stacks = [(span, torch.stack([part] * choice((1, 2)))) for span, part, _ in parts]
+        launch_sum(out, base, stacks)
+
+    def copies(self) -> None:
+        from cp_dtensor.comm.triton_kernels import MAX_TARGETS, PIECE_FIELDS, launch_copies
+
+        choice = self.choice
+        dtypes = (torch.float16, torch.float32)
+        targets = [self.tensor(4, 64, dtype=choice(dtypes)) for _ in range(choice(range(1, MAX_TARGETS + 1)))]
+        pieces = torch.zeros(choice((1, 16, 3)), PIECE_FIELDS, dtype=torch.int64)
+        launch_copies(pieces, choice((1, 16, 4000)), choice((16, 256)), targets, choice((1, 4)))
+
+    def flags(self) -> None:
+        from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
+
+        count = padded_count(self.choice((1, 40)))
+        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in ("told", "awaited")))(0)
+
+
+def main() -> None:
+    from cp_dtensor._torch.triton_launch import Launch
+    from cp_dtensor.attention.triton import backward as attention_backward
+    from cp_dtensor.attention.triton import forward as attention_forward
+    from cp_dtensor.attention.triton import lse_merge, part_sum
+    from cp_dtensor.comm import triton_kernels as copy_pieces
+    from cp_dtensor.comm import triton_kernels as flags
+
+    forms = Forms()
+    Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
+    for module in (attention_forward, attention_backward, copy_pieces, flags, lse_merge, part_sum):
+        for name in ("_launch", "_launches", "_delta_launch"):
+            if hasattr(module, name):
+                setattr(module, name, checked(getattr(module, name)))
+    calls = Calls()
+    for _ in range(_CALLS):
+        for call in (calls.attention, calls.combination, calls.copies, calls.flags):
+            calls.make(call)
+    for kernel, times in sorted(forms.times.items()):
+        print(kernel, times)
+
+
+def test_a_launch_has_one_form_for_each_alignment() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    if not hasattr(jit, "create_function_from_signature"):
+        pytest.skip("this Triton sorts arguments in another way")
+    printed = run_uninterpreted(__file__)
+    again = [int(line.split()[2]) for line in printed.splitlines() if " again " in line]
+    assert len(again) == 9, printed  # all kernels
+    assert min(again) > 5, printed
+
+
+if __name__ == "__main__":
+    main()

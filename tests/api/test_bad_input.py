@@ -1,0 +1,283 @@
+"""Bad input is refused early and alike on every rank; messages say what came and what is expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
+from cp_dtensor.engine.validation import refuse_unsupported_sdpa
+
+RANKS = 3
+
+
+def tensor(
+    batch: int = 2, heads: int = 4, length: int = 8, dim: int = 16, dtype: torch.dtype = torch.float32, **options: Any
+) -> torch.Tensor:
+    return torch.ones(batch, heads, length, dim, dtype=dtype, **options)
+
+
+def call(rank: int, arguments: dict[str, Any]) -> Any:
+    return ring_attention(**{"q": tensor(), "k": tensor(), "v": tensor(), "mesh": dist.group.WORLD, **arguments})
+
+
+Bad = tuple[dict[str, Any], type[Exception], str]
+BAD: dict[str, Bad] = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, "expected q to be a torch.Tensor, got list"),
+    "v is None": ({"v": None}, TypeError, "expected v to be a torch.Tensor, got NoneType"),
+    "three dims": (
+        {"k": tensor()[0]},
+        ValueError,
+        r"four dims \(batch, heads, sequence, head_dim\); got q \(2, 4, 8, 16\), k \(4, 8, 16\), v \(2, 4, 8, 16\)",
+    ),
+    "two dtypes": (
+        {"v": tensor(dtype=torch.bfloat16)},
+        ValueError,
+        "expected one dtype.*got torch.float32, torch.float32, torch.bfloat16",
+    ),
+    "integers": (
+        {name: tensor(dtype=torch.int64) for name in "qkv"},
+        ValueError,
+        "expected a floating dtype, got torch.int64",
+    ),
+    "two devices": ({"k": tensor(device="meta")}, ValueError, "expected one device.*got cpu, meta, cpu"),
+    "two batch sizes": (
+        {"q": tensor(batch=3)},
+        ValueError,
+        r"expected one batch size.*got q \(3, 4, 8, 16\), k \(2, 4, 8, 16\)",
+    ),
+    "two head dims": (
+        {"k": tensor(dim=32)},
+        ValueError,
+        r"expected one head dim \(dim 3\) for q and k; got q \(2, 4, 8, 16\), k \(2, 4, 8, 32\)",
+    ),
+    "two key lengths": (
+        {"v": tensor(length=9)},
+        ValueError,
+        r"expected one sequence length.*k \(2, 4, 8, 16\), v \(2, 4, 9, 16\)",
+    ),
+    "fewer value heads": (
+        {"v": tensor(heads=2), "enable_gqa": True},
+        ValueError,
+        r"as many value heads as key heads.*v \(2, 2, 8, 16\)",
+    ),
+    "fewer key heads without gqa": (
+        {"k": tensor(heads=2), "v": tensor(heads=2)},
+        ValueError,
+        r"or enable_gqa=True; got q \(2, 4, 8, 16\), k \(2, 2, 8, 16\)",
+    ),
+    "key heads that do not divide": (
+        {"k": tensor(heads=3), "v": tensor(heads=3), "enable_gqa": True},
+        ValueError,
+        r"to be a multiple of key heads; got q \(2, 4, 8, 16\), k \(2, 3, 8, 16\)",
+    ),
+    "no heads": ({name: tensor(heads=0) for name in "qkv"}, ValueError, "at least one batch row, head and head dim"),
+    "no batch": ({name: tensor(batch=0) for name in "qkv"}, ValueError, "at least one batch row, head and head dim"),
+    "mesh is None": ({"mesh": None}, TypeError, "DeviceMesh of one dim or a ProcessGroup, .*; got NoneType"),
+    "mesh is an axis name": ({"mesh": "cp"}, TypeError, "DeviceMesh of one dim or a ProcessGroup, .*; got str"),
+    "unknown rotation": (
+        {"rotate_method": "broadcast"},
+        ValueError,
+        "unknown rotate method: got 'broadcast', expected one of 'allgather', 'alltoall'",
+    ),
+    "layout class": ({"layout": HeadTail}, TypeError, r"expected layout to be a Layout such as HeadTail\(\).*class"),
+    "layout name": ({"layout": "headtail"}, TypeError, "expected layout to be a Layout.*got 'headtail'"),
+    "negative length": ({"seq_len": -1}, ValueError, "expected seq_len to be a length >= 0 or a pair.*got -1"),
+    "three lengths": ({"seq_len": (8, 8, 8)}, ValueError, r"expected seq_len.*got \(8, 8, 8\)"),
+    "a broken length": ({"seq_len": (8, 8.0)}, ValueError, r"expected seq_len.*got \(8, 8.0\)"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_refused_alike_before_any_collective(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with recorded_collectives() as collectives, pytest.raises(error, match=message) as caught:
+        run_ranks(RANKS, call, arguments)  # raises the ranks' own error if all have the same
+    assert type(caught.value) is error
+    assert not collectives
+
+
+def test_a_length_that_is_no_number_is_refused() -> None:
+    with recorded_collectives() as collectives, pytest.raises((TypeError, ValueError), match="expected seq_len"):
+        run_ranks(RANKS, call, {"seq_len": 24.0})
+    assert not collectives
+
+
+def test_a_backend_that_nobody_allows_is_refused_alike() -> None:
+    def body(rank: int) -> None:
+        call(rank, {"v": tensor(dim=8), "seq_len": 24})
+
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        recorded_collectives() as collectives,
+        pytest.raises(NotImplementedError, match=r"FLASH_ATTENTION: head dims of q and v differ \(16 and 8\)"),
+    ):
+        run_ranks(RANKS, body)
+    assert not collectives
+
+
+def on_mesh(rank: int, make: Callable[[], DeviceMesh]) -> None:
+    ring_attention(tensor(), tensor(), tensor(), mesh=make(), seq_len=24)
+
+
+@pytest.mark.parametrize(
+    ("names", "hint"), [(("dp", "cp"), r"mesh\['cp'\]"), (None, r"mesh_dim_names=\.\.\.")], ids=["named", "unnamed"]
+)
+def test_a_mesh_of_two_other_dims_is_refused_with_a_hint(names: tuple[str, str] | None, hint: str) -> None:
+    message = (
+        rf"expected a mesh of one dim.*got 2 dims \(names .*, shape \(1, 3\)\)\. Pass those axes of it, such as "
+        rf".*{hint}"
+    )
+    with recorded_collectives() as collectives, pytest.raises(ValueError, match=message):
+        run_ranks(RANKS, on_mesh, lambda: init_device_mesh("cpu", (1, RANKS), mesh_dim_names=names))
+    assert "AllToAllBase" not in kinds(collectives)  # meshes may use collectives of their own when they are made
+
+
+def test_a_mesh_without_that_axis_is_refused() -> None:
+    with pytest.raises(KeyError, match="cp"):
+        run_ranks(RANKS, on_mesh, lambda: init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))["cp"])
+
+
+def test_a_mesh_that_the_rank_is_not_part_of_is_refused() -> None:
+    def body(rank: int) -> str:
+        mesh = DeviceMesh("cpu", [0, 1])
+        dist.barrier()
+        if rank < 2:
+            return ""
+        with pytest.raises(ValueError, match="rank 2 is not part of the mesh") as caught:
+            ring_attention(tensor(), tensor(), tensor(), mesh=mesh, seq_len=16)
+        return str(caught.value)
+
+    assert "DeviceMesh" in run_ranks(RANKS, body)[2]
+
+
+def test_a_group_that_the_rank_is_not_part_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="this rank is not part of the process group"):
+        ring_attention(tensor(), tensor(), tensor(), mesh=dist.GroupMember.NON_GROUP_MEMBER, seq_len=16)
+
+
+# What rank 1 does otherwise than the others: its arguments, and what the message says of it.
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "batch size": ({name: tensor(batch=1) for name in "qkv"}, "batch_size: rank 1 says 1, the others 2"),
+    "heads": ({name: tensor(heads=2) for name in "qkv"}, "q_heads: rank 1 says 2, the others 4"),
+    "key heads": (
+        {"k": tensor(heads=2), "v": tensor(heads=2), "enable_gqa": True},
+        "kv_heads: rank 1 says 2, the others 4",
+    ),
+    "key heads and mask": (
+        {"k": tensor(heads=2), "v": tensor(heads=2), "enable_gqa": True, "is_causal": True},
+        'kv_heads: rank 1 says 2, the others 4; about mask: rank 1 says "Causal(',
+    ),
+    "head dim": ({name: tensor(dim=8) for name in "qkv"}, "head_dim: rank 1 says 8, the others 16"),
+    "value head dim": ({"v": tensor(dim=8)}, "v_head_dim: rank 1 says 8, the others 16"),
+    "dtype": (
+        {name: tensor(dtype=torch.float64) for name in "qkv"},
+        "dtype: rank 1 says 'torch.float64', the others 'torch.float32'",
+    ),
+    "is_causal": ({"is_causal": True}, "mask: rank 1 says \"Causal(alignment='top_left')\", the others 'Full()'"),
+    "mask": ({"mask": PrefixLM(4)}, "mask: rank 1 says 'PrefixLM(length=4)', the others 'Full()'"),
+    "dropout": ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
+    "attn_mask": (
+        {"attn_mask": torch.zeros(8, 24)},
+        "attn_mask: rank 1 says 'float32 (1, 1, :, 24)', the others 'none'",
+    ),
+    "scale": ({"scale": 0.5}, "scale: rank 1 says 0.5, the others 0.25"),
+    "layout": ({"layout": Striped(2)}, "layout: rank 1 says 'Striped(block=2)', the others 'HeadTail()'"),
+    "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'auto'"),
+    "gradients": ({"q": tensor(requires_grad=True)}, "requires_grad: rank 1 says True, the others False"),
+}
+MODES = {"exchange": {}, "debug": {"seq_len": 24, "debug": True}}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("arguments", "message"), ODD.values(), ids=ODD)
+def test_ranks_that_disagree_are_told_alike_who_says_what(
+    arguments: dict[str, Any], message: str, mode: dict[str, Any]
+) -> None:
+    def body(rank: int) -> None:
+        call(rank, {**(arguments if rank == 1 else {}), **mode})
+
+    with recorded_collectives() as collectives:
+        errors = errors_by_rank(RANKS, body)
+    for error in errors:
+        assert type(error) is ValueError
+        assert f"the ranks of the context-parallel axis disagree about {message}" in str(error)
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS  # the exchange, no more
+
+
+def test_a_scale_that_is_no_number_on_any_rank_is_no_disagreement() -> None:
+    """It gives what it gives on one device."""
+    assert all(out.isnan().all() for out in run_ranks(RANKS, call, {"scale": math.nan, "mask": PrefixLM(4)}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "expected"),
+    [
+        (HeadTail(), [3, 3, 9], [5, 5, 5]),
+        (Contiguous(), [2, 3, 3], [3, 3, 2]),
+        (Striped(2), [3, 3, 2], [4, 2, 2]),
+        (MirroredBatch(), [0, 0, 1], [1, 0, 0]),
+    ],
+    ids=repr,
+)
+def test_lengths_that_divide_no_total_are_refused_alike(
+    layout: Layout, lengths: list[int], expected: list[int]
+) -> None:
+    def body(rank: int) -> None:
+        local = tensor(length=lengths[rank])
+        ring_attention(local, local, local, mesh=dist.group.WORLD, layout=layout)
+
+    with recorded_collectives() as collectives:
+        errors = errors_by_rank(RANKS, body)
+    for error in errors:
+        assert type(error) is ValueError
+        assert f"query lengths are not those of {layout}: got {lengths} on ranks 0 to 2" in str(error)
+        assert f"expected {expected} for {sum(lengths)} tokens" in str(error)
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS
+
+
+def test_key_lengths_that_divide_no_total_are_refused_alike() -> None:
+    def body(rank: int) -> None:
+        kv = tensor(length=rank)
+        ring_attention(tensor(), kv, kv, mesh=dist.group.WORLD)
+
+    for error in errors_by_rank(RANKS, body):
+        assert type(error) is ValueError
+        assert "key lengths are not those of HeadTail(): got [0, 1, 2]" in str(error)
+        assert "expected [1, 1, 1] for 3 tokens" in str(error)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()], ids=repr)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(20, 13), (13, 20)])
+def test_causal_with_different_lengths_is_aligned_top_left_as_in_torch(layout: Layout, q_len: int, kv_len: int) -> None:
+    problem = Problem(q_len, kv_len, batch=2, is_causal=True)
+    q, k, v, grad_out = problem.draw(seed=0)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(expected, reference(problem, q, k, v, grad_out)[0], rtol=1e-10, atol=1e-10)
+
+    def body(rank: int) -> torch.Tensor:
+        local = [shard(whole, layout, rank, RANKS) for whole in (q, k, v)]
+        return ring_attention(*local, mesh=dist.group.WORLD, is_causal=True, layout=layout)
+
+    for rank, out in enumerate(run_ranks(RANKS, body)):
+        torch.testing.assert_close(out, shard(expected, layout, rank, RANKS), rtol=1e-10, atol=1e-10)
+
+
+def test_masks_and_dropout_are_refused_and_not_dropped() -> None:
+    with pytest.raises(NotImplementedError, match=r"got a mask of shape \(8, 8\), expected None"):
+        refuse_unsupported_sdpa(torch.ones(8, 8), 0.0)
+    with pytest.raises(NotImplementedError, match=r"got dropout_p=0.1, expected 0.0"):
+        refuse_unsupported_sdpa(None, 0.1)
+    assert refuse_unsupported_sdpa(None, 0.0) is None

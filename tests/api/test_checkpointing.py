@@ -1,0 +1,287 @@
+"""Activation checkpointing: the recompute runs in the region and on the shards of its forward, wherever it happens."""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from support.problems import shard
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint_sequential, create_selective_checkpoint_contexts
+
+from cp_dtensor import ContextParallel, Contiguous, HeadTail, Layout, Striped, context_parallel, context_parallel_shard
+
+aten = torch.ops.aten
+BATCH, LENGTH, HEADS, HEAD_DIM = 2, 11, 2, 4
+WIDTH = HEADS * HEAD_DIM
+WORLD = 2
+LAYOUTS = [Contiguous(), HeadTail(), Striped()]
+REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+BACKWARD_INSIDE = pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after exit"])
+
+Run = Callable[["Block", torch.Tensor], torch.Tensor]
+"""Forward of a block, by way of some checkpointing."""
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    """Causal self-attention with position-dependent factors; equal weights each time it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(3, WIDTH, WIDTH, seed=3) / WIDTH**0.5)
+        self.freqs = normal(LENGTH, HEAD_DIM, seed=4)
+        self.forwards = 0
+
+    def attend(self, hidden: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        q, k, v = ((hidden @ weight).unflatten(-1, (HEADS, -1)).transpose(1, 2) for weight in self.weight)
+        q, k = (each * freqs[: hidden.size(1)] for each in (q, k))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return hidden + out.transpose(1, 2).flatten(2).tanh()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.attend(hidden, self.freqs)
+
+
+Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
+"""Output, gradients of the input and of the weight, number of forwards."""
+
+
+def alone(run: Run) -> Result:
+    block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+    out = run(block, whole)
+    out.backward(normal(*out.shape, seed=6))
+    assert whole.grad is not None
+    assert block.weight.grad is not None
+    return out.detach(), whole.grad, block.weight.grad, block.forwards
+
+
+def sharded(run: Run, layout: Layout, inside: bool, **settings: Any) -> list[Result]:
+    """What `alone` gives, of each rank; gradients of the input are of the whole one."""
+
+    def body(rank: int) -> Result:
+        block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+        (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
+        grad_out = shard(normal(BATCH, LENGTH, WIDTH, seed=6), layout, rank, WORLD, 1)
+        with context_parallel(dist.group.WORLD, buffers=[block.freqs], buffer_seq_dims=[0], layout=layout, **settings):
+            out = run(block, hidden)
+            if inside:
+                out.backward(grad_out)
+                assert block.freqs.shape == (hidden.size(1), HEAD_DIM)
+        assert torch.equal(block.freqs, Block().freqs)
+        if not inside:
+            out.backward(grad_out)
+        assert torch.equal(block.freqs, Block().freqs)
+        assert whole.grad is not None
+        assert block.weight.grad is not None
+        return out.detach(), whole.grad, block.weight.grad, block.forwards
+
+    return run_ranks(WORLD, body)
+
+
+def assert_as_alone(run: Run, results: list[Result], layout: Layout = HeadTail()) -> None:  # noqa: B008
+    out, grad_input, grad_weight, forwards = alone(run)
+    for rank, result in enumerate(results):
+        assert_close(result[0], shard(out, layout, rank, len(results), 1))
+        assert result[3] == forwards
+    assert_close(sum(result[1] for result in results), grad_input)
+    assert_close(sum(result[2] for result in results), grad_weight)
+
+
+def assert_close(actual: Any, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+@BACKWARD_INSIDE
+@REENTRANT
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_recompute_is_in_the_region_of_the_forward(
+    layout: Layout, rotation: str, use_reentrant: bool, inside: bool
+) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, hidden, use_reentrant=use_reentrant)
+
+    results = sharded(run, layout, inside, rotate_method=rotation)
+    assert_as_alone(run, results, layout)
+    assert results[0][3] == 2
+
+
+@BACKWARD_INSIDE
+@REENTRANT
+def test_buffers_that_are_arguments(use_reentrant: bool, inside: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block.attend, hidden, block.freqs, use_reentrant=use_reentrant)
+
+    assert_as_alone(run, sharded(run, HeadTail(), inside))
+
+
+@BACKWARD_INSIDE
+def test_buffers_that_are_keyword_arguments(inside: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block.attend, hidden=hidden, freqs=block.freqs, use_reentrant=False)
+
+    assert_as_alone(run, sharded(run, HeadTail(), inside))
+
+
+# Torch's own warning: within a reentrant checkpoint, nothing requires grad in the first forward.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@BACKWARD_INSIDE
+@pytest.mark.parametrize("outer", [True, False], ids=["outer reentrant", "outer non-reentrant"])
+@pytest.mark.parametrize("inner", [True, False], ids=["inner reentrant", "inner non-reentrant"])
+def test_nested_checkpoints(outer: bool, inner: bool, inside: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        def twice(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(block, hidden, use_reentrant=inner)
+            return checkpoint(block, hidden, use_reentrant=inner)
+
+        return checkpoint(twice, hidden, use_reentrant=outer)
+
+    assert_as_alone(run, sharded(run, HeadTail(), inside))
+
+
+@BACKWARD_INSIDE
+@REENTRANT
+def test_checkpoint_sequential(use_reentrant: bool, inside: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential([block] * 4, 2, hidden, use_reentrant=use_reentrant)
+
+    results = sharded(run, HeadTail(), inside)
+    assert_as_alone(run, results)
+    assert results[0][3] > 4, "nothing was recomputed"
+
+
+@BACKWARD_INSIDE
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_early_stop(early_stop: bool, inside: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            return checkpoint(block, hidden, use_reentrant=False)
+
+    assert_as_alone(run, sharded(run, HeadTail(), inside))
+
+
+@BACKWARD_INSIDE
+@pytest.mark.parametrize(
+    "saved", [[aten.mm.default, aten.bmm.default], [aten._scaled_dot_product_flash_attention_for_cpu.default]]
+)
+def test_selective_checkpointing(saved: list[Any], inside: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        context_fn = functools.partial(create_selective_checkpoint_contexts, saved)
+        return checkpoint(block, hidden, use_reentrant=False, context_fn=context_fn)
+
+    assert_as_alone(run, sharded(run, HeadTail(), inside))
+
+
+@REENTRANT
+def test_checkpoints_of_two_contexts_in_one_backward(use_reentrant: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, hidden, use_reentrant=use_reentrant)
+
+    out, _, grad_weight, _ = alone(run)
+
+    def body(rank: int) -> torch.Tensor:
+        block, loss = Block(), torch.zeros((), dtype=torch.float64)
+        for layout, rotation in zip(LAYOUTS, ("alltoall", "allgather", "alltoall"), strict=True):
+            hidden, grad_out = normal(BATCH, LENGTH, WIDTH, seed=5), normal(BATCH, LENGTH, WIDTH, seed=6)
+            hidden.requires_grad_()
+            with context_parallel(
+                dist.group.WORLD,
+                buffers=[block.freqs, hidden, grad_out],
+                buffer_seq_dims=[0, 1, 1],
+                layout=layout,
+                rotate_method=rotation,
+            ):
+                loss = loss + (run(block, hidden) * grad_out).sum()
+        loss.backward()
+        assert block.weight.grad is not None
+        return block.weight.grad
+
+    assert_close(sum(run_ranks(WORLD, body)), len(LAYOUTS) * grad_weight)
+    assert out.shape == (BATCH, LENGTH, WIDTH)
+
+
+@REENTRANT
+def test_an_exception_in_the_recompute_leaves_buffers_whole(use_reentrant: bool) -> None:
+    def body(rank: int) -> None:
+        block, hidden = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+
+        def fails_the_second_time(hidden: torch.Tensor) -> torch.Tensor:
+            if block.forwards:
+                raise KeyError("recompute")
+            return block(hidden)
+
+        with context_parallel(dist.group.WORLD, buffers=[block.freqs, hidden], buffer_seq_dims=[0, 1]):
+            out = checkpoint(fails_the_second_time, hidden, use_reentrant=use_reentrant)
+        with pytest.raises(KeyError, match="recompute"):
+            out.sum().backward()
+        assert torch.equal(block.freqs, Block().freqs)
+        q = normal(1, 1, 4, 4, seed=7)
+        assert_close(F.scaled_dot_product_attention(q, q, q), (q @ q.mT / 2).softmax(-1) @ q)
+
+    run_ranks(WORLD, body)
+
+
+@pytest.mark.parametrize("context_of", ["nobody", "this thread", "another thread"])
+@REENTRANT
+def test_a_checkpoint_made_outside_never_becomes_ring_attention(use_reentrant: bool, context_of: str) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, hidden, use_reentrant=use_reentrant)
+
+    expected = alone(run)
+
+    def body(rank: int) -> None:
+        block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+        in_context = rank in {"nobody": [], "this thread": [0, 1], "another thread": [1]}[context_of]
+        group = dist.new_group([1]) if context_of == "another thread" else dist.group.WORLD
+        runs_backward = rank == 0 or context_of != "another thread"
+        out = run(block, whole)
+        with context_parallel(group) if in_context else nullcontext():
+            dist.barrier()
+            if context_of == "this thread":  # it may or may not belong to this context: refused, never guessed
+                with pytest.raises(RuntimeError, match=r"cannot be told.*ContextParallel"):
+                    out.backward(normal(*out.shape, seed=6))
+            elif runs_backward:
+                out.backward(normal(*out.shape, seed=6))
+            dist.barrier()
+        if runs_backward and context_of != "this thread":
+            for actual, wanted in zip((whole.grad, block.weight.grad), expected[1:3], strict=True):
+                assert_close(actual, wanted)
+            assert block.forwards == expected[3]
+
+    run_ranks(2, body)
+
+
+@REENTRANT
+def test_the_module_form_needs_no_context(use_reentrant: bool) -> None:
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, hidden, use_reentrant=use_reentrant)
+
+    def body(rank: int) -> Result:
+        block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+        (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
+        block.freqs = shard(block.freqs, HeadTail(), rank, WORLD, 0)
+        parallelize_module(block, init_device_mesh("cpu", (WORLD,)), ContextParallel())
+        out = run(block, hidden)
+        out.backward(shard(normal(BATCH, LENGTH, WIDTH, seed=6), HeadTail(), rank, WORLD, 1))
+        assert whole.grad is not None
+        assert block.weight.grad is not None
+        return out.detach(), whole.grad, block.weight.grad, block.forwards
+
+    assert_as_alone(run, run_ranks(WORLD, body))

@@ -1,0 +1,260 @@
+"""Which attention `context_parallel` makes right, in which forms of call, and what it refuses."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+
+from cp_dtensor import Contiguous, HeadTail, Striped, context_parallel
+
+WORLD = 3
+LENGTH = 11
+BATCH, HEADS, WIDTH = 2, 2, 8
+WAYS_TO_CALL: dict[str, Callable[..., torch.Tensor]] = {
+    "by attribute": lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs),
+    "imported by name": imported_by_name,
+    "torch._C._nn": torch._C._nn.scaled_dot_product_attention,
+    "torch.ops": torch.ops.aten.scaled_dot_product_attention,
+}
+
+
+def region(**kwargs: Any) -> context_parallel:
+    return context_parallel(dist.group.WORLD, **kwargs)
+
+
+def assert_close(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_sdpa(
+    problem: Problem, sdpa: Callable[..., torch.Tensor] = imported_by_name, world_size: int = WORLD
+) -> None:
+    """`sdpa` of the ranks' shards, and its gradients, are those of one device."""
+    whole = problem.draw(0)
+    expected = [shard_of(each, world_size) for each in reference(problem, *whole)]
+
+    def body(rank: int) -> None:
+        q, k, v, grad_out = (shard(each, HeadTail(), rank, world_size) for each in whole)
+        leaves = [each.requires_grad_() for each in (q, k, v)]
+        with region():
+            out = sdpa(*leaves)
+            out.backward(grad_out)
+        for actual, shards in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
+            assert_close(actual, shards[rank])
+
+    run_ranks(world_size, body)
+
+
+def shard_of(whole: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    return [shard(whole, HeadTail(), rank, world_size) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_CALL)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sdpa_is_that_of_the_whole_sequence_however_it_is_called(way: str, is_causal: bool) -> None:
+    problem = Problem(q_len=LENGTH, kv_len=LENGTH, batch=2, is_causal=is_causal)
+    assert_sdpa(problem, lambda *qkv: WAYS_TO_CALL[way](*qkv, is_causal=is_causal))
+
+
+def test_scale_and_grouped_heads() -> None:
+    problem = Problem(q_len=LENGTH, kv_len=LENGTH, q_heads=4, kv_heads=2, is_causal=True, scale=0.3)
+    assert_sdpa(problem, lambda *qkv: imported_by_name(*qkv, is_causal=True, scale=0.3, enable_gqa=True))
+
+
+def test_cross_attention() -> None:
+    assert_sdpa(Problem(q_len=5, kv_len=LENGTH, is_causal=False))
+
+
+@pytest.mark.parametrize("backends", [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]])
+@pytest.mark.parametrize("set_priority", [False, True])
+def test_inside_of_sdpa_kernel(backends: list[SDPBackend], set_priority: bool) -> None:
+    with sdpa_kernel(backends, set_priority=set_priority):  # around all ranks: it sets flags of the process
+        assert_sdpa(
+            Problem(q_len=LENGTH, kv_len=LENGTH, is_causal=True), lambda *qkv: imported_by_name(*qkv, is_causal=True)
+        )
+
+
+@pytest.mark.parametrize("leading", [(), (4,), (2, 2, 2)], ids=["2-D", "3-D", "5-D"])
+def test_any_number_of_leading_dims(leading: tuple[int, ...]) -> None:
+    q, k, v = (torch.randn(*leading, LENGTH, WIDTH, dtype=torch.float64) for _ in range(3))
+    alone = imported_by_name(q, k, v, is_causal=True)
+    alone_grads = [torch.zeros_like(each) for each in (q, k, v)]
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    (imported_by_name(*leaves, is_causal=True) ** 2).sum().backward()
+    alone_grads = [leaf.grad for leaf in leaves]
+
+    def body(rank: int) -> list[torch.Tensor | None]:
+        buffers = [each.clone().requires_grad_() for each in (q, k, v)]
+        with region(buffers=buffers, buffer_seq_dims=[-2, -2, -2]):
+            out = imported_by_name(*buffers, is_causal=True)
+            (out**2).sum().backward()
+            assert out.shape == buffers[0].shape
+            assert_close(out.detach(), shard(alone[None], HeadTail(), rank, WORLD, alone.dim() - 1)[0])
+        return [buffer.grad for buffer in buffers]
+
+    for parts, expected in zip(zip(*run_ranks(WORLD, body), strict=True), alone_grads, strict=True):
+        assert_close(sum(parts), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", WAYS_TO_CALL)
+def test_without_gradients(mode: Callable[[], Any], way: str) -> None:
+    problem = Problem(q_len=LENGTH, kv_len=LENGTH, is_causal=True)
+    whole = problem.draw(0)
+    expected = shard_of(reference(problem, *whole)[0], WORLD)
+
+    def body(rank: int) -> None:
+        q, k, v = (shard(each, HeadTail(), rank, WORLD) for each in whole[:3])
+        with mode(), region():
+            out = WAYS_TO_CALL[way](q, k, v, is_causal=True)
+            assert not out.requires_grad
+            assert_close(out, expected[rank])
+
+    run_ranks(WORLD, body)
+
+
+def test_autocast_casts_as_for_plain_sdpa() -> None:
+    problem = Problem(q_len=64, kv_len=64, is_causal=True, dtype=torch.float32)
+    whole = problem.draw(0)
+    exact = reference(problem, *whole)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = imported_by_name(*whole[:3], is_causal=True)
+    allowed = 1.5 * (alone.double() - exact).norm() / 2**0.5  # of one rank of two
+
+    def body(rank: int) -> None:
+        leaves = [shard(each, HeadTail(), rank, 2).requires_grad_() for each in whole[:3]]
+        with torch.autocast("cpu", torch.bfloat16), region():
+            out = imported_by_name(*leaves, is_causal=True)
+        assert out.dtype == alone.dtype == torch.bfloat16
+        assert (out.double() - shard(exact, HeadTail(), rank, 2)).norm() < allowed
+        out.sum().backward()
+        assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
+
+    run_ranks(2, body)
+
+
+# With some pairs of lengths, some ranks own as many tokens of the one as of the other, and other ranks do not.
+@pytest.mark.parametrize("buffer_length", range(6, 13))
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped()], ids=repr)
+def test_attention_over_a_length_that_no_buffer_has(layout: Any, buffer_length: int) -> None:
+    problem = Problem(q_len=9, kv_len=9, is_causal=True)
+    whole = problem.draw(0)
+    expected = reference(problem, *whole)[0]
+
+    def body(rank: int) -> None:
+        q, k, v = (shard(each, layout, rank, 4) for each in whole[:3])
+        with region(buffers=[torch.arange(buffer_length)], buffer_seq_dims=[0], layout=layout):
+            assert_close(imported_by_name(q, k, v, is_causal=True), shard(expected, layout, rank, 4))
+
+    run_ranks(4, body)
+
+
+def test_meta_tensors_are_left_to_torch() -> None:
+    def body(rank: int) -> None:
+        q = torch.empty(1, 2, 5, 4, device="meta")
+        with region():
+            assert imported_by_name(q, q, q).shape == q.shape
+
+    run_ranks(2, body)
+
+
+def test_compiled_functions_are_compiled_once_more_in_a_region() -> None:
+    problem = Problem(q_len=LENGTH, kv_len=LENGTH)
+    whole = problem.draw(0)
+    expected = reference(problem, *whole)[0]
+    compiled = torch.compile(lambda q, k, v: imported_by_name(q, k, v), backend="eager")
+    assert_close(compiled(*whole[:3]), expected)
+
+    def body(rank: int) -> None:
+        with region():
+            assert_close(
+                compiled(*(shard(each, HeadTail(), rank, 2) for each in whole[:3])),
+                shard(expected, HeadTail(), rank, 2),
+            )
+
+    run_ranks(2, body)
+    assert_close(compiled(*whole[:3]), expected)
+
+
+def attention(batch_first: bool, is_causal: bool) -> nn.Module:
+    class SelfAttention(nn.MultiheadAttention):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            length = hidden.size(1 if batch_first else 0)
+            hidden_from = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+            mask = hidden_from if is_causal else None
+            return super().forward(hidden, hidden, hidden, need_weights=False, is_causal=is_causal, attn_mask=mask)[0]
+
+    return SelfAttention(WIDTH, HEADS, batch_first=batch_first, dtype=torch.float64)
+
+
+def encoder_layer(batch_first: bool, norm_first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 16, dropout=0.0, batch_first=batch_first, norm_first=norm_first, dtype=torch.float64
+    )
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("option", [False, True])
+@pytest.mark.parametrize("build", [attention, encoder_layer])
+def test_modules_of_torch(build: Callable[[bool, bool], nn.Module], option: bool, batch_first: bool, mode: str) -> None:
+    torch.manual_seed(0)
+    dim = 1 if batch_first else 0
+    whole = torch.randn((BATCH, LENGTH, WIDTH) if batch_first else (LENGTH, BATCH, WIDTH), dtype=torch.float64)
+    weights = build(batch_first, option).state_dict()
+
+    def run(hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        module = build(batch_first, option)
+        module.load_state_dict(weights)
+        module.train(mode == "train")
+        without_grad = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, nullcontext)
+        with without_grad():
+            out = module(hidden)
+        if out.requires_grad:
+            (out**2).sum().backward()
+        return out.detach(), [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+    alone, alone_grads = run(whole)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        hidden = whole.clone()
+        with region(buffers=[hidden], buffer_seq_dims=[dim]):
+            out, grads = run(hidden)
+        order = shard(torch.arange(LENGTH), HeadTail(), rank, WORLD, 0)
+        assert_close(out, alone.index_select(dim, order))
+        return grads
+
+    totals = [sum(parts) for parts in zip(*run_ranks(WORLD, body), strict=True)]
+    assert len(totals) == len(alone_grads) == (len(weights) if mode in ("train", "eval") else 0)
+    for total, expected in zip(totals, alone_grads, strict=True):
+        assert_close(total, expected)
+
+
+def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
+    q = torch.randn(1, HEADS, 4, WIDTH)
+
+    def body(rank: int) -> None:
+        hidden = q[:, 0]
+        module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        dropping = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
+        if rank != 0:  # which would have to join a collective
+            return
+        with region():
+            for module_call in (module, dropping.eval()):
+                with pytest.raises(NotImplementedError, match="need_weights=False"):
+                    module_call(hidden, hidden, hidden)
+            with pytest.raises(ValueError, match="key heads as query heads"):
+                imported_by_name(q, q[:, :1], q[:, :1])
+            with pytest.raises(ValueError, match=r"one dtype.*float32, torch.float64"):
+                imported_by_name(q, q.double(), q.double())
+
+    run_ranks(2, body)

@@ -1,0 +1,293 @@
+"""What a context cannot do is refused, and what happens to buffers in unusual orders of contexts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    MirroredBatch,
+    Striped,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
+
+
+def group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_extra_keys_of_multihead_attention_are_refused(option: str) -> None:
+    def body(rank: int) -> None:
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, **{option: True})
+        x = torch.randn(1, 4, 8)
+        with context_parallel(group()), pytest.raises(NotImplementedError, match="extra key"):
+            attention(x, x, x, need_weights=False)
+        attention(x, x, x, need_weights=False)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 4, dtype=torch.bool), torch.zeros(4, 4)], ids=["boolean", "additive"])
+def test_masks_of_the_keys_of_this_rank_are_refused(mask: torch.Tensor) -> None:
+    def body(rank: int) -> None:
+        hidden = torch.randn(1, 4, 8)
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        q = hidden.unsqueeze(1)
+        calls: list[Callable[[], object]] = [
+            lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask),
+            lambda: attention(hidden, hidden, hidden, need_weights=False, attn_mask=mask),
+            lambda: attention(hidden, hidden, hidden, need_weights=False, key_padding_mask=mask[:1]),
+            lambda: layer(hidden, src_mask=mask),
+            lambda: layer.eval()(hidden, src_key_padding_mask=mask[:1]),
+        ]
+        for call in calls:
+            with context_parallel(group()), pytest.raises(ValueError, match=r"the 8 keys of the whole sequence.*, 4\)"):
+                call()
+            dist.barrier()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_of_modules_is_neither_ignored_nor_done_in_eval_mode(training: bool) -> None:
+    whole = torch.randn(1, 8, 8)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).train(training)
+    kept = copy.deepcopy(attention).eval()(whole, whole, whole, need_weights=False)[0]
+
+    def body(rank: int) -> None:
+        hidden = whole.clone()
+        with context_parallel(group(), buffers=[hidden], buffer_seq_dims=[1], layout=Contiguous()):
+            out = attention(hidden, hidden, hidden, need_weights=False)[0]
+        assert torch.allclose(out, kept.chunk(2, dim=1)[rank], atol=1e-6) is not training
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    def body(rank: int) -> None:
+        parts = [torch.randn(2, length, 8) for length in (3, 4)]
+        nested = torch.nested.nested_tensor(parts, layout=torch.strided)
+        with context_parallel(group()), pytest.raises(NotImplementedError, match="nested"):
+            F.scaled_dot_product_attention(nested, nested, nested)
+
+    run_ranks(2, body)
+
+
+def _vmapped(q: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: F.scaled_dot_product_attention(row, row, row, is_causal=True))(q)
+
+
+def _grad_of_vmapped(q: torch.Tensor) -> torch.Tensor:
+    grad: torch.Tensor = torch.func.grad(lambda q: _vmapped(q).square().sum())(q)
+    return grad
+
+
+def _unbatched_in_vmap(q: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda x: F.scaled_dot_product_attention(q, q, q, is_causal=True) + x)(torch.zeros(1)).squeeze(0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its kernel for CPUs
+@pytest.mark.parametrize("call", [_vmapped, _grad_of_vmapped, _unbatched_in_vmap])
+def test_vmap_is_refused_and_means_what_it_did_outside(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    q = torch.randn(3, 2, 4, 8)
+    before = call(q)
+
+    def body(rank: int) -> None:
+        with context_parallel(group()):
+            with pytest.raises(NotImplementedError, match=r"torch\.vmap; .* any number of leading dims"):
+                call(q)
+            with ThreadPoolExecutor(1) as elsewhere:  # a thread without a region
+                torch.testing.assert_close(elsewhere.submit(call, q).result(), before)
+
+    run_ranks(2, body)
+    assert torch.equal(call(q), before)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 8), (2, 2, 2, 4, 8)])
+def test_layouts_that_differ_between_rows_need_four_dims(shape: tuple[int, ...]) -> None:
+    def body(rank: int) -> None:
+        q = torch.randn(shape)
+        with (
+            context_parallel(group(), layout=MirroredBatch()),
+            pytest.raises(NotImplementedError, match="four dims"),
+        ):
+            F.scaled_dot_product_attention(q, q, q)
+
+    run_ranks(2, body)
+
+
+def test_layouts_that_differ_between_rows_need_the_batch_of_the_buffers() -> None:
+    def body(rank: int) -> None:
+        q = torch.randn(3, 2, 4, 8)
+        context = context_parallel(group(), buffers=[torch.zeros(2, 8)], buffer_seq_dims=[1], layout=MirroredBatch())
+        with context, pytest.raises(ValueError, match="batch size of the buffers, 2"):
+            F.scaled_dot_product_attention(q, q, q)
+
+    run_ranks(2, body)
+
+
+def test_a_backward_through_two_contexts_over_one_leaf_sums_both_gradients() -> None:
+    whole = torch.randn(12, dtype=torch.float64)
+
+    def body(rank: int) -> None:
+        leaf = whole.clone().requires_grad_()
+        weights = torch.arange(12, dtype=torch.float64)
+        with context_parallel(group(), buffers=[leaf, weights], buffer_seq_dims=[0, 0], layout=HeadTail()):
+            first = (leaf.square() * weights).sum()
+        with context_parallel(group(), buffers=[leaf, weights], buffer_seq_dims=[0, 0], layout=Striped(2)):
+            (first + (leaf.square() * weights).sum()).backward()
+        assert leaf.grad is not None
+        dist.all_reduce(leaf.grad)
+        torch.testing.assert_close(leaf.grad, 4 * whole * weights)
+
+    run_ranks(2, body)
+
+
+def test_contexts_over_one_buffer_left_in_the_wrong_order_are_refused() -> None:
+    def body(rank: int) -> None:
+        tokens, mesh = torch.arange(16), init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
+        options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
+        outer = context_parallel(mesh["nodes"], **options)
+        outer.__enter__()
+        inner = context_parallel(mesh["gpus"], **options)
+        inner.__enter__()
+        assert tokens.numel() == 4
+        with pytest.raises(RuntimeError, match="reverse order"):
+            outer.__exit__(None, None, None)
+        assert tokens.numel() == 4  # nothing has changed
+        inner.__exit__(None, None, None)
+        outer.__exit__(None, None, None)
+        assert torch.equal(tokens, torch.arange(16))
+
+    run_ranks(4, body)
+
+
+def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(16)
+        context = context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=[tokens])
+        with context:
+            assert tokens.numel() == 8
+        with pytest.raises(RuntimeError, match="was entered before"), context:
+            pytest.fail("entered")
+        assert tokens.numel() == 8
+
+    run_ranks(2, body)
+
+
+def test_shards_are_no_buffers_over_the_same_ranks() -> None:
+    def body(rank: int) -> None:
+        tokens, labels, mesh = torch.arange(16), torch.arange(16), init_device_mesh("cpu", (2, 2))
+        rows, cols = mesh.get_group(0), mesh.get_group(1)
+        with context_parallel(rows, buffers=[tokens, labels], buffer_seq_dims=[0, 0], no_restore_buffers=[labels]):
+            for index, buffers in enumerate(([tokens], [labels.clone(), tokens])):
+                with pytest.raises(ValueError, match=rf"buffer {index}: .* a shard of shape \(8,\): it is a buffer of"):
+                    context_parallel(rows, buffers=buffers, buffer_seq_dims=[0] * len(buffers))
+            with context_parallel(cols, buffers=[tokens], buffer_seq_dims=[0]):
+                assert len(tokens) == 4
+        with pytest.raises(ValueError, match=r"a shard of shape \(8,\): it was left sharded \(no_restore_buffers\) by"):
+            context_parallel(rows, buffers=[tokens, labels], buffer_seq_dims=[0, 0])
+        context_parallel(cols, buffers=[tokens, labels], buffer_seq_dims=[0, 0])
+        labels.set_(torch.arange(16))
+        context_parallel(rows, buffers=[tokens, labels], buffer_seq_dims=[0, 0])
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_queries_of_a_whole_buffer_s_length_are_refused(ranks: int) -> None:
+    def body(rank: int) -> None:
+        tokens, copies = torch.arange(12), torch.ones(1, 1, 12, 8)
+        q = copies.tensor_split(ranks, 2)[rank]
+        options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
+        with context_parallel(group(), **options):
+            with pytest.raises(ValueError, match=rf"got queries of 12 tokens on each of {ranks} ranks, .* seq_lens=\["):
+                F.scaled_dot_product_attention(copies, copies, copies)
+            F.scaled_dot_product_attention(q, q, q)
+            F.scaled_dot_product_attention(q, copies, copies)  # of whole keys it makes no difference
+        with context_parallel(group(), seq_lens=[12 * ranks], **options):
+            F.scaled_dot_product_attention(copies, copies, copies)
+
+    run_ranks(ranks, body)
+
+
+def test_debug_compares_the_buffers() -> None:
+    def body(rank: int, change: str) -> None:
+        buffers = [torch.arange(12), torch.ones(2, 12, dtype=torch.bfloat16), torch.zeros(0, 3)]
+        if rank == 1:
+            buffers[1][1, 5] += change == "values"
+            buffers = buffers[: 2 if change == "number" else 3]
+            buffers[0] = buffers[0].int() if change == "dtype" else buffers[0]
+        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 1, 0][: len(buffers)], debug=True):
+            assert len(buffers[0]) == 4
+
+    run_ranks(3, body, "nothing")
+    for change, message in (
+        ("values", r"buffer 1: .* got another one on rank 1 \(shape \(2, 12\)"),
+        ("dtype", r"buffer 0: .* got another one on rank 1"),
+        ("number", r"different numbers of buffers: \[3, 2, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_ranks(3, body, change)
+
+
+def test_debug_compares_what_torch_conjugates_and_negates_later() -> None:
+    def body(rank: int) -> None:
+        lazy = torch.polar(torch.ones(12), torch.arange(12.0)).conj()
+        buffers = [lazy, lazy.imag] if rank else [lazy.resolve_conj(), lazy.imag.resolve_neg()]
+        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 0], debug=True):
+            assert len(buffers[0]) == 4
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buffers": torch.arange(4), "buffer_seq_dims": [0]}, "buffers to be a sequence"),
+        ({"buffers": [torch.arange(4)], "buffer_seq_dims": 0}, "sequence dims to be a sequence"),
+        (
+            {"buffers": [torch.arange(4)], "buffer_seq_dims": [0], "no_restore_buffers": torch.arange(4)},
+            "no_restore_buffers to be a collection",
+        ),
+        ({"seq_lens": 30}, "seq_lens to be a sequence"),
+    ],
+)
+def test_a_single_value_where_several_are_expected_is_refused(options: dict[str, Any], message: str) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(TypeError, match=message):
+            context_parallel(group(), **options)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_any_dtype_is_sharded_and_unsharded(dtype: torch.dtype) -> None:
+    whole = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.float32).to(dtype)
+
+    def body(rank: int) -> None:
+        shards = context_parallel_shard(group(), [whole], [0])
+        (unsharded,) = context_parallel_unshard(group(), shards, [0])
+        assert unsharded.dtype == dtype
+        assert unsharded.tolist() == whole.tolist()
+
+    run_ranks(2, body)

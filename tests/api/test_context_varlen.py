@@ -1,0 +1,202 @@
+"""torch's `varlen_attn` inside of a context: documents of the whole sequences, of one batch row or of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.masked_problems import MaskedProblem
+from support.packed_calls import documents, edges_of, packed_attention
+from support.problems import shard
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import (
+    Balanced,
+    Batched,
+    Causal,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Layout,
+    Mask,
+    MirroredBatch,
+    PerDocument,
+    SlidingWindow,
+    Striped,
+    context_parallel,
+)
+
+LENGTH = 14
+ONE_ROW = [0, 3, 3, 9, LENGTH]
+TWO_ROWS = (ONE_ROW, [0, 1, 13, LENGTH])
+WINDOWS: dict[tuple[int, int], Mask] = {
+    (-1, -1): Full(),
+    (-1, 0): Causal(),
+    (3, 0): SlidingWindow(3, 0),
+    (2, 4): SlidingWindow(2, 4),
+    (-1, 1): SlidingWindow(None, 1),
+}
+
+
+def check(
+    rank: int,
+    ranks: int,
+    case: MaskedProblem,
+    layout: Layout,
+    window: tuple[int, int],
+    *,
+    attend: Any = packed_attention,
+) -> None:
+    """Out, lse and gradients, in a region that is open or in a module that opens one."""
+    whole = case.draw(1)
+    out, dq, dk, dv, lse = case.reference(*whole)
+    q, k, v, grad_out = case.shard(whole, layout, rank, ranks)
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    edges = edges_of(case.mask, case.batch, (case.q_len, case.kv_len))
+    got_out, got_lse = attend(*leaves, *edges, window)
+    assert not got_lse.requires_grad
+    got = (got_out, *torch.autograd.grad(got_out, leaves, grad_out), got_lse)
+    for name, ours, expected in zip(("out", "dq", "dk", "dv", "lse"), got, (out, dq, dk, dv, lse), strict=True):
+        expected = shard(expected, layout, rank, ranks).to(ours.dtype)
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name} of {case} in {layout}: {text}"
+        )
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses", "hybrid"])
+def test_documents_of_one_and_of_several_rows(method: str, window: tuple[int, int]) -> None:
+    within = WINDOWS[window]
+    one, two = documents(ONE_ROW, within=within), documents(*TWO_ROWS, within=within)
+
+    def body(rank: int) -> None:
+        mesh: Any = dist.group.WORLD
+        if method == "hybrid":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        for mask, batch, layouts in (
+            (one, 1, (HeadTail(), PerDocument(ONE_ROW), Balanced(one, LENGTH))),
+            (two, 2, (HeadTail(), Contiguous(), Striped(2), MirroredBatch())),
+        ):
+            case = MaskedProblem(LENGTH, LENGTH, mask, batch, 4, 2)
+            for layout in layouts:
+                with context_parallel(mesh, seq_lens=[LENGTH], method=method, layout=layout):
+                    check(rank, 4, case, layout, window)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+def test_queries_and_keys_of_different_lengths(rotation: str) -> None:
+    """The last query of a document stands at its last key."""
+    for window, within in (
+        ((-1, -1), Full()),
+        ((-1, 0), Causal("bottom_right")),
+        ((3, 1), SlidingWindow(3, 1, "bottom_right")),
+    ):
+        rows = [Documents([0, 2, 2, 9], [0, 5, 6, 11], within=within), Documents([0, 4, 9], [0, 3, 11], within=within)]
+
+        def body(rank: int, rows: list[Documents] = rows, window: tuple[int, int] = window) -> None:
+            for mask, batch in (rows[0], 1), (Batched(rows), 2):
+                case = MaskedProblem(9, 11, mask, batch, 4, 2)
+                with context_parallel(dist.group.WORLD, seq_lens=[9, 11], rotate_method=rotation):
+                    check(rank, 3, case, HeadTail(), window)
+
+        run_ranks(3, body)
+
+
+def test_fewer_tokens_than_ranks() -> None:
+    mask = documents([0, 1, 3], [0, 3, 3], within=Causal())
+
+    def body(rank: int) -> None:
+        for method in "ring", "ulysses":
+            with context_parallel(dist.group.WORLD, seq_lens=[3], method=method):
+                check(rank, 4, MaskedProblem(3, 3, mask, 2, 4, 2), HeadTail(), (-1, 0))
+
+    run_ranks(4, body)
+
+
+def test_modules_checkpoints_and_backward_elsewhere() -> None:
+    mask = documents(*TWO_ROWS, within=Causal())
+    case = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2)
+
+    class Layer(nn.Module):
+        def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return packed_attention(*args)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        module = parallelize_module(Layer(), mesh, ContextParallel(seq_len=LENGTH))
+        check(rank, 2, case, HeadTail(), (-1, 0), attend=module)
+
+        def in_context(*args: Any) -> Any:
+            with context_parallel(mesh, seq_lens=[LENGTH]):
+                return checkpoint(packed_attention, *args, use_reentrant=False)
+
+        check(rank, 2, case, HeadTail(), (-1, 0), attend=in_context)  # computed again after the context
+
+    run_ranks(2, body)
+
+
+def test_what_the_context_masks_is_masked_as_well() -> None:
+    within = documents(*TWO_ROWS, within=Causal())
+    mask = Batched([row & SlidingWindow(2, 0) for row in within.masks]) if isinstance(within, Batched) else within
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        case = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2)
+        edges = edges_of(within, 2, (LENGTH, LENGTH))
+
+        def attend(q: Any, k: Any, v: Any, *_: Any) -> Any:
+            return packed_attention(q, k, v, *edges, (-1, 0))
+
+        with context_parallel(mesh, seq_lens=[LENGTH], mask=SlidingWindow(2, 0)):
+            check_masked(rank, case, attend)
+        module = parallelize_module(_Calls(attend), mesh, ContextParallel(seq_len=LENGTH, mask=SlidingWindow(2, 0)))
+        check_masked(rank, case, module)
+
+    run_ranks(2, body)
+
+
+class _Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def check_masked(rank: int, case: MaskedProblem, attend: Any) -> None:
+    whole = case.draw(1)
+    q, k, v, _ = case.shard(whole, HeadTail(), rank, 2)
+    out, _ = attend(q, k, v)
+    torch.testing.assert_close(out, shard(case.reference(*whole)[0], HeadTail(), rank, 2), rtol=1e-10, atol=1e-10)
+
+
+def test_scale_inference_and_edges_that_are_written_to() -> None:
+    """Also where torch does not count what is written: collectives do not either."""
+    first, second = documents(ONE_ROW, within=Causal()), documents([0, 3, 7, 9, LENGTH], within=Causal())
+
+    def body(rank: int) -> None:
+        edges, _ = edges_of(first, 1, (LENGTH, LENGTH))
+        with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+            for guard in (torch.no_grad, torch.inference_mode):
+                for mask in (first, second):
+                    edges.data.copy_(edges_of(mask, 1, (LENGTH, LENGTH))[0])
+                    case = MaskedProblem(LENGTH, LENGTH, mask, 1, 2, 2)
+                    whole = case.draw(2)
+                    q, k, v, _ = case.shard(whole, HeadTail(), rank, 2)
+                    with guard():
+                        out, _ = packed_attention(q * 2, k, v, edges, edges, (-1, 0), scale=0.25)
+                    expected = shard(case.reference(*whole)[0], HeadTail(), rank, 2)  # with a scale of 4^-0.5
+                    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)

@@ -1,0 +1,99 @@
+"""DTensors inside of `context_parallel`, without any dispatcher of the user's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.dtensor_checks import (
+    CAUSAL,
+    CP,
+    DP,
+    GROUPED,
+    SELF,
+    TP,
+    Placements,
+    check_equals_full_tensors,
+    check_refused,
+    distributed,
+    sdpa,
+)
+from support.problems import reference, shard
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, distribute_tensor
+
+from cp_dtensor import HeadTail, context_parallel
+
+
+def _own_ranks(rank: int, placements: Placements) -> None:
+    check_equals_full_tensors(
+        rank, (4,), GROUPED, (placements,) * 3, region=context_parallel(init_device_mesh("cpu", (4,)))
+    )
+
+
+@pytest.mark.parametrize("placements", [(CP,), (TP,), (DP,)], ids=str)
+def test_dtensors_over_its_own_ranks_mean_their_full_tensors(placements: Placements) -> None:
+    run_ranks(4, _own_ranks, placements)
+
+
+def _own_ranks_and_more(rank: int) -> None:
+    region = context_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))["cp"])
+    assert check_equals_full_tensors(rank, (2, 2), GROUPED, ((CP, TP),) * 3, region=region) == (CP, TP)
+
+
+def test_dtensors_over_its_own_and_other_ranks_mean_their_full_tensors() -> None:
+    run_ranks(4, _own_ranks_and_more)
+
+
+def _one_rank(rank: int) -> None:
+    region = context_parallel(init_device_mesh("cpu", (1,)))  # a job that was configured not to shard
+    assert check_equals_full_tensors(rank, (1,), CAUSAL, ((CP,),) * 3, region=region) == (CP,)
+
+
+def test_in_a_context_of_one_rank_dtensors_mean_their_full_tensors() -> None:
+    run_ranks(1, _one_rank)
+
+
+def _other_ranks(rank: int, cp_axis: int, placement: Placement) -> None:
+    names = ("cp", "tp") if cp_axis == 0 else ("tp", "cp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    cp_rank = mesh["cp"].get_local_rank()
+    *qkv, grad_out = GROUPED.draw(seed=0)
+    expected = reference(GROUPED, *qkv, grad_out)
+    local = [shard(tensor, HeadTail(), cp_rank, 2) for tensor in (*qkv, grad_out, *expected)]
+    q, k, v = distributed(tuple(local[:3]), mesh["tp"], ((placement,),) * 3)
+    with context_parallel(mesh["cp"]):
+        out = sdpa(GROUPED, q, k, v)
+    assert out.device_mesh == mesh["tp"]
+    assert out.placements == (placement,)
+    out.backward(distribute_tensor(local[3], mesh["tp"], (placement,), src_data_rank=None))
+    for actual, want in zip((out, q.grad, k.grad, v.grad), local[4:], strict=True):
+        assert actual.placements == (placement,)
+        torch.testing.assert_close(actual.full_tensor(), want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("placement", [TP, DP], ids=str)
+@pytest.mark.parametrize("cp_axis", [0, 1])
+def test_local_heads_of_dtensors_over_other_ranks_are_shards(cp_axis: int, placement: Placement) -> None:
+    run_ranks(4, _other_ranks, cp_axis, placement)
+
+
+def _seq_shards_over_other_ranks(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    q, k, v = distributed(SELF.draw(seed=0)[:3], mesh["tp"], ((CP,),) * 3)
+    with context_parallel(mesh["cp"]):
+        F.scaled_dot_product_attention(q, k, v)
+
+
+def test_sequence_shards_over_other_ranks_are_refused() -> None:
+    run_ranks(4, check_refused, NotImplementedError, "sharded alike over batch", _seq_shards_over_other_ranks)
+
+
+def _mixed_in_a_context(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    q, k, v = distributed(SELF.draw(seed=0)[:3], mesh["tp"], ((TP,),) * 3)
+    with context_parallel(mesh["cp"]):
+        F.scaled_dot_product_attention(q, k.to_local(), v.to_local())
+
+
+def test_plain_tensors_among_dtensors_are_refused() -> None:
+    run_ranks(4, check_refused, ValueError, "all to be DTensors", _mixed_in_a_context)

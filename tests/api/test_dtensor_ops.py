@@ -1,0 +1,299 @@
+"""Torch's fused SDPA ops, called on DTensors themselves: strategies and handlers while the dispatcher is enabled."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.dtensor_checks import (
+    CAUSAL,
+    CP,
+    CROSS,
+    DP,
+    GROUPED,
+    TP,
+    Placements,
+    R,
+    check_refused,
+    distributed,
+    torch_before_2_12,
+)  # fmt: skip
+from support.problems import Problem, reference
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+
+from cp_dtensor import enable_context_parallel_dispatcher
+
+aten = torch.ops.aten
+FORWARD = {
+    "flash": aten._scaled_dot_product_flash_attention.default,
+    "efficient": aten._scaled_dot_product_efficient_attention.default,
+    "cudnn": aten._scaled_dot_product_cudnn_attention.default,
+    "cpu": aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+BACKWARD = {
+    "flash": aten._scaled_dot_product_flash_attention_backward.default,
+    "efficient": aten._scaled_dot_product_efficient_attention_backward.default,
+    "cudnn": aten._scaled_dot_product_cudnn_attention_backward.default,
+    "cpu": aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+EVERY_OP = [aten.scaled_dot_product_attention.default, *FORWARD.values(), *BACKWARD.values()]
+
+
+@pytest.fixture
+def _dispatcher() -> Iterator[None]:
+    with enable_context_parallel_dispatcher():
+        yield
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert isinstance(actual, DTensor)
+    torch.testing.assert_close(actual.full_tensor(), expected, rtol=0, atol=1e-10)
+
+
+def logsumexp(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+    logits = q @ k.repeat_interleave(problem.q_heads // problem.kv_heads, 1).mT * scale
+    if problem.is_causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
+    return logits.logsumexp(-1)
+
+
+# The op of CPU tensors
+
+
+def _forward_and_backward(
+    rank: int, mesh_shape: tuple[int, ...], problem: Problem, q_on: Placements, kv_on: Placements, grad_kv: Placements
+) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    *qkv, grad_out = problem.draw(seed=0)
+    out_want, *grads_want = reference(problem, *qkv, grad_out)
+    q, k, v = (each.detach() for each in distributed(tuple(qkv), mesh, (q_on, kv_on, kv_on)))
+    out, lse = FORWARD["cpu"](q, k, v, 0.0, problem.is_causal, scale=problem.scale)
+    close(out, out_want)
+    close(lse, logsumexp(problem, *qkv[:2]))
+    assert out.placements == lse.placements == q_on
+    grad = distribute_tensor(grad_out, mesh, q_on, src_data_rank=None)
+    grads = BACKWARD["cpu"](grad, q, k, v, out, lse, 0.0, problem.is_causal, scale=problem.scale)
+    for actual, want in zip(grads, grads_want, strict=True):
+        close(actual, want)
+    assert [each.placements for each in grads] == [q_on, grad_kv, grad_kv]
+
+
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize("problem", [CAUSAL, GROUPED, CROSS], ids=["causal", "gqa", "cross"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "q", "kv", "grad_kv"),
+    [
+        ((4,), (CP,), (CP,), (CP,)),
+        ((4,), (CP,), (R,), (Partial(),)),
+        ((4,), (TP,), (TP,), (TP,)),
+        ((2, 2), (CP, DP), (CP, DP), (CP, DP)),
+        ((2, 2), (TP, CP), (TP, CP), (TP, CP)),
+        ((2, 2), (TP, CP), (TP, R), (TP, Partial())),
+        ((2, 2), (CP, CP), (CP, R), (CP, Partial())),
+    ],
+    ids=str,
+)
+def test_cpu_op_keeps_placements(
+    mesh_shape: tuple[int, ...], q: Placements, kv: Placements, grad_kv: Placements, problem: Problem
+) -> None:
+    run_ranks(4, _forward_and_backward, mesh_shape, problem, q, kv, grad_kv)
+
+
+def _through_autograd(rank: int, placements: tuple[Placements, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    *qkv, grad_out = CAUSAL.draw(seed=0)
+    inputs = distributed(tuple(qkv), mesh, placements)
+    out, _ = FORWARD["cpu"](*inputs, 0.0, True, scale=CAUSAL.scale)
+    out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
+    for actual, want in zip((out, *(each.grad for each in inputs)), reference(CAUSAL, *qkv, grad_out), strict=True):
+        close(actual, want)
+
+
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize(
+    "placements",
+    [((CP, TP),) * 3, ((R, CP), (CP, R), (CP, R)), ((CP, CP),) * 3, ((R, TP), (CP, R), (R, DP))],
+    ids=str,
+)
+def test_cpu_op_redistributes_inputs_that_do_not_fit(placements: tuple[Placements, ...]) -> None:
+    run_ranks(4, _through_autograd, placements)
+
+
+def _refused(rank: int, options: dict[str, Any]) -> None:
+    options = dict(options)
+    mesh = init_device_mesh("cpu", (4,))
+    q, k, v = (each.detach() for each in distributed(CAUSAL.draw(seed=0)[:3], mesh, ((CP,),) * 3))
+    if "attn_mask" in options:
+        options["attn_mask"] = distribute_tensor(options["attn_mask"], mesh, (R,), src_data_rank=None)
+    FORWARD["cpu"](q, k, v, options.pop("dropout_p", 0.0), False, **options)
+
+
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"dropout_p": 0.1}, "dropout_p=0.1"), ({"attn_mask": torch.zeros(16, 16).double()}, r"shape \(16, 16\)")],
+    ids=["dropout", "mask"],
+)
+def test_cpu_op_refuses_what_the_ring_cannot_do(option: dict[str, Any], message: str) -> None:
+    run_ranks(4, check_refused, NotImplementedError, message, _refused, option)
+
+
+def _masked(rank: int, placement: Placement, mask_shape: tuple[int, ...], mask_on: Placement) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    *qkv, _ = Problem(16, 16, batch=4, q_heads=4, kv_heads=4).draw(seed=0)
+    mask = torch.randn(mask_shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q, k, v = (each.detach() for each in distributed(tuple(qkv), mesh, ((placement,),) * 3))
+    mask_dtensor = distribute_tensor(mask, mesh, (mask_on,), src_data_rank=None)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_dtensor)
+    close(out, F.scaled_dot_product_attention(*qkv, attn_mask=mask))
+
+
+@torch_before_2_12
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize("mask_on", [R, DP, TP], ids=str)
+@pytest.mark.parametrize("placement", [DP, TP], ids=str)
+def test_masks_of_batch_and_head_shards_meet_their_own_rows_and_heads(placement: Placement, mask_on: Placement) -> None:
+    shape = {R: (4, 4, 16, 16), DP: (4, 1, 16, 16), TP: (1, 4, 16, 16)}[mask_on]
+    run_ranks(4, _masked, placement, shape, mask_on)
+
+
+# The ops of CUDA tensors: what the strategies say, asked with shapes alone
+
+Q_SHAPE, KV_SHAPE = (2, 4, 64, 16), (2, 4, 128, 16)
+
+
+def ask(op: Any, mesh: DeviceMesh, q: Placements, kv: Placements, bias: Placements | None = None) -> Any:
+    """The output sharding of an op on such inputs."""
+
+    def spec(shape: tuple[int, ...], on: Placements, dtype: torch.dtype = torch.bfloat16) -> DTensorSpec:
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return DTensorSpec(mesh, on, TensorMeta(like.shape, like.stride(), like.dtype))
+
+    lse_shape = Q_SHAPE[:3] if op is not BACKWARD["cudnn"] else (*Q_SHAPE[:3], 1)
+    replicated = (R,) * mesh.ndim
+    values = {
+        **dict.fromkeys(("query", "grad_out", "grad_out_", "out"), spec(Q_SHAPE, q)),
+        **dict.fromkeys(("key", "value"), spec(KV_SHAPE, kv)),
+        **dict.fromkeys(("attn_bias", "cum_seq_q", "cum_seq_k"), None),
+        **dict.fromkeys(("philox_seed", "philox_offset"), spec((), replicated, torch.int64)),
+        "logsumexp": spec(lse_shape, q, torch.float32),
+        "compute_log_sumexp": True,
+        "max_q": Q_SHAPE[2],
+        "max_k": KV_SHAPE[2],
+        "dropout_p": 0.0,
+        "is_causal": bias is None,
+        "grad_input_mask": [True, True, True, bias is not None],
+    }
+    if bias is not None:
+        values["attn_bias"] = spec((*Q_SHAPE[:3], KV_SHAPE[2]), bias)
+    args = tuple(values.get(each.name, each.default_value) for each in op._schema.arguments if not each.kwarg_only)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, {}))
+
+
+def _asked(rank: int, op: Any, q: Placements, kv: Placements) -> tuple[list[Placements | None], bool]:
+    sharding = ask(op, init_device_mesh("cpu", (4,) if len(q) == 1 else (2, 2)), q, kv)
+    return [each and each.placements for each in sharding.output_spec], sharding.needs_redistribute
+
+
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize("op", FORWARD.values(), ids=FORWARD)
+@pytest.mark.parametrize(
+    ("q", "kv"), [((CP,), (CP,)), ((CP,), (R,)), ((DP, CP), (DP, CP)), ((CP, CP), (CP, R))], ids=str
+)
+def test_forward_ops_take_sequence_shards_as_they_are(op: Any, q: Placements, kv: Placements) -> None:
+    (out, lse, *_), needs_redistribute = run_ranks(4, _asked, op, q, kv)[0]
+    assert (out, lse, needs_redistribute) == (q, q, False)
+
+
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize("op", BACKWARD.values(), ids=BACKWARD)
+@pytest.mark.parametrize(
+    ("q", "kv", "grad_kv"),
+    [((CP,), (CP,), (CP,)), ((CP,), (R,), (Partial(),)), ((TP, CP), (TP, R), (TP, Partial()))],
+    ids=str,
+)
+def test_backward_ops_take_sequence_shards_as_they_are(
+    op: Any, q: Placements, kv: Placements, grad_kv: Placements
+) -> None:
+    (grad_q, grad_k, grad_v, *_), needs_redistribute = run_ranks(4, _asked, op, q, kv)[0]
+    assert (grad_q, grad_k, grad_v, needs_redistribute) == (q, grad_kv, grad_kv, False)
+
+
+def _answers(rank: int, ops: list[Any], placements: Placements, bias: Placements | None) -> list[Any]:
+    """What DTensor says of the ops: placements of outputs, and of inputs if they have to change."""
+    mesh, answers = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2)), []
+    for sharding in [ask(op, mesh, placements, placements, bias) for op in ops]:
+        wanted = sharding.redistribute_schema.args_spec if sharding.needs_redistribute else ()
+        answers.append([spec and spec.placements for spec in (*sharding.output_spec, *wanted)])
+    return answers
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("placements", [(R,), (DP,), (TP,), (DP, TP), (TP, R)], ids=str)
+def test_ops_on_whole_sequences_are_torchs_own(placements: Placements, bias: bool) -> None:
+    # Until 2.13 torch knows nothing of cuDNN's bias.
+    names = ["efficient", *["cudnn"] * (not bias or torch.__version__ >= "2.14"), *["flash"] * (not bias)]
+    ops = [table[name] for name in names for table in (FORWARD, BACKWARD)]
+    for bias_on in [placements, (R,) * len(placements)] if bias else [None]:
+        expected = run_ranks(4, _answers, ops, placements, bias_on)
+        with enable_context_parallel_dispatcher():
+            assert run_ranks(4, _answers, ops, placements, bias_on) == expected
+
+
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize("op", [*FORWARD.values(), *BACKWARD.values()], ids=str)
+def test_keys_sharded_along_the_sequence_on_two_axes_are_gathered_over_one(op: Any) -> None:
+    _, needs_redistribute = run_ranks(4, _asked, op, (CP, CP), (CP, CP))[0]
+    assert needs_redistribute
+
+
+def tables() -> list[Any]:
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    every = (dispatcher._custom_op_handlers, propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
+    return [table.get(op) for table in every for op in EVERY_OP]
+
+
+def test_tables_are_as_before_after_the_last_disable() -> None:
+    before = tables()
+    with enable_context_parallel_dispatcher():
+        enabled = tables()
+        with enable_context_parallel_dispatcher():
+            assert tables() == enabled
+        assert tables() == enabled
+    assert enabled != before
+    assert all(now is then for now, then in zip(tables(), before, strict=True))
+
+
+# On GPUs: the ops themselves, every rank in its own thread on one of them
+
+
+def _cuda_op(rank: int, name: str, q_on: Placements, kv_on: Placements) -> None:
+    mesh = init_device_mesh("cuda", (2,))
+    problem = Problem(128, 256, batch=2, q_heads=4, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
+    q, k, v, grad_out = problem.draw(seed=0, device="cuda")
+    expected = reference(problem, q, k, v, grad_out)
+    inputs = distributed((q, k, v), mesh, (q_on, kv_on, kv_on))
+    options = {"flash": (), "efficient": (None, True), "cudnn": (None, True)}[name]
+    with torch.autograd.set_multithreading_enabled(False):  # one GPU, so one autograd thread for all ranks otherwise
+        out = FORWARD[name](*inputs, *options)[0]
+        out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
+    for actual, want in zip((out, *(each.grad for each in inputs)), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor().double(), want, rtol=0.02, atol=0.02)
+    dist.barrier()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_dispatcher")
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize(("q", "kv"), [((CP,), (CP,)), ((CP,), (R,))], ids=str)
+def test_cuda_ops(name: str, q: Placements, kv: Placements) -> None:
+    run_ranks(2, _cuda_op, name, q, kv)

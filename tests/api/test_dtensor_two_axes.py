@@ -1,0 +1,243 @@
+"""SDPA on DTensors whose sequence is sharded over two mesh axes, or over one called "ulysses", equals one device."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from support.dtensor_checks import (
+    CP,
+    DP,
+    TP,
+    Placements,
+    R,
+    check_equals_full_tensors,
+    distributed,
+    sdpa,
+    torch_before_2_12,
+)
+from support.method_checks import RING_ULYSSES, ULYSSES_RING
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispatcher
+from cp_dtensor.engine import planner as planning
+from cp_dtensor.engine.ring import RingCall
+from cp_dtensor.engine.ulysses import UlyssesCall
+from cp_dtensor.plan.head_partition import HeadStaging
+
+Names = tuple[str, ...] | None
+Shape = tuple[int, ...]
+
+EVEN = [
+    Problem(24, 24, q_heads=4, kv_heads=4, head_dim=4),
+    Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True, scale=0.7),
+    Problem(12, 24, q_heads=2, kv_heads=1, head_dim=4),
+    Problem(24, 12, q_heads=3, kv_heads=1, head_dim=4, is_causal=True),
+]
+UNEVEN = [
+    Problem(13, 13, q_heads=5, kv_heads=5, head_dim=4),
+    Problem(13, 13, batch=2, q_heads=4, kv_heads=1, head_dim=4, is_causal=True, scale=-0.7),
+    Problem(7, 19, q_heads=1, kv_heads=1, head_dim=4, is_causal=True),
+    Problem(19, 4, q_heads=6, kv_heads=3, head_dim=4, is_causal=True),  # ranks without keys
+    Problem(3, 3, q_heads=2, kv_heads=2, head_dim=4, is_causal=True),  # and without queries
+]
+
+
+@pytest.fixture(autouse=True)
+def _dispatcher() -> Iterator[None]:
+    with enable_context_parallel_dispatcher():
+        yield
+
+
+def check_shards(
+    rank: int, names: Names, shape: Shape, problems: list[Problem], inputs: tuple[Placements, ...], out: Placements
+) -> None:
+    """Every shard of out and of the gradients.
+
+    DTensor takes long to make full tensors of two or three axes, and to copy gradients into leaves, which
+    `check_full_tensors` has it do.
+    """
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for problem in problems:
+        *qkv, grad_out = problem.draw(seed=0)
+        expected = reference(problem, *qkv, grad_out)
+        leaves = distributed(tuple(qkv), mesh, inputs)
+        result = sdpa(problem, *leaves)
+        grads = torch.autograd.grad(result, leaves, distribute_tensor(grad_out, mesh, out, src_data_rank=None))
+        results = (result, *grads)
+        for name, actual, whole, placements in zip(
+            ("out", "dq", "dk", "dv"), results, expected, (out, *inputs), strict=True
+        ):
+            wanted = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            message = f"{name} on rank {rank} of mesh {shape} {names}, {inputs}, {problem}"
+            assert actual.placements == placements, message
+            torch.testing.assert_close(
+                actual.to_local(), wanted.to_local(), rtol=0, atol=1e-10, msg=lambda text, m=message: f"{m}: {text}"
+            )
+
+
+def check(
+    names: Names, shape: Shape, problems: list[Problem], inputs: tuple[Placements, ...], out: Placements | None = None
+) -> None:
+    run_ranks(torch.Size(shape).numel(), check_shards, names, shape, problems, inputs, out or inputs[0])
+
+
+def check_full_tensors(rank: int, names: Names, inputs: tuple[Placements, ...], out: Placements) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    for problem in (EVEN[1], EVEN[2]):
+        check_equals_full_tensors(rank, (2, 2), problem, inputs, out, mesh=mesh)
+
+
+each_mesh = pytest.mark.parametrize(
+    ("names", "shape"),
+    [(names, shape) for names in (RING_ULYSSES, ULYSSES_RING, None) for shape in ((2, 2), (2, 3), (3, 2))],
+    ids=str,
+)
+
+
+@each_mesh
+def test_the_sequence_over_two_axes(names: Names, shape: Shape) -> None:
+    check(names, shape, EVEN, ((CP, CP),) * 3)
+
+
+@torch_before_2_12
+@each_mesh
+def test_uneven_shards_over_two_axes(names: Names, shape: Shape) -> None:
+    check(names, shape, UNEVEN, ((CP, CP),) * 3)
+
+
+def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=2))
+    problem = Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True)
+    check(ULYSSES_RING, (2, 2), [problem], ((CP, CP),) * 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "placements"),
+    [
+        (("dp", "ring", "ulysses"), (DP, CP, CP)),
+        (("ulysses", "dp", "ring"), (CP, DP, CP)),
+        (("ring", "ulysses", "tp"), (CP, CP, TP)),
+        pytest.param(("tp", "ulysses", "ring"), (TP, CP, CP), marks=torch_before_2_12),
+        (("ring", "ulysses", "more"), (CP, CP, CP)),  # gathered over the third
+        (None, (CP, TP, CP)),
+    ],
+    ids=str,
+)
+def test_beside_data_and_tensor_parallel_axes(names: Names, placements: Placements) -> None:
+    problems = [
+        Problem(16, 16, batch=2, q_heads=8, kv_heads=4, head_dim=4, is_causal=True),
+        Problem(8, 16, batch=2, q_heads=2, kv_heads=2, head_dim=4),
+        Problem(13, 13, batch=1, q_heads=1, kv_heads=1, head_dim=4, is_causal=True),  # ranks without heads or batch
+    ]
+    check(names, (2, 2, 2), problems, (placements,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "placements"),
+    [
+        (("ulysses",), (4,), (CP,)),
+        (("dp", "ulysses"), (2, 2), (DP, CP)),
+        (("ulysses", "dp"), (2, 2), (CP, DP)),
+        (("ulysses", "tp"), (2, 2), (CP, TP)),
+        (("tp", "ulysses"), (2, 2), (TP, CP)),
+        (("other", "ulysses"), (2, 2), (R, CP)),
+        (("ring", "ulysses"), (4, 1), (CP, CP)),
+        (("ring", "ulysses"), (1, 4), (CP, CP)),
+    ],
+    ids=str,
+)
+@torch_before_2_12
+def test_an_axis_called_ulysses_exchanges_rows_for_heads(names: Names, shape: Shape, placements: Placements) -> None:
+    """Heads and batch rows that do not divide leave ranks of other axes without any."""
+    problems = [
+        Problem(16, 16, batch=2, q_heads=8, kv_heads=4, head_dim=4, is_causal=True),
+        Problem(8, 16, batch=2, q_heads=2, kv_heads=2, head_dim=4),
+        Problem(13, 13, batch=1, q_heads=1, kv_heads=1, head_dim=4, is_causal=True),
+    ]
+    check(names, shape, problems, (placements,) * 3)
+
+
+SEQ_OF_ALL = ((CP, CP), (CP, CP), (CP, CP))
+
+
+@pytest.mark.parametrize(
+    ("names", "inputs", "out"),
+    [
+        (RING_ULYSSES, ((CP, CP), (R, CP), (R, CP)), (CP, CP)),  # keys and values on the Ulysses axis only
+        (RING_ULYSSES, ((CP, CP), (CP, R), (CP, R)), (CP, CP)),  # or on the ring only
+        (ULYSSES_RING, ((CP, R), (CP, CP), (CP, CP)), (CP, CP)),
+        (ULYSSES_RING, ((CP, CP), (CP, CP), (CP, R)), (CP, CP)),
+        (RING_ULYSSES, ((R, CP), (CP, CP), (R, CP)), (CP, CP)),
+        (RING_ULYSSES, ((CP, CP), (R, R), (R, R)), (CP, CP)),
+        (None, ((TP, CP), (CP, CP), (R, CP)), (CP, CP)),
+    ],
+    ids=str,
+)
+def test_inputs_sharded_differently(names: Names, inputs: tuple[Placements, ...], out: Placements) -> None:
+    run_ranks(4, check_full_tensors, names, inputs, out)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "inputs", "ulysses", "rings"),
+    [
+        (RING_ULYSSES, (2, 3), SEQ_OF_ALL, {3}, {2}),
+        (ULYSSES_RING, (2, 3), SEQ_OF_ALL, {2}, {3}),
+        (None, (2, 3), SEQ_OF_ALL, {3}, {2}),
+        (("ulysses",), (4,), ((CP,),) * 3, {4}, set()),
+        (("cp",), (4,), ((CP,),) * 3, set(), {4}),
+        (RING_ULYSSES, (2, 3), ((CP, CP), (CP, R), (CP, R)), set(), {2}),
+        (RING_ULYSSES, (2, 3), ((CP, CP), (R, CP), (R, CP)), {3}, set()),
+    ],
+    ids=str,
+)
+def test_which_axis_does_what(
+    names: Names, shape: Shape, inputs: tuple[Placements, ...], ulysses: set[int], rings: set[int]
+) -> None:
+    """The sizes of the groups that exchange rows for heads, and of those around which K/V travel."""
+    with (
+        mock.patch.object(UlyssesCall, "forward", autospec=True, side_effect=UlyssesCall.forward) as by_heads,
+        mock.patch.object(RingCall, "forward", autospec=True, side_effect=RingCall.forward) as as_ring,
+    ):
+        check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
+    for calls, sizes in ((by_heads.call_args_list, ulysses), (as_ring.call_args_list, rings)):
+        groups = [call.args[0].group for call in calls]
+        assert {group.size() for group in groups if group is not None} == sizes
+
+
+def test_tensor_parallel_heads_inside_of_a_hybrid_context() -> None:
+    """DTensors over an axis of their own are shards of the context, like plain tensors."""
+    problem = Problem(13, 13, batch=2, q_heads=8, kv_heads=4, head_dim=4, is_causal=True)
+    whole = problem.draw(seed=0)
+    expected = reference(problem, *whole)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ulysses", "ring", "tp"))
+        inner, outer, _ = mesh.get_coordinate() or ()
+        place = outer * 2 + inner
+        *qkv, grad_out = (
+            DTensor.from_local(shard(tensor, HeadTail(), place, 4).chunk(2, 1)[rank % 2].clone(), mesh["tp"], (TP,))
+            for tensor in whole
+        )
+        leaves = [tensor.requires_grad_() for tensor in qkv]
+        with context_parallel(mesh["ulysses", "ring"], method="hybrid"):
+            out = sdpa(problem, *leaves)
+        out.backward(grad_out)
+        for actual, of_whole in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
+            wanted = shard(of_whole, HeadTail(), place, 4).chunk(2, 1)[rank % 2]
+            torch.testing.assert_close(actual.to_local(), wanted, rtol=0, atol=1e-10)
+
+    run_ranks(8, body)
+
+
+def test_dtensors_over_both_axes_of_a_context_mean_what_they_say() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=RING_ULYSSES)
+        for method in ("hybrid", "ring"):
+            region = context_parallel(mesh, method=method)
+            check_equals_full_tensors(rank, (2, 2), EVEN[1], SEQ_OF_ALL, (CP, CP), region=region, mesh=mesh)
+
+    run_ranks(4, body)

@@ -1,0 +1,274 @@
+"""FlexAttention of shards on ranks that are threads: in contexts and as a function, against dense attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives import kinds, recorded_collectives
+from support.flex_checks import (
+    SCALE,
+    block_mask,
+    dense_flex_attention,
+    distance,
+    documents,
+    draw,
+    one_device,
+    region,
+    window,
+)
+from support.problems import shard
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import flex_attention as torchs_module
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import (
+    BalancedBlocks,
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+    _torch,
+    context_parallel,
+    context_parallel_flex_attention,
+)
+from cp_dtensor.spec.balanced_layouts import PerDocument
+
+CASES = {
+    "mask": (window, None),
+    "mask of documents and score": (documents, distance),
+    "score": (None, distance),
+    "nothing": (None, None),
+}
+each_case = pytest.mark.parametrize("case", CASES)
+each_division = pytest.mark.parametrize(
+    ("layout", "length", "ranks"),
+    [
+        (HeadTail(), 64, 4),  # whole blocks
+        (HeadTail(), 61, 3),
+        (Contiguous(), 50, 4),
+        (Striped(1), 50, 3),
+        (Striped(8), 61, 3),
+        (MirroredBatch(), 51, 4),
+        (PerDocument([0, 13, 40, 61]), 61, 3),
+        (BalancedBlocks((1, 2, 3, 4, 3, 2, 1, 9), 8, 61), 61, 3),
+        (HeadTail(), 5, 4),  # ranks with one token
+        (Contiguous(), 3, 4),  # and with none
+    ],
+    ids=str,
+)
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo must not compile in several threads at once, as `flex_attention` would in the ranks."""
+    monkeypatch.setattr(torchs_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.fixture
+def _with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FlexAttention that has gradients on CPUs, and reads tables, below of what is ours."""
+    monkeypatch.setattr(_torch, "original_flex_attention", dense_flex_attention)
+
+
+def masks(case: str, length: int) -> dict[str, Any]:
+    mask_mod, score_mod = CASES[case]
+    mask = None if mask_mod is None else block_mask(mask_mod, length)
+    return {"score_mod": score_mod, "block_mask": mask, "scale": SCALE, "enable_gqa": True}
+
+
+def assert_close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+@each_division
+@each_case
+def test_in_a_context_torchs_own_attends_to_the_whole_sequence(
+    case: str, layout: Layout, length: int, ranks: int
+) -> None:
+    whole, arguments = draw(length), masks(case, length)
+    out, *_, lse = one_device(whole, *CASES[case])
+
+    def body(rank: int) -> None:
+        q, k, v, _ = (shard(tensor, layout, rank, ranks) for tensor in whole)
+        with region(layout=layout):
+            local, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
+        assert_close(local, shard(out, layout, rank, ranks))
+        torch.testing.assert_close(aux.lse.double(), shard(lse, layout, rank, ranks), rtol=0, atol=1e-5)
+
+    run_ranks(ranks, body)
+
+
+@each_division
+@each_case
+@pytest.mark.usefixtures("_with_gradients")
+def test_gradients(case: str, layout: Layout, length: int, ranks: int) -> None:
+    whole, arguments = draw(length), masks(case, length)
+    expected = one_device(whole, *CASES[case])
+
+    def body(rank: int) -> None:
+        *local, grad = (shard(tensor, layout, rank, ranks) for tensor in whole)
+        inputs = [tensor.requires_grad_() for tensor in local]
+        with region(layout=layout):
+            out = flex_attention(*inputs, **arguments)
+        for got, wanted in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
+            assert_close(got, shard(wanted, layout, rank, ranks))
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("seq_len", [61, (61, 61), None])
+@pytest.mark.usefixtures("_with_gradients")
+def test_as_a_function(seq_len: Any) -> None:
+    whole, arguments = draw(61), masks("mask of documents and score", 61)
+    expected = one_device(whole, documents, distance)
+
+    def body(rank: int) -> None:
+        *local, grad = (shard(tensor, Striped(2), rank, 3) for tensor in whole)
+        inputs = [tensor.requires_grad_() for tensor in local]
+        out, lse = context_parallel_flex_attention(
+            *inputs, **arguments, mesh=dist.group.WORLD, layout=Striped(2), seq_len=seq_len, return_lse=True
+        )
+        results = (out, *torch.autograd.grad(out, inputs, grad), lse)
+        for got, wanted in zip(results, expected, strict=True):
+            assert_close(got, shard(wanted, Striped(2), rank, 3))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("layout", [HeadTail(), MirroredBatch(), Striped(3)], ids=repr)
+@pytest.mark.usefixtures("_with_gradients")
+def test_over_two_axes(layout: Layout) -> None:
+    whole, arguments = draw(45), masks("mask of documents and score", 45)
+    expected = one_device(whole, documents, distance)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("ulysses", "ring"))
+        flat = rank % 3 * 2 + rank // 3  # the ulysses axis is the inner one, wherever it stands
+        *local, grad = (shard(tensor, layout, flat, 6) for tensor in whole)
+        inputs = [tensor.requires_grad_() for tensor in local]
+        with context_parallel(mesh, layout=layout):
+            out = flex_attention(*inputs, **arguments)
+        for got, wanted in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
+            assert_close(got, shard(wanted, layout, flat, 6))
+
+    run_ranks(6, body)
+
+
+@pytest.mark.usefixtures("_with_gradients")
+def test_keys_of_another_length() -> None:
+    q, _, _, grad = draw(33)
+    _, k, v, _ = draw(50)
+    mask = torchs_module.create_block_mask(window, None, None, 33, 50, device="cpu", BLOCK_SIZE=(8, 16))
+    expected = one_device([q, k, v, grad], window, None)
+
+    def body(rank: int) -> None:
+        *local, local_grad = (shard(tensor, HeadTail(), rank, 3) for tensor in (q, k, v, grad))
+        inputs = [tensor.requires_grad_() for tensor in local]
+        with region():
+            out = flex_attention(*inputs, block_mask=mask, scale=SCALE, enable_gqa=True)
+        for got, wanted in zip((out, *torch.autograd.grad(out, inputs, local_grad)), expected, strict=False):
+            assert_close(got, shard(wanted, HeadTail(), rank, 3))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.usefixtures("_with_gradients")
+def test_recomputed_after_the_context_has_been_left(use_reentrant: bool) -> None:
+    whole, arguments = draw(61), masks("mask of documents and score", 61)
+    expected = one_device(whole, documents, distance)
+
+    def body(rank: int) -> None:
+        *local, grad = (shard(tensor, HeadTail(), rank, 2) for tensor in whole)
+        inputs = [tensor.requires_grad_() for tensor in local]
+        with region():
+            out = checkpoint(lambda q, k, v: flex_attention(q, k, v, **arguments), *inputs, use_reentrant=use_reentrant)
+        out.backward(grad)
+        for got, wanted in zip((out, *(tensor.grad for tensor in inputs)), expected, strict=False):
+            assert_close(got, shard(wanted, HeadTail(), rank, 2))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.usefixtures("_with_gradients")
+def test_gradients_of_what_a_score_captures_are_shares() -> None:
+    """And what is captured is whole: it is looked up by global position."""
+    whole = draw(30)
+    bias = torch.linspace(-1, 1, 30, dtype=torch.float64)
+
+    def scored(bias: torch.Tensor) -> Any:
+        return lambda score, b, h, q, kv: score + bias[q] * bias[kv]
+
+    on_one = bias.clone().requires_grad_()
+    out = dense_flex_attention(*whole[:3], score_mod=scored(on_one), enable_gqa=True)
+    (expected,) = torch.autograd.grad(out, on_one, whole[3])
+
+    def body(rank: int) -> torch.Tensor:
+        *local, grad = (shard(tensor, HeadTail(), rank, 3) for tensor in whole)
+        leaf = bias.clone().requires_grad_()
+        with region():
+            out = flex_attention(*local, score_mod=scored(leaf), enable_gqa=True)
+        return torch.autograd.grad(out, leaf, grad)[0]
+
+    assert_close(sum(run_ranks(3, body)), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "forward"), [(HeadTail(), "AllToAllBase"), (Striped(1), "AllGather")], ids=["in place", "by index"]
+)
+def test_one_collective_each_way(layout: Layout, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the lengths, unless the caller says them."""
+    monkeypatch.setattr(_torch, "original_flex_attention", dense_flex_attention)
+    whole, mask = draw(40), block_mask(window, 40)
+
+    def body(rank: int) -> None:
+        *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
+        inputs = [tensor.requires_grad_() for tensor in local]
+        out = context_parallel_flex_attention(
+            *inputs, block_mask=mask, mesh=dist.group.WORLD, enable_gqa=True, layout=layout, seq_len=40
+        )
+        assert isinstance(out, torch.Tensor)
+        out.backward(grad)
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert kinds(collectives) == [forward, "AllToAllBase"]
+
+
+def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to kernels that leave keys out, or divide by nothing, where it does not hold; other options stay."""
+    promised = {"fwd_BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
+    taken: list[tuple[int, dict[str, Any] | None]] = []
+
+    def recorded(*args: Any, kernel_options: dict[str, Any] | None, **kwargs: Any) -> Any:
+        taken.append((args[1].size(2), kernel_options))
+        return dense_flex_attention(*args, **kwargs)
+
+    monkeypatch.setattr(_torch, "original_flex_attention", recorded)
+    whole, mask = draw(32), block_mask(window, 32)
+    expected = one_device(whole, window, None)[0]
+
+    def body(rank: int) -> None:
+        local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+        arguments = {"block_mask": mask, "scale": SCALE, "enable_gqa": True}
+        with region():
+            for options in (promised, {**promised, "BLOCK_M": 64}):
+                out = flex_attention(*local, kernel_options=options, **arguments)
+                assert_close(out, shard(expected, HeadTail(), rank, 2))
+
+    run_ranks(2, body)
+    assert sorted(taken, key=str) == sorted([(32, None), (32, {"BLOCK_M": 64})] * 2, key=str)
+    taken.clear()
+
+    def alone(rank: int) -> None:
+        with region():
+            flex_attention(*whole[:3], block_mask=mask, enable_gqa=True, kernel_options=promised)
+
+    run_ranks(1, alone)
+    assert taken == [(32, promised)]

@@ -1,0 +1,120 @@
+"""Keys and values of all ranks, for FlexAttention: every bit of them, whatever their dtype, widths and memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from support.gathered_keys import BY_INDEX, IN_PLACE, LENGTH, WIDTHS, Stored, check, whole_keys
+from support.ranks import run_ranks
+from support.shared_memory import shared_memory
+
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped
+from cp_dtensor.api.flex import gather_kv as flex_in_place
+from cp_dtensor.comm.collective import AllGather
+from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transport import RotationMethod
+
+RANKS = 3
+each_layout = pytest.mark.parametrize("layout", [*IN_PLACE, *BY_INDEX], ids=repr)
+MEMORY: dict[str, Stored] = {
+    "contiguous": lambda x: x,
+    "token after token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "column after column": lambda x: x.mT.contiguous().mT,
+    "from the second element": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "with gaps": lambda x: torch.cat([x, x[..., :1]], -1)[..., :-1],
+    "signs for later": lambda x: torch._neg_view(-x),
+}
+each_memory = pytest.mark.parametrize("memory", MEMORY)
+
+
+class ByStages(AllGather):
+    """All-gather, as if its launches cost nothing: some heads after the others."""
+
+    @property
+    def slows_compute(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", 1)
+    monkeypatch.setattr(flex_in_place, "rotation_of_all_rows", lambda *_: ByStages())
+
+
+@each_memory
+@each_layout
+def test_keys_come_together_and_gradients_go_home(layout: Layout, memory: str) -> None:
+    check_all_dtypes(layout, memory)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+@each_layout
+def test_ranks_may_keep_them_in_memory_differently(layout: Layout, shares_memory: bool) -> None:
+    """What all do together depends on shapes alone: not on where a rank's rows begin, say."""
+
+    def body(rank: int) -> None:
+        ways = list(MEMORY.values())
+        for turn, widths in product(range(len(ways)), WIDTHS[:2]):
+            check(rank, layout, ways[(turn + rank) % len(ways)], torch.bfloat16, widths, SymmetricMemory())
+
+    with shared_memory() if shares_memory else nullcontext():
+        run_ranks(RANKS, body)
+
+
+@pytest.mark.usefixtures("a_stage_for_each_head")
+@each_memory
+@pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
+def test_they_do_so_by_stages(layout: Layout, memory: str) -> None:
+    check_all_dtypes(layout, memory)
+
+
+@pytest.mark.parametrize("stage_bytes", [1, 1 << 20])
+@each_memory
+@pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
+def test_they_do_so_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, memory: str, stage_bytes: int
+) -> None:  # fmt: skip
+    monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", stage_bytes)
+    with shared_memory() as machine:
+        check_all_dtypes(layout, memory, SymmetricMemory())
+    assert machine.copies
+
+
+def check_all_dtypes(layout: Layout, memory: str, method: RotationMethod = AllGather()) -> None:  # noqa: B008
+    dtypes = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
+    if memory == "signs for later":
+        dtypes = dtypes[1:]  # torch has no minus for one byte
+
+    def body(rank: int) -> None:
+        for dtype, widths in product(dtypes, WIDTHS):
+            check(rank, layout, MEMORY[memory], dtype, widths, method)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
+def test_lengths_below_the_number_of_ranks_by_every_method(rotate_method: str, shares_memory: bool) -> None:
+    def body(rank: int) -> None:
+        for length, layout in product([0, 1, 2, 3, 7], [Contiguous(), HeadTail(), Striped(1)]):
+            check(rank, layout, lambda x: x, torch.float32, (4, 4), ROTATE_METHODS[rotate_method], length)
+
+    with shared_memory() if shares_memory else nullcontext():
+        run_ranks(RANKS, body)
+
+
+@each_layout
+def test_no_batch_rows(layout: Layout) -> None:
+    def body(rank: int) -> None:
+        keys = whole_keys(layout, LENGTH, LENGTH, AllGather())
+        local = layout.local_length(LENGTH, rank, RANKS)
+        k, v = keys.gathered(torch.empty(0, 2, local, 8), torch.empty(0, 2, local, 4))
+        assert (k.shape, v.shape) == ((0, 2, LENGTH, 8), (0, 2, LENGTH, 4))
+        grad_k, grad_v = keys.gradients(k, v, local)
+        assert (grad_k.shape, grad_v.shape) == ((0, 2, local, 8), (0, 2, local, 4))
+
+    run_ranks(RANKS, body)

@@ -1,0 +1,295 @@
+"""After exit the process is as before: same function objects, tables, kernels, flags and results."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from support.dtensor_checks import torch_before_2_12
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_dtensor import _torch, context_parallel, disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
+
+aten = torch.ops.aten
+FUSED = aten._scaled_dot_product_flash_attention.default
+
+
+@dataclass(frozen=True)
+class State:
+    """What torch has where the library reaches in; equal if all objects are the same ones."""
+
+    functions: tuple[Any, ...]
+    kernels: str
+    fastpath: bool
+    handlers: dict[Any, Any]
+    strategies: dict[Any, Any]
+    single_dim_strategies: dict[Any, Any]
+
+    @classmethod
+    def now(cls) -> "State":
+        dispatcher = DTensor._op_dispatcher
+        module = torch.utils.checkpoint
+        return cls(
+            functions=(
+                F.scaled_dot_product_attention,
+                F.multi_head_attention_forward,
+                vars(module.CheckpointFunction)["forward"],
+                vars(module.CheckpointFunction)["backward"],
+                module._checkpoint_without_reentrant_generator,
+                module.checkpoint,
+                torch._dynamo.eval_frame._callback_from_stance,
+                vars(nn.parallel.DistributedDataParallel)["_distributed_broadcast_coalesced"],
+                nn.parallel.distributed._sync_module_states,
+            ),
+            kernels="".join(
+                torch._C._dispatch_dump_table(name)
+                for name in ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn")
+            ),
+            fastpath=torch.backends.mha.get_fastpath_enabled(),
+            handlers=dict(dispatcher._custom_op_handlers),
+            strategies=dict(dispatcher.sharding_propagator.op_strategy_funcs),
+            single_dim_strategies=dict(dispatcher.sharding_propagator.op_single_dim_strategy_funcs),
+        )
+
+
+def kernel(key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::scaled_dot_product_attention", key)
+
+
+def installed() -> bool:
+    return kernel("AutogradCPU")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    before = State.now()
+    assert not installed()
+    yield
+    assert State.now() == before
+
+
+@contextmanager
+def entered(count: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(context_parallel(dist.group.WORLD))
+        yield
+
+
+def alone(body: Callable[[], None]) -> None:
+    """Runs on one rank."""
+    run_ranks(1, lambda rank: body())
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_everything_is_put_back_when_the_outermost_context_exits(depth: int) -> None:
+    def body() -> None:
+        before = State.now()
+        with context_parallel(dist.group.WORLD):
+            inside = State.now()
+            with entered(depth - 1):
+                assert State.now() == inside
+            assert State.now() == inside
+        assert inside != before
+        assert inside.kernels != before.kernels
+        assert State.now() == before
+        with pytest.raises(KeyError), entered(depth):
+            raise KeyError
+        assert State.now() == before
+
+    alone(body)
+
+
+def test_the_callers_flag_of_the_fast_path_is_kept() -> None:
+    def body() -> None:
+        for flag in (False, True):
+            torch.backends.mha.set_fastpath_enabled(flag)
+            with entered(2):
+                assert not torch.backends.mha.get_fastpath_enabled()
+            assert torch.backends.mha.get_fastpath_enabled() == flag
+
+    alone(body)
+
+
+def test_threads_may_leave_in_the_order_in_which_they_came() -> None:
+    first_is_out = threading.Event()
+    q = torch.randn(1, 1, 4, 4)
+
+    def body(rank: int) -> None:
+        group = dist.new_group([rank], use_local_synchronization=True)
+        context = context_parallel(group)
+        if rank == 1:
+            dist.barrier()
+        context.__enter__()
+        if rank == 0:
+            dist.barrier()
+        dist.barrier()  # both are in, rank 0 was first
+        if rank == 0:
+            context.__exit__(None, None, None)
+            first_is_out.set()
+            return
+        assert first_is_out.wait(30)
+        assert installed()
+        with pytest.raises(ValueError, match="expected dropout_p between 0 and 1"):  # where torch has a RuntimeError
+            F.scaled_dot_product_attention(q, q, q, dropout_p=1.5)
+        context.__exit__(None, None, None)
+
+    run_ranks(2, body)
+
+
+def sdpa_results(mesh: Any) -> list[Any]:
+    """SDPA of plain tensors and of DTensors: values and placements, twice to use the caches."""
+    x = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results: list[Any] = [F.scaled_dot_product_attention(x, x, x, is_causal=True).tolist()]
+    for dim in (0, 1, 2, 0, 1, 2):
+        leaf = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+        out = F.scaled_dot_product_attention(leaf, leaf, leaf)
+        out.sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        results += [out.placements, out.full_tensor().tolist(), leaf.grad.placements, leaf.grad.full_tensor().tolist()]
+    return results
+
+
+@torch_before_2_12
+def test_results_are_the_same_before_and_after() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        before = sdpa_results(mesh)
+        x = distribute_tensor(torch.randn(2, 2, 8, 4, dtype=torch.float64), mesh, [Shard(2)]).requires_grad_()
+        dist.barrier()
+        with context_parallel(mesh), enable_context_parallel_dispatcher():
+            F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+            F.scaled_dot_product_attention(*(x.to_local(),) * 3).sum().backward()
+            aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)
+        dist.barrier()
+        assert not installed()
+        assert sdpa_results(mesh) == before
+
+    # DTensor itself has no strategy for the backward of the CPU's flash op. The choice is that of the whole process.
+    with sdpa_kernel(SDPBackend.MATH):
+        run_ranks(2, body)
+
+
+def test_buffers_contexts_and_shards_are_freed() -> None:
+    def body() -> None:
+        tokens = torch.arange(8)
+        context = context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0])
+        with context:
+            shard_memory = StorageWeakRef(tokens.untyped_storage())
+        alive = [weakref.ref(context), weakref.ref(tokens)]
+        del context, tokens
+        gc.collect()
+        assert shard_memory.expired()
+        assert [reference() for reference in alive] == [None, None]
+
+    alone(body)
+
+
+def their_handler(op: Any, args: Any, kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("op", [FUSED, aten.scaled_dot_product_attention.default, aten.tanh_.default])
+@pytest.mark.parametrize("table", ["_custom_op_handlers", "op_strategy_funcs", "op_single_dim_strategy_funcs"])
+def test_what_others_install_in_dtensors_tables_meanwhile_survives(table: str, op: Any) -> None:
+    dispatcher = DTensor._op_dispatcher
+    entries = getattr(dispatcher if table == "_custom_op_handlers" else dispatcher.sharding_propagator, table)
+    before = dict(entries)
+
+    def body() -> None:
+        for _ in range(2):
+            with entered(2):
+                entries[op] = their_handler
+            assert entries[op] is their_handler
+
+    try:
+        alone(body)
+    finally:
+        entries.clear()
+        entries.update(before)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(F, "multi_head_attention_forward"), (torch.utils.checkpoint, _torch.patches.NON_REENTRANT)],
+    ids=["multi_head_attention_forward", "checkpoint"],
+)
+def test_a_patch_that_others_put_over_ours_survives_and_still_works(owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    def body() -> None:
+        calls: list[str] = []
+        with entered(1):
+            ours = getattr(owner, name)
+            assert ours is not original
+
+            def theirs(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return ours(*args, **kwargs)
+
+            setattr(owner, name, theirs)
+        assert getattr(owner, name) is theirs
+        x = torch.randn(3, 2, 4, requires_grad=True)
+        module = nn.MultiheadAttention(4, 2)
+        out, weights = torch.utils.checkpoint.checkpoint(module, x, x, x, use_reentrant=False)
+        out.sum().backward()
+        assert weights.shape == (2, 3, 3)
+        assert calls
+
+    try:
+        alone(body)
+    finally:
+        setattr(owner, name, original)
+
+
+def test_the_dispatcher_is_reentrant_and_disabling_too_often_is_harmless() -> None:
+    before = State.now()
+    enable_context_parallel_dispatcher()
+    enable_context_parallel_dispatcher()
+    inside = State.now()
+    assert inside.handlers != before.handlers
+    assert inside.strategies != before.strategies
+    disable_context_parallel_dispatcher()
+    assert State.now() == inside
+    for _ in range(3):
+        disable_context_parallel_dispatcher()
+        assert State.now() == before
+
+
+def test_the_dispatcher_as_a_context_manager() -> None:
+    before = State.now()
+    with enable_context_parallel_dispatcher():
+        with pytest.raises(KeyError), enable_context_parallel_dispatcher():
+            raise KeyError
+        assert installed()
+    assert State.now() == before
+    with enable_context_parallel_dispatcher():
+        disable_context_parallel_dispatcher()
+    assert State.now() == before
+
+
+def test_disabling_the_dispatcher_inside_of_a_context_does_not_take_it_from_the_context() -> None:
+    def body() -> None:
+        with entered(1):
+            inside = State.now()
+            disable_context_parallel_dispatcher()
+            assert State.now() == inside
+            enable_context_parallel_dispatcher()
+        assert installed(), "the caller has enabled it"
+        disable_context_parallel_dispatcher()
+
+    alone(body)

@@ -1,0 +1,283 @@
+"""`context_parallel` and `ContextParallel` with every method, over one axis and over two, held against one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from support.method_checks import RING_ULYSSES, ULYSSES_RING, place
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_dtensor import ContextParallel, Contiguous, HeadTail, Layout, Striped, context_parallel
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 13, 4, 2, 4, 11
+WIDTH = HEADS * HEAD_DIM
+LAYOUTS = [Contiguous(), HeadTail(), Striped(2)]
+Names = tuple[str, ...]
+Shape = tuple[int, ...]
+Ways = tuple[Names, Shape, str]
+WAYS: list[Ways] = [
+    (("cp",), (4,), "ulysses"),
+    (("cp",), (3,), "auto"),
+    (RING_ULYSSES, (2, 2), "hybrid"),
+    (ULYSSES_RING, (2, 3), "hybrid"),
+    (RING_ULYSSES, (3, 2), "ring"),
+    (ULYSSES_RING, (2, 2), "ring"),
+    (("cp_node", "cp_gpu"), (2, 2), "auto"),
+]
+each_way = pytest.mark.parametrize(
+    "way", WAYS, ids=lambda way: f"{way[2]} over {' x '.join(map(str, way[1]))} {way[0][0]}"
+)
+backward_inside = pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after exit"])
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def on_mesh(way: Ways) -> tuple[DeviceMesh, int, int]:
+    """The mesh, this rank's place in the sequence, and how many ranks there are."""
+    names, shape, _ = way
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return mesh, place(list(coordinate), names, shape), mesh.size()
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+class Model(nn.Module):
+    """A causal language model of one layer, with GQA and rotary positions; equal weights each time it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = HEADS + 2 * KV_HEADS
+        self.embedding = nn.Parameter(normal(VOCABULARY, WIDTH, seed=0))
+        self.qkv = nn.Parameter(normal(WIDTH, heads * HEAD_DIM, seed=1) / WIDTH**0.5)
+        self.head = nn.Parameter(normal(WIDTH, VOCABULARY, seed=2) / WIDTH**0.5)
+
+    def attend(self, hidden: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        qkv = (hidden @ self.qkv).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(each.unflatten(-1, (-1, 2)).contiguous()) * freqs).flatten(-2)
+            for each in (q, k)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return hidden + out.transpose(1, 2).flatten(2).tanh()
+
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, freqs: torch.Tensor, use_reentrant: bool | None = None
+    ) -> torch.Tensor:
+        """The sum of the losses of all tokens; `use_reentrant` None: without a checkpoint."""
+        hidden = self.embedding[tokens]
+        if use_reentrant is None:
+            hidden = self.attend(hidden, freqs)
+        else:
+            hidden = torch.utils.checkpoint.checkpoint(self.attend, hidden, freqs, use_reentrant=use_reentrant)
+        return F.cross_entropy((hidden @ self.head).flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def grads(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
+
+def batch() -> list[torch.Tensor]:
+    """Tokens, labels and complex frequencies."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = (torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    angles = torch.arange(LENGTH, dtype=torch.float64)[:, None] / torch.tensor([3.0, 7.0], dtype=torch.float64)
+    return [tokens, labels, torch.polar(torch.ones_like(angles), angles)]
+
+
+BUFFER_DIMS = [1, 1, 0]
+
+
+@functools.cache
+def alone() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model = Model()
+    loss = model(*batch())
+    loss.backward()
+    return loss.detach(), model.grads()
+
+
+@each_way
+@backward_inside
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["no checkpoint", "reentrant", "non-reentrant"])
+def test_a_model_in_a_context(use_reentrant: bool | None, inside: bool, way: Ways) -> None:
+    """Layouts take turns, so that each meets every way, and every kind of checkpoint and of backward."""
+    turn = WAYS.index(way) + [None, True, False].index(use_reentrant) + inside
+    layout = LAYOUTS[turn % len(LAYOUTS)]
+    loss, grads = alone()
+
+    def body(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        mesh, here, size = on_mesh(way)
+        model, buffers = Model(), batch()
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=BUFFER_DIMS, method=way[2], layout=layout):
+            for buffer, whole, dim in zip(buffers, batch(), BUFFER_DIMS, strict=True):
+                assert torch.equal(buffer, shard(whole, layout, here, size, dim))
+            local_loss = model(*buffers, use_reentrant)
+            if inside:
+                local_loss.backward()
+        assert all(map(torch.equal, buffers, batch()))
+        if not inside:
+            local_loss.backward()
+        assert all(map(torch.equal, buffers, batch()))
+        return local_loss.detach(), model.grads()
+
+    losses, ranks_grads = zip(*run_ranks(torch.Size(way[1]).numel(), body), strict=True)
+    assert_close(sum(losses), loss)
+    for parts, expected in zip(zip(*ranks_grads, strict=True), grads, strict=True):
+        assert_close(sum(parts), expected)
+
+
+PROBLEM = Problem(13, 13, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+WHOLE = PROBLEM.draw(0)
+REFERENCE = reference(PROBLEM, *WHOLE)
+
+
+class Shards:
+    """A rank's leaves of one problem, and what attention of them should give."""
+
+    def __init__(self, layout: Layout, here: int, size: int) -> None:
+        *self.leaves, self.grad_out = (shard(each, layout, here, size) for each in WHOLE)
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+        self.expected_out, *self.expected_grads = (shard(each, layout, here, size) for each in REFERENCE)
+        self.out = torch.empty(0)
+
+    def forward(self) -> None:
+        """To be called inside of a context."""
+        self.out = F.scaled_dot_product_attention(*self.leaves, is_causal=True, enable_gqa=True)
+        assert_close(self.out, self.expected_out)
+
+    def backward(self) -> None:
+        self.out.backward(self.grad_out)
+        for leaf, expected in zip(self.leaves, self.expected_grads, strict=True):
+            assert_close(leaf.grad, expected)
+            leaf.grad = None
+
+
+@pytest.mark.parametrize("names", [RING_ULYSSES, ULYSSES_RING], ids=", ".join)
+def test_nested_contexts_with_other_methods(names: Names) -> None:
+    """Each level has its own ranks, layout and method; backward belongs to the level of its forward."""
+
+    def body(rank: int) -> None:
+        mesh, here, size = on_mesh((names, (2, 2), "hybrid"))
+        outer, between, after = (Shards(HeadTail(), here, size) for _ in range(3))
+        of_rings = Shards(Striped(1), here, size)
+        of_axis = Shards(Contiguous(), mesh.get_local_rank("ulysses"), 2)
+        with context_parallel(mesh, method="hybrid"):
+            outer.forward()
+            with context_parallel(mesh, method="ring", layout=Striped(1)):
+                of_rings.forward()
+                outer.backward()
+                with context_parallel(mesh["ulysses"], method="ulysses", layout=Contiguous()):
+                    of_axis.forward()
+                    of_rings.backward()
+                of_rings.forward()
+            between.forward()
+            of_axis.backward()
+            with pytest.raises(KeyError), context_parallel(mesh, method="ring"):
+                raise KeyError
+            after.forward()
+        for shards in (between, of_rings, after):
+            shards.backward()
+
+    run_ranks(4, body)
+
+
+@each_way
+def test_no_restore_buffers_stay_sharded(way: Ways) -> None:
+    def body(rank: int) -> None:
+        mesh, here, size = on_mesh(way)
+        kept, restored = batch()[:2]
+        with context_parallel(
+            mesh, buffers=[kept, restored], buffer_seq_dims=[1, 1], no_restore_buffers=[kept], method=way[2]
+        ):
+            pass
+        assert torch.equal(kept, shard(batch()[0], HeadTail(), here, size, 1))
+        assert torch.equal(restored, batch()[1])
+
+    run_ranks(torch.Size(way[1]).numel(), body)
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+@each_way
+@pytest.mark.parametrize("seq_len", [None, LENGTH])
+def test_the_module_form(seq_len: int | None, way: Ways) -> None:
+    def body(rank: int) -> None:
+        mesh, here, size = on_mesh(way)
+        style = ContextParallel(method=way[2], layout=Striped(2), seq_len=seq_len)
+        module = parallelize_module(Attention(), mesh, style)
+        shards = Shards(Striped(2), here, size)
+        shards.out = torch.utils.checkpoint.checkpoint(module, *shards.leaves, use_reentrant=False)
+        assert_close(shards.out, shards.expected_out)
+        with context_parallel(mesh, method="ring"):  # which the module does not look at
+            shards.backward()
+        with torch.no_grad():
+            assert_close(module(*shards.leaves), shards.expected_out)
+
+    run_ranks(torch.Size(way[1]).numel(), body)
+
+
+@each_way
+@pytest.mark.parametrize("under_autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_bfloat16_is_no_worse_than_on_one_device(under_autocast: bool, way: Ways) -> None:
+    """One query head for each rank, so that copies of key heads give gradients that are summed."""
+    dtype = torch.float32 if under_autocast else torch.bfloat16
+    problem = Problem(96, 96, batch=2, q_heads=4, kv_heads=2, head_dim=16, is_causal=True, dtype=dtype)
+    whole = problem.draw(0)
+    exact = reference(problem, *whole)
+
+    def run(
+        leaves: list[torch.Tensor], grad_out: torch.Tensor, sdpa: Callable[..., torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
+            out = sdpa(*(leaf.requires_grad_() for leaf in leaves), is_causal=True, enable_gqa=True)
+        assert out.dtype == torch.bfloat16
+        out.backward(grad_out.to(out.dtype))
+        assert all(leaf.grad is not None and leaf.grad.dtype == dtype for leaf in leaves)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    def body(rank: int) -> list[torch.Tensor]:
+        mesh, here, size = on_mesh(way)
+        leaves = [shard(each, HeadTail(), here, size) for each in whole]
+        with context_parallel(mesh, method=way[2]):
+            got = run(leaves[:3], leaves[3], F.scaled_dot_product_attention)
+        wanted = [shard(each, HeadTail(), here, size) for each in exact]
+        return [(actual.double() - want).square().sum() for actual, want in zip(got, wanted, strict=True)]
+
+    one_device = run([each.clone() for each in whole[:3]], whole[3], F.scaled_dot_product_attention)
+    errors = [sum(parts) ** 0.5 for parts in zip(*run_ranks(torch.Size(way[1]).numel(), body), strict=True)]
+    for name, error, actual, want in zip(("out", "dq", "dk", "dv"), errors, one_device, exact, strict=True):
+        assert error <= 1.5 * (actual.double() - want).norm(), name
+
+
+@each_way
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_autograd(mode: Callable[[], Any], way: Ways) -> None:
+    def body(rank: int) -> None:
+        mesh, here, size = on_mesh(way)
+        assert dist.get_world_size() == size
+        shards = Shards(HeadTail(), here, size)
+        with mode(), context_parallel(mesh, method=way[2]):
+            shards.forward()
+        assert not shards.out.requires_grad
+
+    run_ranks(torch.Size(way[1]).numel(), body)

@@ -1,0 +1,260 @@
+"""Attention of packed documents: out, lse and all gradients of every rank are those of one document after the other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collectives import errors_by_rank
+from support.packed_documents import (
+    NAMES,
+    PackedProblem,
+    Tensors,
+    assert_close,
+    equal_generators,
+    packed_problems,
+    shard_packed,
+)
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import (
+    Causal,
+    Contiguous,
+    Documents,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    PerDocument,
+    PrefixLM,
+    SlidingWindow,
+    Striped,
+    context_parallel_attention,
+    varlen_attention,
+)
+
+few = settings(max_examples=6, deadline=None)
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "ring", "rotate_method": "allgather"},
+    {"method": "ring", "rotate_method": "alltoall"},
+    {"method": "ulysses"},
+    {},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    problem: PackedProblem
+    layout: Layout | None
+    options: tuple[tuple[str, Any], ...]
+    says_length: bool
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "cu_seqlens": problem.cu_seqlens, "cu_seqlens_k": problem.cu_seqlens_k, "is_causal": problem.is_causal,
+            "window": problem.window, "scale": problem.scale, "layout": self.layout,
+            "seq_len": problem.lengths if self.says_length else None, **dict(self.options),
+        }  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn, methods: tuple[dict[str, Any], ...] = METHODS) -> Case:
+    problem = draw(packed_problems())
+    layouts: list[Layout | None] = [None, Contiguous(), Striped(2), MirroredBatch()]
+    if problem.lengths[0] == problem.lengths[1]:
+        layouts.append(PerDocument(problem.cu_seqlens, seq_len=problem.lengths[0]))
+    options = draw(st.sampled_from(methods))
+    return Case(problem, draw(st.sampled_from(layouts)), tuple(options.items()), draw(st.booleans()))
+
+
+def check(drawn: list[Case], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
+    """Several cases on one set of ranks, which takes longer to start than a case."""
+    tensors = [case.problem.draw(seed) for seed, case in enumerate(drawn)]
+
+    def body(rank: int) -> list[Tensors]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        results = []
+        for case, whole in zip(drawn, tensors, strict=True):
+            *leaves, grad_out = (shard_packed(each, case.layout or HeadTail(), rank, mesh.size()) for each in whole)
+            q, k, v = (leaf.requires_grad_() for leaf in leaves)
+            out, lse = varlen_attention(q, k, v, mesh=mesh, return_lse=True, **case.keywords)
+            assert out.is_contiguous()
+            results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out), lse))
+        return results
+
+    size = torch.Size(shape).numel()
+    by_rank = run_ranks(size, body)
+    for index, case in enumerate(drawn):
+        expected = case.problem.reference(*tensors[index])
+        for rank, results in enumerate(by_rank):
+            for name, got, whole in zip(NAMES, results[index], expected, strict=True):
+                wanted = shard_packed(whole, case.layout or HeadTail(), rank, size, 1 if name == "lse" else 0)
+                assert_close(got, wanted, f"{name} of rank {rank}, {case}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_over_one_axis(ranks: int) -> None:
+    @few
+    @given(st.lists(cases(), min_size=6, max_size=6))
+    def checked(drawn: list[Case]) -> None:
+        check(drawn, (ranks,))
+
+    checked()
+
+
+@few
+@given(st.lists(cases(({"method": "ring"}, {"method": "hybrid"}, {})), min_size=6, max_size=6))
+def test_over_two_axes(drawn: list[Case]) -> None:
+    check(drawn, (2, 2), ("ring", "ulysses"))
+
+
+def attended(problem: PackedProblem, ranks: int = 2, **changed: Any) -> list[torch.Tensor]:
+    """What each rank gets, with some arguments changed."""
+    *qkv, _ = problem.draw(0)
+
+    def body(rank: int) -> torch.Tensor:
+        layout = changed.get("layout") or HeadTail()
+        local = [shard_packed(tensor, layout, rank, ranks) for tensor in qkv]
+        options = {"cu_seqlens": problem.cu_seqlens, "mesh": dist.group.WORLD, **changed}
+        return varlen_attention(*local, **options)
+
+    with equal_generators():
+        return run_ranks(ranks, body)
+
+
+PROBLEM = PackedProblem((0, 5, 11), q_len=12)
+CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
+    "cu_seqlens": ((0, 4, 12), replace(PROBLEM, cu_seqlens=(0, 4, 12))),
+    "cu_seqlens_k": ((2, 7, 12), replace(PROBLEM, cu_seqlens_k=(2, 7, 12))),
+    "is_causal": (True, replace(PROBLEM, is_causal=True)),
+    "window": ((1, 2), replace(PROBLEM, window=(1, 2))),
+    "within": (SlidingWindow(1, 2), replace(PROBLEM, window=(1, 2))),
+    "scale": (0.7, replace(PROBLEM, scale=0.7)),
+    "dropout_p": (0.5, None),
+}
+
+
+@pytest.mark.parametrize("argument", CHANGES)
+def test_no_argument_is_ignored(argument: str) -> None:
+    value, changed = CHANGES[argument]
+    before, after = attended(PROBLEM), attended(PROBLEM, **{argument: value})
+    for rank, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert not torch.allclose(one, other)
+        if changed:
+            wanted = changed.reference(*changed.draw(0))[0]
+            assert_close(other, shard_packed(wanted, HeadTail(), rank, 2), argument)
+
+
+@pytest.mark.parametrize("layout", [HeadTail(), Contiguous(), PerDocument((0, 5, 11), seq_len=12)])
+def test_dropout_is_that_of_one_device(layout: Layout) -> None:
+    (whole,) = attended(PROBLEM, 1, dropout_p=0.4, is_causal=True)
+    (plain,) = attended(PROBLEM, 1, is_causal=True)
+    assert not torch.allclose(whole, plain)
+    for method in ("ring", "ulysses"):
+        got = attended(PROBLEM, 2, dropout_p=0.4, is_causal=True, layout=layout, method=method)
+        for rank, out in enumerate(got):
+            assert_close(out, shard_packed(whole, layout, rank, 2), f"rank {rank}, {method}")
+
+
+def test_masks_within_documents_add_up() -> None:
+    """A prefix of every document; causal masks and windows hide more of it."""
+    *qkv, _ = PROBLEM.draw(0)
+    within = {"prefix": PrefixLM(3), "all": PrefixLM(3) & Causal("bottom_right") & SlidingWindow(2, 0, "bottom_right")}
+
+    def body(rank: int) -> None:
+        local = [shard_packed(tensor, HeadTail(), rank, 3) for tensor in qkv]
+        views = [tensor.transpose(0, 1).unsqueeze(0) for tensor in local]
+        for name, options in (("prefix", {}), ("all", {"is_causal": True, "window": (2, None)})):
+            got = varlen_attention(*local, mesh=dist.group.WORLD, cu_seqlens=[0, 5, 11], within=PrefixLM(3), **options)
+            mask = Documents([0, 5, 11], within=within[name])
+            wanted = context_parallel_attention(*views, mesh=dist.group.WORLD, mask=mask)
+            assert_close(got, wanted[0].transpose(0, 1), name)
+
+    run_ranks(3, body)
+
+
+def test_the_example_of_the_docstring() -> None:
+    v = torch.tensor([1.0, 3.0, 2.0, 4.0, 6.0]).view(5, 1, 1).split([3, 2])
+
+    def body(rank: int) -> list[float]:
+        q = torch.zeros_like(v[rank])
+        options = {"cu_seqlens": [0, 2, 5], "is_causal": True, "layout": Contiguous()}
+        return varlen_attention(q, q, v[rank], mesh=dist.group.WORLD, **options).flatten().tolist()
+
+    assert run_ranks(2, body) == [[1.0, 2.0, 2.0], [3.0, 4.0]]
+
+
+def test_tensors_and_lists_of_positions_are_alike() -> None:
+    wanted = attended(PROBLEM, is_causal=True)
+    for dtype in (torch.int32, torch.int64):
+        got = attended(PROBLEM, is_causal=True, cu_seqlens=torch.tensor(PROBLEM.cu_seqlens, dtype=dtype))
+        assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cu_seqlens": [0, 5, 3]}, ValueError, r"cu_seqlens to be >= 0 and ascending, got \[0, 5, 3\]"),
+        ({"cu_seqlens": [-1, 3]}, ValueError, "cu_seqlens to be >= 0"),
+        ({"cu_seqlens": []}, ValueError, "cu_seqlens to be one list of integers"),
+        ({"cu_seqlens": [0, 2.5]}, ValueError, "cu_seqlens to be one list of integers"),
+        ({"cu_seqlens": [[0, 2]]}, ValueError, "cu_seqlens to be one list of integers"),
+        ({"cu_seqlens": [0, 13]}, ValueError, r"documents of a mask end at 13 .*, 12 and 12"),
+        ({"cu_seqlens_k": [0, 12]}, ValueError, "as many documents of keys as of queries, got 1 and 2"),
+        ({"window": 3}, ValueError, r"window to be a pair .*got 3"),
+        ({"window": (-1, -1)}, ValueError, "numbers of keys >= 0, or None"),
+        ({"within": "causal"}, TypeError, "within to be a Mask .*got str"),
+        ({"method": "rings"}, ValueError, "unknown method"),
+        ({"layout": HeadTail}, TypeError, "layout"),
+        ({"rotate_method": "round"}, ValueError, "round"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p between 0 and 1"),
+        ({"seq_len": (6, 8)}, ValueError, "query length does not fit: got 6 local tokens on rank . of 2, expected 3"),
+        ({"mesh": 3}, TypeError, "got int"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    *qkv, _ = PROBLEM.draw(0)
+
+    def body(rank: int) -> None:
+        local = [shard_packed(tensor, HeadTail(), rank, 2) for tensor in qkv]
+        varlen_attention(*local, **{"mesh": dist.group.WORLD, "cu_seqlens": PROBLEM.cu_seqlens, **options})
+
+    for found in errors_by_rank(2, body):
+        assert isinstance(found, error)
+        assert re.search(message, str(found))
+
+
+def test_tensors_that_do_not_fit() -> None:
+    q = torch.randn(4, 6, 8)
+    for k, v, message in (
+        (q[0], q[0], "three dims"),
+        (q, q[:3], "as many tokens .* in v as in k"),
+        (q[:, :3], q, "heads .* in v as in k"),
+        (q[..., :4], q, "one head dim"),
+        (q[:, :4], q[:, :4], "a multiple of key heads"),
+        (q[:, :0], q[:, :0], "a multiple of key heads"),
+    ):
+        with pytest.raises(ValueError, match=message + r".*got q \(4, 6, 8\), k \("):
+            varlen_attention(q, k, v, mesh=dist.group.WORLD, cu_seqlens=[0, 4])
+    with pytest.raises(TypeError, match=r"k to be a torch.Tensor, got list"):
+        varlen_attention(q, [1], q, mesh=dist.group.WORLD, cu_seqlens=[0, 4])  # type: ignore[arg-type]
+
+
+def test_ranks_that_disagree_about_documents() -> None:
+    """Compared wherever ranks exchange lengths."""
+    q = torch.randn(4, 2, 8)
+
+    def body(rank: int) -> None:
+        varlen_attention(q, q, q, mesh=dist.group.WORLD, cu_seqlens=[0, 3 + rank, 8])
+
+    for error in errors_by_rank(2, body):
+        assert isinstance(error, ValueError)
+        assert "disagree about mask" in str(error)

@@ -1,0 +1,185 @@
+"""The Triton attention kernels, forward and backward, against their twin in float64: masks, biases, sinks, strides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from support.attention_kernels import (
+    EXACT,
+    NARROW,
+    SMALL,
+    TOLERANCE,
+    ForwardConfig,
+    biases_of,
+    check,
+    configs,
+    draw,
+    each_way_to_load,
+    interpreted,
+    masks_of,
+    through_kernels,
+    to,
+)
+
+from cp_dtensor.attention.masked import RowMask
+from cp_dtensor.attention.triton.intervals import rows_of_columns
+from cp_dtensor.tools.row_masks import window
+
+ROWS, COLUMNS, HEADS = 37, 53, 2
+
+
+@interpreted
+@each_way_to_load
+@pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
+def test_masks(device: str, mask: RowMask, tma: bool) -> None:
+    check(draw(device, ROWS, COLUMNS, heads=(1, 1), batch=2), mask, config=replace(SMALL, tma=tma))
+
+
+@interpreted
+@pytest.mark.parametrize("bias", biases_of(HEADS, 20, 37).values(), ids=biases_of(HEADS, 20, 37))
+@pytest.mark.parametrize("kind", ["full", "any intervals"])
+def test_biases_and_sinks(device: str, kind: str, bias: torch.Tensor | None) -> None:
+    check(draw(device, 20, 37, batch=2), masks_of(20, 37)[kind], bias, torch.tensor([0.5, -2.0, 3.0])[::2])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "dims", "tma"),
+    [
+        ((2, 2), (16, 16), False),
+        ((4, 2), (80, 80), False),
+        ((3, 1), (48, 20), False),
+        ((4, 2), (16, 16), True),
+        ((3, 1), (80, 80), True),
+        ((2, 2), (32, 64), True),
+    ],
+    ids=str,
+)
+def test_groups_and_head_dims(device: str, heads: tuple[int, int], dims: tuple[int, int], tma: bool) -> None:
+    tensors = draw(device, 18, 21, heads=heads, dims=dims, batch=2)
+    tma = tma and configs.can_use_tma(*tensors)
+    check(tensors, RowMask(causal_offset=3), config=replace(SMALL, tma=tma))
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_default_configs(device: str, dim: int) -> None:
+    tensors = draw(device, 70, 75, heads=(2, 1), dims=(dim, dim), dtype=NARROW[device])
+    check(tensors, window(torch.arange(70), 40, 3), config=None)
+
+
+@interpreted
+@each_way_to_load
+def test_strides_are_free_but_for_the_last_dim(device: str, tma: bool) -> None:
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(device, 19, 23, batch=2)]
+    check(tuple(tensors), RowMask(causal_offset=4), config=replace(SMALL, tma=tma))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["causal", "any intervals", "documents"])
+def test_carried_state_is_one_call(device: str, kind: str) -> None:
+    """Two tiles, the second from the first's state: all results, and gradients that are summed over the tiles."""
+    q, k, v = draw(device, ROWS, COLUMNS, batch=2)
+    mask = to(masks_of(ROWS, COLUMNS)[kind], device)
+    grad_out = torch.randn(2, HEADS, ROWS, 32, generator=torch.Generator().manual_seed(3)).to(device, q.dtype)
+    whole = through_kernels((q, k, v), grad_out, mask, None, None, SMALL)
+    cut = 21
+    first, second = mask.tile(0, ROWS, 0), mask.tile(0, ROWS, cut)
+    state = through_kernels((q, k[:, :, :cut], v[:, :, :cut]), grad_out, first, None, None, SMALL)[:2]
+    tile = q, k[:, :, cut:], v[:, :, cut:]
+    out, lse, _, grad_k, grad_v = through_kernels(tile, grad_out, second, None, None, SMALL, state)
+    tolerance = {"rtol": 0, "atol": 5 * TOLERANCE[EXACT[device]]}
+    for got, wanted in (
+        (out, whole[0]),
+        (lse, whole[1]),
+        (grad_k, whole[3][:, :, cut:]),
+        (grad_v, whole[4][:, :, cut:]),
+    ):
+        torch.testing.assert_close(got, wanted, **tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("tma", [False, True])
+def test_blocks_that_are_not_seen_are_not_read(device: str, tma: bool) -> None:
+    """NaN in them would reach everything. Blocks begin with the first column that is seen, not at multiples of 16."""
+    q, k, v = draw(device, 48, 80)
+    grad_out = torch.ones_like(q)
+    config = replace(SMALL, tma=tma)
+    mask = to(window(torch.arange(48), 15, 0), device)
+    for x in (k, v):
+        x[:, :, 63:] = float("nan")
+    results = through_kernels((q, k, v), grad_out, mask, None, None, config)
+    assert all(x[:, :, :63].isfinite().all() for x in results)
+    q, k, v = draw(device, 48, 64)
+    mask = to(window(torch.arange(48) + 16, 0, 15), device)
+    grad_out[:, :, 32:] = float("nan")
+    gradients = through_kernels((q, k, v), grad_out, mask, None, None, config)[3:]
+    assert all(x[:, :, :48].isfinite().all() for x in gradients)  # row 32 begins to see at column 48
+
+
+@interpreted
+def test_results_do_not_vary(device: str) -> None:
+    tensors = draw(device, ROWS, COLUMNS)
+    grad_out = torch.ones_like(tensors[0])
+    first, second = (through_kernels(tensors, grad_out, RowMask(causal_offset=0), None, None, SMALL) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@given(data=st.data())
+def test_rows_of_columns_are_all_of_them_and_tight(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 12), "rows"), data.draw(st.integers(1, 20), "columns")
+    block = data.draw(st.integers(1, 8), "block")
+    edge = st.lists(st.integers(-3, columns + 3), min_size=rows, max_size=rows)
+    lo, hi = (torch.tensor(data.draw(edge, name), dtype=torch.int32) for name in ("lo", "hi"))
+    ordered = data.draw(st.booleans(), "ordered")
+    if ordered:
+        lo, hi = lo.sort().values, hi.sort().values
+    column = torch.arange(columns)
+    seen = (lo.unsqueeze(1) <= column) & (column < hi.unsqueeze(1))
+    ranges = rows_of_columns(lo, hi, columns, block)[:, 0].T.tolist()
+    for part, (first, last, whole_first, whole_last) in zip(seen.split(block, 1), ranges, strict=True):
+        some, every = part.any(1).nonzero().flatten(), part.all(1).nonzero().flatten()
+        assert all(first <= row < last for row in some.tolist())
+        assert all(row in every for row in range(whole_first, whole_last))
+        if ordered and (lo < hi).all():
+            if len(some):
+                assert (first, last) == (some[0], some[-1] + 1)
+            if len(every):
+                assert (whole_first, whole_last) == (every[0], every[-1] + 1)
+
+
+@given(data=st.data())
+def test_rows_that_see_nothing_between_documents_do_not_split_what_is_seen_wholly(data: st.DataObject) -> None:
+    """As of keys that others own: some documents have them, and those between have none."""
+    documents = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=5))
+    lo, hi, columns = [], [], 0
+    for rows, length in documents:
+        lo += [columns if length else 0] * rows
+        hi += [columns + length if length else 0] * rows
+        columns += length
+    block = data.draw(st.integers(1, 4), "block")
+    ranges = rows_of_columns(torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32), columns, block)
+    for index, (first, last, whole_first, whole_last) in enumerate(ranges[:, 0].T.tolist()):
+        start, stop = index * block, min(index * block + block, columns)
+        some = [row for row in range(len(lo)) if lo[row] < stop and start < hi[row]]
+        every = [row for row in range(len(lo)) if lo[row] <= start and stop <= hi[row]]
+        assert (first, last) == (some[0], some[-1] + 1)
+        assert list(range(whole_first, whole_last)) == every
+
+
+@interpreted
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_intervals_and_lengths(device: str, data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(1, 40), "columns")
+    edge = st.lists(st.integers(-3, columns + 3), min_size=rows, max_size=rows)
+    lo, hi = (torch.tensor(data.draw(edge, name), dtype=torch.int32) for name in ("lo", "hi"))
+    if data.draw(st.booleans(), "ordered"):
+        lo, hi = lo.sort().values, hi.sort().values
+    blocks = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 32)]), "blocks")
+    config = ForwardConfig(*blocks, warps=4, stages=2, tma=data.draw(st.booleans(), "tma"))
+    check(draw(device, rows, columns), RowMask(lo=lo, hi=hi), config=config)

@@ -1,0 +1,142 @@
+"""The attention kernels compiled for a Hopper GPU, where there is none: they fit, and stay in registers.
+
+Run as a script, this file compiles them and prints what they take: Triton's interpreter, in which other tests run
+kernels, cannot compile in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+from support.compiled_subprocess import run_uninterpreted
+
+SHARED_BYTES = 227 * 1024
+STACK_BYTES = 128
+"""Of spilled registers; the loops of dK and dV hold almost 255, and compilers differ."""
+
+VARIANTS = [(0, "none"), (1, "none"), (2, "none"), (1, "of single elements"), (2, "in runs")]
+"""Kinds of masks, and of dropout."""
+
+
+def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[str, object]:
+    """Shared memory and stack, in bytes, of a kernel with its default config for bfloat16 and descriptors."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from cp_dtensor._torch.direct_launch import Described, Parameters, map_format
+    from cp_dtensor.attention.triton import backward_kv as attention_backward_kv
+    from cp_dtensor.attention.triton import backward_q as attention_backward_q
+    from cp_dtensor.attention.triton import configs as attention_configs
+    from cp_dtensor.attention.triton import forward as attention_forward
+
+    x = torch.zeros(1, 1, 16, head_dim, dtype=torch.bfloat16)
+    draws_each = dropout == "of single elements"
+    backward = attention_configs.default_backward_config(x, x, x, x, draws_each=draws_each)
+    kernel, config, blocks = {
+        "forward": (
+            attention_forward.attention_forward_kernel,
+            attention_configs.default_config(x, x, draws_each=draws_each),
+            ("k", "v"),
+        ),
+        "dq": (attention_backward_q.attention_dq_kernel, backward.dq, ("k", "v")),
+        "dkv": (attention_backward_kv.attention_dkv_kernel, backward.dkv, ("q", "grad")),
+    }[name]
+    constants = {"HEAD_DIM": head_dim, "V_DIM": head_dim, "BLOCK_DIM": head_dim, "BLOCK_V": head_dim}
+    constants |= {"BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns}
+    constants |= {
+        "PRECISION": config.precision,
+        "MASK": mask,
+        "BIAS": 0,
+        "DROPOUT": dropout != "none",
+        "IN_RUNS": dropout == "in runs",
+        "TMA": True,
+        "HAS_STATE": False,
+        "HAS_SINKS": False,
+    }
+    read = config.block_rows if name == "dkv" else config.block_columns
+    line = f"tensordesc<{{}}[1,{config.block_rows}]>"
+    types = {"lo_ptr": "*i32", "hi_ptr": "*i32", "ranges_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"}
+    types |= {"seed_ptr": "*i64", "q_position_ptr": "*i32", "kv_position_ptr": "*i32", "dropout_scale": "fp32"}
+    types |= {"shift": line.format("fp32"), "delta": line.format("fp32")}
+    types |= {x: line.format("i32") if mask == 2 else "*fp32" for x in ("lo", "hi")}
+    types |= {f"{x}_ptr": "*bf16" for x in ("out", "q", "k", "v", "dq", "dk", "dv", "grad")}
+    types |= dict.fromkeys(blocks, f"tensordesc<bf16[1,1,{read},{head_dim}]>")
+    signature, hints = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        default = "*fp32" if argument.endswith("_ptr") else "i32"
+        signature[argument] = "constexpr" if argument in constants else types.get(argument, default)
+        whole_blocks = "stride" in argument and not argument.startswith(("intervals", "ranges", "q_pos", "kv_pos"))
+        if whole_blocks or signature[argument] == "*bf16":
+            hints[(index,)] = [["tt.divisibility", 16]]
+    known = {(kernel.arg_names.index(x),): value for x, value in constants.items() if x in kernel.arg_names}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    source = ASTSource(kernel, signature, known, hints)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        command = [str(disassembler()), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack, usage
+    # Of a descriptor sizes and strides count only; of other arguments any values will do.
+    shapes = {kind: 4 if "1,1" in kind else 2 for kind in signature.values() if kind.startswith("tensordesc")}
+    arguments = [
+        Described((1,) * shapes[kind], (1,) * shapes[kind]) if kind in shapes else None if kind.startswith("*") else 0
+        for kind in signature.values()
+    ]
+    formats = [map_format(x) for x in result.metadata.tensordesc_meta or ()]
+    laid_out = Parameters(list(signature.values()), arguments, formats)
+    return {
+        "parameters": parameters(result.asm["ptx"]),
+        "laid_out": laid_out.places,
+        "kernel": name,
+        "mask": mask,
+        "dropout": dropout,
+        "shared": result.metadata.shared,
+        "stack": int(stack.group(1)),
+    }
+
+
+def parameters(ptx: str) -> list[tuple[int, int]]:
+    """Offset and size of each parameter of a kernel."""
+    end, places = 0, []
+    for line in ptx[ptx.index(".entry") : ptx.index("\n)", ptx.index(".entry"))].splitlines()[1:]:
+        declared = re.search(r"\.param (?:\.align (\d+) )?\.[a-z](\d+) .*?(?:\[(\d+)\])?,?$", line)
+        assert declared, line
+        size = int(declared[2]) // 8 * int(declared[3] or 1)
+        end += -end % int(declared[1] or size)
+        places.append((end, size))
+        end += size
+    return places
+
+
+def disassembler() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@pytest.mark.slow
+def test_kernels_fit_a_hopper_gpu() -> None:
+    pytest.importorskip("triton")
+    if not disassembler().exists():
+        pytest.skip("this Triton has no disassembler")
+    results = json.loads(run_uninterpreted(__file__))
+    assert len(results) == len(VARIANTS) * 3
+    for result in results:
+        assert result["shared"] <= SHARED_BYTES, result
+        assert result["stack"] <= STACK_BYTES, result
+        # What the driver says of a loaded function, which is what `DirectLaunch` believes.
+        assert result["parameters"] == result["laid_out"], result
+
+
+if __name__ == "__main__":
+    print(json.dumps([compiled(name, *variant) for name in ("forward", "dq", "dkv") for variant in VARIANTS]))

@@ -1,0 +1,243 @@
+"""Dropout in masked attention: its pattern is a function of seed and positions, the same in kernels and their twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.attention_kernels import (
+    EXACT,
+    NARROW,
+    SCALE,
+    SMALL,
+    Tensors,
+    biases_of,
+    check,
+    draw,
+    interpreted,
+    launch,
+    masks_of,
+    patterns,
+    through_kernels,
+)
+from support.dropouts import dropout_in_runs, dropout_of, moved
+
+from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
+from cp_dtensor.attention.triton.dropout import kept_twin
+
+
+@interpreted
+@pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((32, 16), True), ((16, 32), True)], ids=str)
+def test_kernels_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
+    rows, columns = 20, 40
+    dropout = dropout_of(rows, columns)
+    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
+    for got in patterns(dropout, rows, columns, config, device):
+        assert torch.equal(got, expected)
+
+
+def moved_by(dropout: Dropout, rows: int, columns: int, step: int = 1) -> Dropout:
+    """Positions times `step`, and moved on."""
+    positions = dropout.q_positions * step + rows, dropout.kv_positions * step + columns
+    return replace(dropout, q_positions=positions[0], kv_positions=positions[1], in_runs=False)
+
+
+@interpreted
+@pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((64, 32), True), ((16, 64), True)], ids=str)
+def test_kernels_of_runs_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
+    rows, columns = 38, 56
+    dropout = dropout_in_runs(rows, columns)
+    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
+    for one in (dropout, replace(dropout, in_runs=False)):
+        for got in patterns(one, rows, columns, config, device):
+            assert torch.equal(got, expected)
+
+
+@interpreted
+@pytest.mark.parametrize(("by", "step"), [*(((n, 8 - n), 1) for n in range(1, 8)), ((0, 1), 2), ((3, 0), 5)], ids=str)
+def test_kernels_keep_what_the_twin_keeps_wherever_runs_begin(device: str, by: tuple[int, int], step: int) -> None:
+    """Moved by a part of a run, and in stripes."""
+    rows, columns = 17, 32
+    dropout = moved_by(dropout_in_runs(rows, columns), *by, step)
+    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    for got in patterns(dropout, rows, columns, SMALL, device):
+        assert torch.equal(got, expected)
+
+
+@interpreted
+def test_kernels_of_runs_compute_what_the_twin_computes(device: str) -> None:
+    """Under each mask: blocks begin where runs do. The dtype is one whose sums show single elements."""
+    for kind in ("causal", "causal window", "any intervals"):
+        tensors, mask = draw(device, 38, 60, heads=(2, 1), batch=2), masks_of(38, 60)[kind]
+        check(tensors, mask, config=replace(SMALL, block_columns=32), dropout=dropout_in_runs(38, 60))
+
+
+@interpreted
+def test_dropout_goes_on_from_a_state(device: str) -> None:
+    q, k, v = draw(device, 36, 64, batch=2)
+    dropout = moved(dropout_in_runs(36, 64), device)
+    whole = attention_forward(q, k, v, RowMask(), SCALE, dropout=dropout)
+    state = None
+    for columns in (slice(0, 32), slice(32, 64)):
+        of_tile = dropout.tile(slice(0, 36), columns)
+        out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+        k_tile, v_tile = k[:, :, columns].contiguous(), v[:, :, columns].contiguous()
+        launch(out, lse, q, k_tile, v_tile, SCALE, state=state, dropout=of_tile, config=SMALL)
+        state = out, lse
+    assert state is not None
+    for one, other in zip(state, whole, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("full", "none"), ("causal", "boolean"), ("any intervals", "additive"), ("documents", "none")]
+)
+def test_kernels_compute_what_the_twin_computes(device: str, kind: str, bias: str) -> None:
+    tensors = draw(device, 20, 37, heads=(2, 1), batch=2)
+    mask, sinks = masks_of(20, 37)[kind], torch.tensor([0.5, 3.0])
+    check(tensors, mask, biases_of(2, 20, 37)[bias], sinks, replace(SMALL, tma=True), dropout_of(20, 37))
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [64, 128])
+def test_default_configs(device: str, dim: int) -> None:
+    tensors = draw(device, 70, 75, heads=(2, 1), dims=(dim, dim), dtype=NARROW[device], batch=2)
+    for dropout in (dropout_of(70, 75), dropout_in_runs(70, 75)):
+        check(tensors, RowMask(causal_offset=5), config=None, dropout=dropout)
+
+
+@interpreted
+def test_everything_may_be_dropped(device: str) -> None:
+    tensors = draw(device, 18, 21, batch=2, dtype=EXACT[device])
+    dropout = moved(dropout_of(18, 21, 1.0), device)
+    results = through_kernels(tensors, tensors[0], RowMask(), None, None, SMALL, dropout=dropout)
+    assert all((x == 0).all() for x in (results[0], *results[2:]))
+    assert torch.equal(results[1], through_kernels(tensors, tensors[0], RowMask(), None, None, SMALL)[1])
+    assert (attention_forward(*tensors, RowMask(), SCALE, dropout=dropout)[0] == 0).all()
+
+
+def test_nothing_may_be_dropped() -> None:
+    q, k, v = draw_wide()
+    got = attention_forward(q, k, v, RowMask(), SCALE, dropout=dropout_of(23, 29, 0.0))
+    assert all(map(torch.equal, got, attention_forward(q, k, v, RowMask(), SCALE)))
+
+
+def draw_wide(rows: int = 23, columns: int = 29, heads: int = 4, kv_heads: int = 2) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, rows, 6), (kv_heads, columns, 6), (kv_heads, columns, 5))
+    return tuple(torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def test_tiles_heads_and_batch_rows_are_those_of_the_whole() -> None:
+    """Cut by rows, columns, heads and batch rows, forward and backward."""
+    q, k, v = draw_wide()
+    mask, dropout = masks_of(23, 29)["any intervals"], dropout_of(23, 29)
+    out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
+    plain_out, plain_lse = attention_forward(q, k, v, mask, SCALE)
+    assert torch.equal(lse, plain_lse)
+    assert not torch.allclose(out, plain_out)
+    grad_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    assert mask.lo is not None
+    assert mask.hi is not None
+    for batch in range(2):
+        for head in range(2):
+            for rows in (slice(0, 9), slice(9, 23)):
+                state, parts = None, []
+                rows_of = (slice(batch, batch + 1), slice(2 * head, 2 * head + 2), rows)
+                here = RowMask(lo=mask.lo[batch, rows], hi=mask.hi[batch, rows])
+                for columns in (slice(0, 11), slice(11, 12), slice(12, 29)):
+                    one = replace(
+                        dropout.tile(rows, columns),
+                        first_batch=dropout.first_batch + batch,
+                        first_head=dropout.first_head + 2 * head,
+                        q_positions=dropout.q_positions[batch, rows],
+                        kv_positions=dropout.kv_positions[batch : batch + 1, columns],
+                    )
+                    of = slice(batch, batch + 1), slice(head, head + 1), columns
+                    tile = here.tile(0, rows.stop - rows.start, columns.start)
+                    state = attention_forward(q[rows_of], k[of], v[of], tile, SCALE, state=state, dropout=one)
+                    parts.append((of, tile, one))
+                assert state is not None
+                torch.testing.assert_close(state[0], out[rows_of], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(state[1], lse[rows_of], rtol=1e-12, atol=1e-12)
+                for of, tile, one in parts:
+                    got = attention_backward(
+                        grad_out[rows_of], q[rows_of], k[of], v[of], *state, tile, SCALE, dropout=one
+                    )
+                    for total, index, gradient in zip(gradients, (rows_of, of, of), got[:3], strict=True):
+                        total[index] += gradient
+    expected = attention_backward(grad_out, q, k, v, out, lse, mask, SCALE, dropout=dropout)
+    for total, wanted in zip(gradients, expected, strict=False):
+        torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+
+
+class _Attention(torch.autograd.Function):
+    """What `attention_forward` and `attention_backward` are to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Tensors:
+        mask, dropout = masks_of(5, 8)["causal"], dropout_of(5, 8, 0.4)
+        out, lse = attention_forward(q, k, v, mask, SCALE, sinks=sinks, dropout=dropout)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.options = mask, dropout
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        mask, dropout = ctx.options
+        delta = (grads[0] * out).sum(-1) - grads[1]
+        gradients = attention_backward(
+            grads[0], q, k, v, out, lse, mask, SCALE, sinks=sinks, delta=delta, dropout=dropout
+        )
+        assert gradients[3] is not None
+        return gradients
+
+
+def test_gradients_are_those_of_the_forward() -> None:
+    q, k, v = (x[:, :, :8].requires_grad_() for x in draw_wide(5, 8))
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(_Attention.apply, (q, k, v, sinks))
+
+
+def test_the_mean_over_seeds_is_attention_without_dropout() -> None:
+    q, k, v = draw_wide()
+    mask, dropout, seeds = RowMask(causal_offset=6), dropout_of(23, 29, 0.25), 400
+    expected, _ = attention_forward(q, k, v, mask, SCALE)
+    draws = torch.stack(
+        [
+            attention_forward(q, k, v, mask, SCALE, dropout=replace(dropout, seed=torch.tensor(seed)))[0]
+            for seed in range(seeds)
+        ]
+    )
+    error = (draws.mean(0) - expected).abs()
+    assert (error <= 6 * draws.std(0) / seeds**0.5 + 1e-12).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k, v = draw_wide()
+    good = dropout_of(23, 29)
+    for change, message in (
+        ({"p": 1.5}, "probability"),
+        ({"p": float("nan")}, "probability"),
+        ({"seed": torch.tensor(1, dtype=torch.int32)}, "int64"),
+        ({"seed": torch.zeros(2, dtype=torch.int64)}, "int64"),
+        ({"q_positions": torch.arange(23)}, "int32"),
+        ({"kv_positions": torch.zeros(29, 2, dtype=torch.int32).mT}, "int32"),
+        ({"kv_positions": torch.zeros(1, dtype=torch.int32).expand(29)}, "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(good, **change)
+    for change, message in (
+        ({"q_positions": torch.zeros(22, dtype=torch.int32)}, "positions"),
+        ({"kv_positions": torch.zeros(3, 29, dtype=torch.int32)}, "positions"),
+        ({"seed": torch.zeros((), dtype=torch.int64, device="meta")}, "seed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention_forward(q, k, v, RowMask(), SCALE, dropout=replace(good, **change))

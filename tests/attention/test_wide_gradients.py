@@ -1,0 +1,114 @@
+"""Gradients of a rank's own keys that are not rounded before they are added to what other ranks give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from support.ring_checks import attend, check_against_reference
+
+from cp_dtensor import HeadTail, Layout, Striped
+from cp_dtensor.attention.backends.base import LocalAttention
+from cp_dtensor.attention.backends.base import Problem as Facts
+from cp_dtensor.attention.backends.select import backend_by_name, with_wide_gradients
+from cp_dtensor.attention.backends.wide_gradients import WideGradients
+from cp_dtensor.engine import planner as planning
+from cp_dtensor.spec.layouts import Contiguous
+
+MATH = backend_by_name("MATH", "cpu")
+
+
+def facts(capability: tuple[int, int] | None = (9, 0), dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> Facts:
+    return Facts("cuda", capability, dtype, dim, dim, 8, 2, staircase=False)
+
+
+@pytest.mark.parametrize("name", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
+def test_where_our_kernels_are_nearly_as_fast(name: str) -> None:
+    pytest.importorskip("triton")
+    backend = backend_by_name(name, "cuda")
+    found = with_wide_gradients(backend, facts())
+    assert isinstance(found, WideGradients)
+    assert found.backend is backend
+    assert found.name == name
+    assert found.refusal(facts()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("CUDNN_ATTENTION", facts((8, 0))),
+        ("CUDNN_ATTENTION", facts((10, 0))),
+        ("CUDNN_ATTENTION", facts(None)),
+        ("FLASH_ATTENTION", facts(dtype=torch.float32)),
+        ("FLASH_ATTENTION", facts(dim=512)),
+        ("EFFICIENT_ATTENTION", facts()),
+        ("MATH", facts()),
+    ],
+)
+def test_others_keep_their_gradients(name: str, problem: Facts) -> None:
+    assert with_wide_gradients(backend_by_name(name, "cuda"), problem) is None
+
+
+@pytest.fixture
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(backend: LocalAttention, _: Facts) -> LocalAttention:
+        return WideGradients(backend)
+
+    monkeypatch.setattr(planning, "with_wide_gradients", wide)
+
+
+@pytest.mark.usefixtures("_everywhere")
+@pytest.mark.parametrize("layout", [HeadTail(), Contiguous(), Striped(1), Striped(4)], ids=repr)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_equal_to_one_device(layout: Layout, is_causal: bool) -> None:
+    """Staircases, as stripes have them, too."""
+    problem = Problem(41, 41, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
+    check_against_reference(problem, 4, layout, rotate_method="allgather")
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_less_is_rounded() -> None:
+    """Of all gradients, by the all-gather rotation of four ranks and more; other rotations are as they were."""
+    problem = Problem(256, 256, q_heads=4, kv_heads=2, head_dim=16, is_causal=True, dtype=torch.bfloat16)
+    tensors = problem.draw(0)
+    truth = reference(problem, *tensors)
+
+    def errors(ranks: int, rotation: str) -> list[float]:
+        results = run_ranks(ranks, attend, ranks, tensors, problem, HeadTail(), {"rotate_method": rotation})
+        found = []
+        for index, whole in enumerate(truth):
+            parts = [shard(whole, HeadTail(), rank, ranks) for rank in range(ranks)]
+            square = sum(((results[rank][index] - part) ** 2).sum() for rank, part in enumerate(parts))
+            found.append((square.sqrt() / whole.norm()).item())  # type: ignore[union-attr]
+        return found
+
+    gathered, ring, few = errors(4, "allgather"), errors(4, "alltoall"), errors(2, "allgather")
+    assert all(wide < 0.93 * rounded for wide, rounded in zip(gathered[1:], ring[1:], strict=True)), (gathered, ring)
+    assert few[1:] == pytest.approx(errors(2, "alltoall")[1:], rel=0.01)
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_the_own_tiles_alone_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded, wide = [], []
+    monkeypatch.setattr(type(MATH), "backward", _counted(rounded, type(MATH).backward))
+    monkeypatch.setattr(WideGradients, "backward", _counted(wide, WideGradients.backward))
+    problem = Problem(64, 64, is_causal=True)
+
+    def body(rank: int) -> None:
+        attend(rank, 4, problem.draw(0), problem, HeadTail(), {"rotate_method": "allgather"})
+        dist.barrier()
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        run_ranks(4, body)
+    assert len(wide) == 4
+    assert rounded
+
+
+def _counted(calls: list[int], backward):  # type: ignore[no-untyped-def]
+    def counted(*args):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        return backward(*args)
+
+    return counted

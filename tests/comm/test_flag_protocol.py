@@ -1,0 +1,232 @@
+"""The order of flags, copies and streams of the transports through shared memory, in random interleavings.
+
+Every rank runs the calls themselves; attention only says on which stream it has used what. No rank may wait for ever,
+read what has not been written, or overwrite what a peer has still to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("cp_dtensor.comm.triton_kernels")
+
+from support.flag_programs import Program, ring, ulysses, whole_keys
+from support.interleavings import run
+from support.streams import Group, Rank, Stream
+
+from cp_dtensor.api.flex import gather_kv as flex_in_place
+from cp_dtensor.comm.symm_mem_workspace import Flag, Flags, Workspace
+from cp_dtensor.spec.balanced_layouts import BalancedBlocks
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
+from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
+
+INTERLEAVINGS = 100
+
+
+def in_graphs(program: Program) -> Program:
+    """Once as it is, which prepares tables; then in two graphs, which run one after the other."""
+
+    def captured(rank: Rank) -> None:
+        program(rank)
+        for _ in range(2):
+            with rank.capture():
+                program(rank)
+
+    return captured
+
+
+def one_after_the_other(*programs: Program) -> Program:
+    def together(rank: Rank) -> None:
+        for program in programs:
+            program(rank)
+
+    return together
+
+
+def on_streams_in_turns(program: Program) -> Program:
+    """Calls on two streams of a user who does not order them."""
+
+    def in_turns(rank: Rank) -> None:
+        main, other = rank.current, Stream(rank)
+        for stream in (main, other, main, other):
+            with torch.cuda.stream(stream):
+                program(rank)
+
+    return in_turns
+
+
+def recorded(ranks: int, program: Program) -> Group:
+    group = Group(ranks)
+    for rank in group.ranks:
+        group.record(rank, program)
+    return group
+
+
+def check(ranks: int, program: Program) -> None:
+    group = recorded(ranks, program)
+    assert run(group, 0, shared_queues=True) is None
+    for seed in range(INTERLEAVINGS):
+        assert run(group, seed) is None, f"interleaving {seed}"
+
+
+def check_that_it_goes_wrong(ranks: int, program: Program) -> None:
+    group = recorded(ranks, program)
+    assert any(run(group, seed) for seed in range(INTERLEAVINGS)), "the mistake was not found"
+
+
+all_worlds = pytest.mark.parametrize("ranks", [2, 3])
+all_stages = pytest.mark.parametrize(
+    ("stages", "two_streams"), [(1, False), (2, False), (2, True), (4, False), (4, True)]
+)
+# A rank whose rows nobody sees still takes part: under causal the last one, if the layout is contiguous.
+MIXED = one_after_the_other(
+    ulysses(2, True, backward=True),
+    ring(2, Causal(), HeadTail(), backward=True),
+    ulysses(4, True, backward=False),
+    ring(2, Causal(), Contiguous(), backward=False),
+    ring(1, Full(), Contiguous(), backward=True),
+    whole_keys(2, HeadTail(), backward=True),
+    ulysses(1, False, backward=True),
+)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@all_stages
+@all_worlds
+def test_ulysses(ranks: int, stages: int, two_streams: bool, backward: bool) -> None:
+    call = ulysses(stages, two_streams, backward)
+    check(ranks, one_after_the_other(call, call, call))
+
+
+@all_stages
+@all_worlds
+def test_ulysses_in_graphs(ranks: int, stages: int, two_streams: bool) -> None:
+    check(ranks, in_graphs(ulysses(stages, two_streams, backward=True)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        (Full(), Contiguous()),
+        (Causal(), HeadTail()),
+        (Causal(), Contiguous()),
+        (SlidingWindow(5, 0), Contiguous()),  # of some keys of some ranks, which lie elsewhere on each
+        (SlidingWindow(2, 1), HeadTail()),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@all_worlds
+def test_rings(ranks: int, stages: int, mask: Mask, layout: Layout) -> None:
+    forward, both = (ring(stages, mask, layout, backward) for backward in (False, True))
+    check(ranks, one_after_the_other(forward, both, both))
+    check(ranks, in_graphs(both))
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), BalancedBlocks((1, 5, 2, 2, 3, 4), 4, 24)], ids=repr)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_keys_of_flex_attention(stages: int, layout: Layout) -> None:
+    forward, both = (whole_keys(stages, layout, backward) for backward in (False, True))
+    check(3, one_after_the_other(forward, both, both))
+    check(3, in_graphs(both))
+
+
+@pytest.mark.parametrize("how", [one_after_the_other, in_graphs, on_streams_in_turns])
+@all_worlds
+def test_rings_and_ulysses_share_a_workspace(ranks: int, how: Callable[[Program], Program]) -> None:
+    check(ranks, how(MIXED))
+
+
+@pytest.mark.parametrize("call", [ring(4, Causal(), HeadTail(), backward=True), whole_keys(4, HeadTail(), True)])
+def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> None:
+    """They are submitted after it, and their memory was free before it."""
+    group, pulls = Group(2), list[tuple[int, int]]()
+    mains, read = {rank: rank.current for rank in group.ranks}, Rank.read
+
+    def recorded(rank: Rank, stream: Stream, source: int, target: int) -> None:
+        if group.place(source)[1] == "kv":
+            lane = mains[rank].lane
+            awaited = stream.clock.get(lane, 0)
+            uses = [place for place, op in enumerate(group.lanes[lane]) if op[0] == "use"]
+            pulls.append((len(uses), sum(place < awaited for place in uses)))
+        read(rank, stream, source, target)
+
+    with mock.patch.object(Rank, "read", recorded), mock.patch.object(flex_in_place, "whole_heads", return_value=None):
+        for rank in group.ranks:
+            group.record(rank, call)
+    under_tiles = [(launched, awaited) for launched, awaited in pulls if launched]
+    assert under_tiles
+    assert all(awaited < launched for launched, awaited in under_tiles)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
+    """It would keep a multiprocessor from the other stream's attention. What leaves last is waited for."""
+    submit, beside_attention = Flags.submit, list[bool]()
+    of_departures = {Flag.GRAD_TAKEN, Flag.GRAD_READY}
+
+    def recorded(flags: Flags, stream: Any, *, beside: bool = False, **which: Any) -> None:
+        if of_departures.intersection(which.values()):
+            beside_attention.append(beside)
+        submit(flags, stream, beside=beside, **which)
+
+    group = Group(2)
+    with mock.patch.object(Flags, "submit", recorded):
+        group.record(group.ranks[0], ulysses(stages, True, backward=False))
+    assert beside_attention == [True] * 4 * (stages - 1) + [False] * 3
+
+
+# What the checks above would find.
+
+
+@pytest.mark.parametrize("how", [one_after_the_other, in_graphs])
+@pytest.mark.parametrize("stages", [2, 4])
+@all_worlds
+def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[Program], Program]) -> None:
+    others = property(lambda self: [rank for rank in range(len(self.addresses)) if rank != self.rank])
+    with mock.patch.object(Flags, "_ranks", others):
+        check_that_it_goes_wrong(ranks, how(ulysses(stages, True, backward=False)))
+        check(ranks, how(ulysses(stages, False, backward=False)))  # a rank with one stream would need none
+
+
+@all_worlds
+def test_publishing_follows_in_graphs_too(ranks: int) -> None:
+    follow = Workspace.follow
+
+    def unless_capturing(workspace: Workspace, stream: Any) -> None:
+        if not stream.is_capturing:
+            follow(workspace, stream)
+
+    with mock.patch.object(Workspace, "follow", unless_capturing):
+        check_that_it_goes_wrong(ranks, in_graphs(ulysses(4, True, backward=False)))
+
+
+@all_worlds
+def test_publishing_follows_on_streams_of_the_user(ranks: int) -> None:
+    with mock.patch.object(Workspace, "follow"):
+        check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
+
+
+EVERY_FLAG = [
+    ulysses(4, False, backward=True),
+    ring(4, Causal(), HeadTail(), backward=True),
+    # Of layers, whose forward passes follow each other: a backward between them would order them.
+    one_after_the_other(*[whole_keys(4, HeadTail(), backward) for backward in (False, True)]),
+]
+
+
+@pytest.mark.parametrize("missing", Flag)
+@pytest.mark.parametrize("call", EVERY_FLAG)
+@all_worlds
+def test_every_wait_is_needed(ranks: int, call: Program, missing: Flag) -> None:
+    submit = Flags.submit
+
+    def all_but_one(flags: Flags, stream: Any, *, wait: Flag | None = None, **others: Any) -> None:
+        submit(flags, stream, wait=None if wait is missing else wait, **others)
+
+    with mock.patch.object(Flags, "submit", all_but_one):
+        check_that_it_goes_wrong(ranks, one_after_the_other(call, call))

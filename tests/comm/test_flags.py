@@ -1,0 +1,130 @@
+"""Flags that ranks raise for each other, on buffers of one process: the kernel, and who does what on which stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import GPUS
+from support.compiled_subprocess import run_uninterpreted
+
+kernel = pytest.importorskip("cp_dtensor.comm.triton_kernels")
+
+no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+all_devices = pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
+)
+
+
+def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
+    """Of some of the words."""
+    found = [words[place].data_ptr() for place in places]
+    return torch.tensor(found + [0] * (count - len(found)), device=words.device)
+
+
+def stream_of(device: str) -> int:
+    return 0 if device == "cpu" else int(torch.cuda.current_stream().cuda_stream)
+
+
+@all_devices
+@pytest.mark.parametrize(("told", "awaited"), [([0, 2, 5], [1, 3]), ([], [1]), ([4], []), ([], []), ([1], [1])])
+def test_the_kernel_raises_flags_and_takes_down_what_it_waited_for(
+    device: str, told: list[int], awaited: list[int]
+) -> None:
+    words = torch.zeros(6, dtype=torch.int32, device=device)
+    words[awaited] = 1
+    count = kernel.padded_count(3)
+    kernel.flag_launch(addresses(words, told, count), addresses(words, awaited, count))(stream_of(device))
+    expected = [int(place in told and place not in awaited) for place in range(6)]
+    assert words.tolist() == expected
+
+
+@all_devices
+def test_a_launch_may_be_repeated(device: str) -> None:
+    """It is Triton's, then direct, then of memory that is filled once."""
+    words = torch.zeros(2, dtype=torch.int32, device=device)
+    count = kernel.padded_count(2)
+    launch = kernel.flag_launch(addresses(words, [0], count), addresses(words, [1], count))
+    for _ in range(5):
+        words[:] = torch.tensor([0, 1])
+        launch(stream_of(device))
+        assert words.tolist() == [1, 0]
+
+
+@pytest.mark.gpu
+def test_the_kernel_waits() -> None:
+    """For a flag that another stream raises later, and not before all are up."""
+    words = torch.zeros(2, dtype=torch.int32, device="cuda")
+    after = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count = kernel.padded_count(2)
+    places = {which: addresses(words, which, count) for which in ((), (0,), (1,), (0, 1))}
+    wait_for_both, raise_first, raise_second = (
+        kernel.flag_launch(places[told], places[awaited]) for told, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
+    )
+    for _ in range(3):  # while a kernel waits, CUDA may be unable to load another
+        for launch in (raise_first, raise_second, wait_for_both):
+            launch(stream_of("cuda"))
+        after.add_(0)
+        after.clone()
+        torch.cuda._sleep(10)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wait_for_both(stream_of("cuda"))
+        after.add_(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        raise_first(stream_of("cuda"))
+        torch.cuda._sleep(10_000_000)
+        seen_before = after.clone()
+        raise_second(stream_of("cuda"))
+    torch.cuda.synchronize()
+    assert (seen_before.item(), after.item(), words.tolist()) == (0, 1, [0, 0])
+
+
+_COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from cp_dtensor.comm.triton_kernels import padded_count, pass_flags_kernel
+signature = {"told_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
+source = ASTSource(pass_flags_kernel, signature, {"PLACES": padded_count(8), "INTERPRETED": False})
+print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
+"""
+
+
+def test_the_compiled_kernel_orders_memory_for_all_gpus() -> None:
+    """Flags of peers are stored, with release; those awaited are read with acquire; both as all GPUs see them."""
+    lines = run_uninterpreted("-c", _COMPILE).splitlines()
+    raising = [line for line in lines if "st.release.sys.global.b32" in line]
+    awaiting = [line for line in lines if "atom" in line]
+    assert len(raising) == 1
+    assert awaiting
+    assert all("sys" in line and "acquire" in line for line in awaiting)
+
+
+class _Stream:
+    cuda_stream = 0
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_runs_beside_attention_needs_no_kernel(
+    beside: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cp_dtensor._torch import cuda_driver as device_streams
+    from cp_dtensor.comm import symm_mem_workspace as flags
+
+    done: list[str] = []
+
+    class Driver:
+        def cuStreamBatchMemOp_v2(self, *_: Any) -> int:
+            done.append("front end")
+            return 0
+
+    monkeypatch.setattr(device_streams, "_driver", Driver)
+    monkeypatch.setattr(flags, "TRITON_AVAILABLE", has_triton)
+    monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda stream: done.append("kernel"))
+    of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), torch.device("cpu"))
+    of_one.submit(_Stream(), tell=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, beside=beside)  # type: ignore[arg-type]
+    assert done == (["kernel"] if has_triton and not beside else ["front end", "front end"])

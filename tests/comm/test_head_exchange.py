@@ -1,0 +1,258 @@
+"""Rows for heads and back, on ranks that are threads: every element arrives where it belongs, and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collectives import kinds as collective_kinds
+from support.collectives import recorded_collectives, rows_in_place
+from support.problems import shard
+from support.ranks import run_ranks
+from support.schedules import any_layout
+
+from cp_dtensor.comm import collective as exchange
+from cp_dtensor.comm import head_exchange as heads
+from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows, ToHeads, ToRows, _Blocks
+from cp_dtensor.plan.head_partition import divide_heads
+from cp_dtensor.plan.tiling import rows_in_order
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span
+
+Bundle = list[torch.Tensor]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Tensors of one bundle: how long, divided how, and which heads go to which rank."""
+
+    length: int
+    layout: Layout
+    heads: tuple[Span, ...]
+    dims: tuple[int, ...]
+    """Head dims, one for each tensor."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.heads)
+
+    @property
+    def head_rows(self) -> HeadRows:
+        return HeadRows(rows_in_order(self._by_rank), self.heads)
+
+    def in_order(self, whole: torch.Tensor) -> torch.Tensor:
+        """All rows as they should stand after the exchange: pieces of shards, by where they begin in the sequence."""
+        rows = self.head_rows.rows
+        pieces = [
+            shard(whole, self.layout, rank, self.ranks)[:, :, slice(*rows.local_span(rank, part))]
+            for rank, part in rows.places
+        ]
+        return torch.cat([whole[:, :, :0], *pieces], dim=2)
+
+    def whole(self, batch: int, dtype: torch.dtype) -> Bundle:
+        """Elements tell where they stand."""
+        shapes = [(batch, self.heads[-1][1], self.length, dim) for dim in self.dims]
+        return [
+            (torch.arange(torch.Size(shape).numel()).view(shape) + 1000 * index + 1).to(dtype)
+            for index, shape in enumerate(shapes)
+        ]
+
+    @property
+    def _by_rank(self) -> list[Any]:
+        return [self.layout.segments(self.length, rank, self.ranks) for rank in range(self.ranks)]
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# Memory in other orders than that of the dims; the last one has no unit stride anywhere.
+MEMORY: dict[str, Change] = {
+    "as it is": as_it_is,
+    "row after row": lambda tensor: tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "as projections leave it": lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a larger one": lambda tensor: torch.nn.functional.pad(tensor, (1, 2, 1, 0, 1, 1))[:, 1:-1, 1:, 1:-2],
+    "every other element": lambda tensor: tensor.repeat_interleave(2, dim=3)[..., ::2],
+    "head dim first": lambda tensor: tensor.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+}
+any_memory = st.sampled_from(list(MEMORY.values()))
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def there_and_back(
+    rank: int, kinds: Sequence[Kind], batch: int, dtype: torch.dtype, before: Change, after: Change
+) -> None:
+    """Checks what this rank gets by heads, and that all comes back; `before` and `after` say in which memory."""
+    group, world_size = dist.group.WORLD, kinds[0].ranks
+    whole = [kind.whole(batch, dtype) for kind in kinds]
+    mine = [
+        [before(shard(tensor, kind.layout, rank, world_size)) for tensor in tensors]
+        for kind, tensors in zip(kinds, whole, strict=True)
+    ]
+    head_rows = [kind.head_rows for kind in kinds]
+    by_heads = ToHeads(mine, head_rows, group).wait()
+    for kind, got, tensors in zip(kinds, by_heads, whole, strict=True):
+        start, stop = kind.heads[rank]
+        for actual, tensor in zip(got, tensors, strict=True):
+            assert torch.equal(actual, kind.in_order(tensor)[:, start:stop])
+    targets = [[after(torch.full_like(tensor, -1)) for tensor in tensors] for tensors in mine]
+    ToRows([[after(tensor) for tensor in tensors] for tensors in by_heads], head_rows, group).wait(targets)
+    for got, tensors in zip(targets, mine, strict=True):
+        assert all(map(torch.equal, got, tensors))
+
+
+each_way = pytest.mark.parametrize("in_place", [False, True], ids=["packed", "in place"])
+
+
+def travelling(in_place: bool) -> AbstractContextManager[None]:
+    """How rows travel: in one contiguous collective, or as with NCCL straight between their places."""
+    return rows_in_place() if in_place else nullcontext()
+
+
+def spans(counts: Sequence[int]) -> tuple[Span, ...]:
+    """Consecutive spans of these lengths."""
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return tuple((start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+@st.composite
+def any_kind(draw: st.DrawFn, ranks: int) -> Kind:
+    """Of any heads for each rank, none perhaps, evenly or not."""
+    counts = draw(st.one_of(st.integers(0, 3).map(lambda count: [count] * ranks), _counts(ranks)))
+    dims = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    return Kind(draw(st.integers(0, 12)), draw(any_layout), spans(counts), tuple(dims))
+
+
+def _counts(ranks: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks)
+
+
+@each_way
+@settings(max_examples=80)
+@given(data=st.data())
+def test_rows_for_heads_and_back_is_the_identity(in_place: bool, data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    bundles = data.draw(st.lists(any_kind(ranks), min_size=1, max_size=3))
+    before, after = data.draw(any_memory), data.draw(any_memory)
+    batch, dtype = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(DTYPES))
+    with travelling(in_place):
+        run_ranks(ranks, there_and_back, bundles, batch, dtype, before, after)
+
+
+@each_way
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change) -> None:
+    """Queries of 8 heads, and in one bundle keys and values of 4 heads and other head dims."""
+    queries = Kind(11, HeadTail(), spans([2, 2, 2, 2]), (3,))
+    keys = Kind(7, HeadTail(), spans([1, 1, 1, 1]), (3, 5))
+    for before, after in ((memory, as_it_is), (as_it_is, memory)):
+        with travelling(in_place):
+            run_ranks(4, there_and_back, [queries, keys], 2, dtype, before, after)
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 3, 3), (12, 1, 4)]
+)
+def test_stages_of_divided_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
+    """Each stage has regular parts of all heads, key heads as often as ranks need them; they come home as copies."""
+    division, ranks = divide_heads(q_heads, kv_heads, 3, stages), 3
+    queries, keys = (
+        Kind(10, HeadTail(), spans([q_heads, 0, 0]), (4,)),
+        Kind(7, HeadTail(), spans([kv_heads, 0, 0]), (4, 2)),
+    )
+    whole = [kind.whole(2, torch.float64) for kind in (queries, keys)]
+    units = [[division.units(rank, stage) for rank in range(ranks)] for stage in range(division.stages)]
+    by_stage = [
+        (
+            HeadRows(queries.head_rows.rows, tuple(map(division.query_heads, of_stage))),
+            HeadRows(keys.head_rows.rows, tuple(of_stage), division.copies),
+        )
+        for of_stage in units
+    ]
+
+    def body(rank: int) -> None:
+        way = CollectiveHeads()
+        mine = [[shard(tensor, HeadTail(), rank, ranks) for tensor in tensors] for tensors in whole]
+        copies = [tensor.repeat_interleave(division.copies, dim=1) for tensor in mine[1]]
+        targets = [[torch.full_like(tensor, -1) for tensor in tensors] for tensors in (mine[0], copies)]
+        arriving = way.to_heads(mine, by_stage, dist.group.WORLD)
+        for stage, of_stage in enumerate(units):
+            (stage_q,), stage_kv = arriving.receive()
+            start, stop = division.query_heads(of_stage[rank])
+            assert torch.equal(stage_q, queries.in_order(whole[0][0])[:, start:stop])
+            read = [unit // division.copies for unit in range(*of_stage[rank])]
+            assert all(
+                torch.equal(got, keys.in_order(all_)[:, read]) for got, all_ in zip(stage_kv, whole[1], strict=True)
+            )
+            is_last = stage == len(units) - 1
+            way.to_rows([[stage_q], stage_kv], targets, by_stage[stage], dist.group.WORLD, is_last).wait()
+        assert all(map(torch.equal, targets[0] + targets[1], mine[0] + copies))
+
+    with travelling(in_place):
+        run_ranks(ranks, body)
+
+
+@given(st.data())
+def test_copies_of_all_blocks_at_once_are_those_of_one_after_the_other(data: st.DataObject) -> None:
+    """Blocks of equally many heads, at equal distances, take one copy for each tensor."""
+    ranks, count, rows = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    distance = count + data.draw(st.integers(0, 2))
+    heads = [(rank * distance, rank * distance + count) for rank in range(ranks)]
+    is_regular = data.draw(st.booleans())
+    if not is_regular:
+        heads[-1] = (heads[-1][0], heads[-1][1] + 1)
+    memory = data.draw(any_memory)
+    tensors = [
+        memory(torch.randn(2, heads[-1][1], rows, dim, dtype=torch.float64))
+        for dim in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    ]
+    blocks = _Blocks(tensors, [stop - start for start, stop in heads], rows)
+    pairs = list(blocks.pairs(tensors, heads))
+    assert len(pairs) == len(tensors) * (1 if is_regular else ranks)
+    for of_tensor, of_block in pairs:
+        of_block.copy_(of_tensor)
+    for block, (start, stop) in enumerate(heads):
+        for tensor, view in zip(tensors, blocks.views(block), strict=True):
+            assert torch.equal(view, tensor[:, start:stop])
+
+
+def test_heads_and_rows_travel_in_one_collective_each_whatever_they_are() -> None:
+    """Also where this rank has neither heads nor rows."""
+    kinds = [Kind(2, HeadTail(), spans([2, 0, 1]), (4,)), Kind(1, HeadTail(), spans([0, 0, 1]), (4, 2))]
+    with recorded_collectives() as collectives:
+        run_ranks(3, there_and_back, kinds, 1, torch.float64, as_it_is, as_it_is)
+    assert [collective_kinds(collectives, rank) for rank in range(3)] == [["AllToAllBase"] * 2] * 3
+
+
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+def test_what_lies_row_after_row_is_sent_from_where_it_lies(memory: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing but what the exchange itself packs is copied; other orders are."""
+    sent: list[torch.Tensor] = []
+
+    class Recorded(exchange.Exchange):
+        def __init__(self, incoming: Any, outgoing: Any, *args: Any) -> None:
+            sent.extend(rows for by_rank in outgoing for rows in by_rank if rows is not None)
+            super().__init__(incoming, outgoing, *args)
+
+    def body(rank: int) -> None:
+        kind = Kind(6, Contiguous(), spans([2]), (4,))
+        (whole,) = kind.whole(2, torch.float64)
+        by_heads, target = memory(whole), torch.full_like(whole, -1)
+        ToRows([[by_heads]], [kind.head_rows], dist.group.WORLD).wait([[target]])
+        assert torch.equal(target, whole)
+        in_place = by_heads.permute(2, 0, 1, 3).is_contiguous()
+        assert in_place == (memory is MEMORY["row after row"])
+        (rows,) = sent
+        assert (rows.data_ptr() == by_heads.data_ptr()) == in_place
+
+    monkeypatch.setattr(heads, "Exchange", Recorded)
+    run_ranks(1, body)

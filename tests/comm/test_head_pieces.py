@@ -1,0 +1,153 @@
+"""The pieces of an exchange of heads through shared memory, executed on buffers of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import GPUS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_dtensor.comm.head_exchange_symm_mem import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
+from cp_dtensor.engine.planner import exchange_stages
+from cp_dtensor.plan.head_partition import divide_heads
+from cp_dtensor.plan.partition import LayoutDivision, UnitedDivision
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+
+kernel = pytest.importorskip("cp_dtensor.comm.triton_kernels")
+DIM = 4
+no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+
+
+def copied_by_hand(pieces: tuple[Piece, ...], memory: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Byte by byte as `Piece` says."""
+    flat = [target.view(-1).view(torch.uint8) for target in targets]
+    for piece in pieces:
+        for row in range(piece.rows):
+            source = piece.source + row * piece.source_pitch
+            target = piece.target + row * piece.target_pitch
+            flat[piece.tensor][target : target + piece.row_bytes] = memory[piece.peer][
+                source : source + piece.row_bytes
+            ]
+
+
+def copied_by_kernel(pieces: tuple[Piece, ...], memory: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    rows = [(memory[piece.peer].data_ptr() + piece.source, piece.tensor, piece.target, *piece[4:]) for piece in pieces]
+    if rows:
+        table = torch.tensor(rows, dtype=torch.int64, device=memory[0].device)
+        most = max(piece.rows for piece in pieces), max(piece.row_bytes for piece in pieces)
+        kernel.launch_copies(table, *most, targets, programs=7)
+
+
+def in_order(pieces: tuple[Piece, ...], rank: int, ranks: int) -> tuple[Piece, ...]:
+    """What lies in the rank's own memory comes last, and of each tensor the next rank's first."""
+    peers = [piece.peer for piece in pieces]
+    assert peers == sorted(peers, key=lambda peer: peer == rank)
+    for tensor in {piece.tensor for piece in pieces}:
+        hops = [(piece.peer - rank - 1) % ranks for piece in pieces if piece.tensor == tensor]
+        assert hops == sorted(hops)
+    return pieces
+
+
+def published(tensors: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+    """Tensors (B, rows, heads, D) one after the other, where their largest sizes put them."""
+    starts = offsets(sizes)
+    memory = torch.full((starts[-1],), 255, dtype=torch.uint8, device=tensors[0].device)
+    for tensor, start in zip(tensors, starts, strict=False):
+        memory[start : start + tensor.numel() * tensor.itemsize] = tensor.reshape(-1).view(torch.uint8)
+    return memory
+
+
+def check(
+    copy: object, layout: Layout, length: int, batch: int, ranks: int, q_heads: int, kv_heads: int, stages: int,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    division = LayoutDivision(layout, length, length, batch, ranks)
+    united = UnitedDivision(division, ranks)
+    heads = divide_heads(q_heads, kv_heads, ranks, stages)
+    generator = torch.Generator().manual_seed(length)
+    whole = [torch.randn(batch, length, count, DIM, generator=generator).to(device) for count in (q_heads, kv_heads)]
+    local = [[united_rows(united, tensor, rank) for tensor in whole] for rank in range(ranks)]
+    together = [
+        torch.cat([united_part(united, local, which, place) for place in united.key_rows(0).places], 1)
+        for which in (0, 1)
+    ]
+    home = [
+        [
+            torch.full((batch, mine[0].size(1), count, DIM), float("nan"), device=device)
+            for count in (q_heads, heads.unit_count)
+        ]
+        for mine in local
+    ]
+    for kinds in exchange_stages(heads, united, 0):
+        everyone = [
+            tuple(
+                Published(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True)
+            )
+        ] * ranks
+        memory = [published(mine, [each.whole_bytes for each in everyone[0]]) for mine in local]
+        arrived = []
+        for rank in range(ranks):
+            targets = [
+                torch.full((batch, kind.rows.total, kind.head_counts[rank], DIM), float("nan"), device=device)
+                for kind in kinds
+            ]
+            copy(in_order(pieces_to_heads(everyone[rank], rank), rank, ranks), memory, targets)  # type: ignore[operator]
+            for target, kind, tensor in zip(targets, kinds, together, strict=True):
+                units = range(*kind.heads[rank])
+                wanted = tensor[:, :, [unit // kind.copies for unit in units]]
+                torch.testing.assert_close(target, wanted, rtol=0, atol=0)
+            arrived.append(targets)
+        back = tuple(
+            Published(kind, batch, count, DIM * 4)
+            for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
+        )
+        memory = [published(mine, [each.stage_bytes for each in back]) for mine in arrived]
+        for rank in range(ranks):
+            copy(in_order(pieces_to_rows(back, rank), rank, ranks), memory, home[rank])  # type: ignore[operator]
+    for mine, returned in zip(local, home, strict=True):
+        torch.testing.assert_close(returned[0], mine[0], rtol=0, atol=0)
+        torch.testing.assert_close(returned[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)
+
+
+def united_rows(united: UnitedDivision, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's rows of (B, S, H, D)."""
+    lengths = [sum(row) for row in united.key_rows(0).lengths]
+    return tensor[:, sum(lengths[:rank]) : sum(lengths[: rank + 1])].contiguous()
+
+
+def united_part(
+    united: UnitedDivision, local: list[list[torch.Tensor]], which: int, place: tuple[int, int]
+) -> torch.Tensor:
+    rank, part = place
+    start, stop = united.key_rows(0).local_span(rank, part)
+    return local[rank][which][:, start:stop]
+
+
+calls = st.tuples(
+    st.sampled_from([Contiguous(), HeadTail(), Striped(2), MirroredBatch()]),
+    st.integers(1, 23),
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.sampled_from([(4, 4), (4, 2), (6, 2), (5, 5), (8, 1), (1, 1)]),
+    st.integers(1, 3),
+)
+
+
+@settings(max_examples=60)
+@given(calls)
+def test_pieces_bring_heads_together_and_rows_home(
+    call: tuple[Layout, int, int, int, tuple[int, int], int],
+) -> None:
+    layout, length, batch, ranks, heads, stages = call
+    check(copied_by_hand, layout, length, batch, ranks, *heads, stages)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
+)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "stages"), [(4, 2, 1), (5, 5, 2), (8, 1, 2), (2, 1, 1)])
+def test_the_kernel_copies_the_same(q_heads: int, kv_heads: int, stages: int, device: str) -> None:
+    for ranks, length in ((3, 40), (2, 1)):
+        check(copied_by_kernel, HeadTail(), length, 2, ranks, q_heads, kv_heads, stages, device)

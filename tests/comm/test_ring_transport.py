@@ -1,0 +1,261 @@
+"""What travels for one attention call: which collectives, how much of K and V, and what decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives import Collective, errors_by_rank, kinds, recorded_collectives
+from support.problems import Problem, shard
+from support.ranks import RanksFailed, run_ranks
+from support.staging import fine
+
+from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
+from cp_dtensor.comm.collective import AllGather
+from cp_dtensor.comm.select import ROTATE_METHODS
+
+RANKS = 4
+each_method = pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
+each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
+
+
+@pytest.fixture
+def process_default() -> Iterator[None]:
+    """Puts the default of `set_rotate_method` back to what it is at import."""
+    yield
+    set_rotate_method("auto")
+
+
+@pytest.fixture
+def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROTATE_METHODS, "allgather", AllGather(fine(1, 1)))
+
+
+def attend(rank: int, problem: Problem, layout: Layout, backward: bool, options: dict[str, Any]) -> torch.Tensor:
+    q, k, v, grad_out = (shard(tensor, layout, rank, RANKS) for tensor in problem.draw(seed=0))
+    for tensor in (q, k, v):
+        tensor.requires_grad_(backward)
+    out = ring_attention(
+        q, k, v, mesh=dist.group.WORLD, layout=layout, is_causal=problem.is_causal,
+        enable_gqa=problem.q_heads != problem.kv_heads, **options,
+    )  # fmt: skip
+    if backward:
+        out.backward(grad_out)
+    return out.detach()
+
+
+SMALL = Problem(24, 24, is_causal=True)
+
+# Everything is an exchange of rows between all ranks. On a CPU all methods but the ring are all-gather.
+GATHER, RING = ["AllToAllBase"], ["AllToAllBase"] * (RANKS - 1)
+FORWARD = {"allgather": GATHER, "alltoall": RING, "symm_mem": GATHER, "auto": GATHER}
+BACKWARD = {method: transfers * 2 for method, transfers in FORWARD.items()}  # K/V once more, and their gradients
+
+
+@each_method
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_known_length_is_not_exchanged(backward: bool, rotate_method: str) -> None:
+    transfers = FORWARD[rotate_method] + BACKWARD[rotate_method] * backward
+    options: dict[str, Any] = {"rotate_method": rotate_method}
+    with recorded_collectives() as collectives:
+        known = run_ranks(RANKS, attend, SMALL, HeadTail(), backward, {"seq_len": 24, **options})
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [transfers] * RANKS
+    with recorded_collectives() as collectives:
+        found = run_ranks(RANKS, attend, SMALL, HeadTail(), backward, options)
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather", *transfers]] * RANKS
+    assert all(map(torch.equal, known, found))
+
+
+@pytest.mark.parametrize("seq_len", [(13, 30), [13, 30]])
+def test_queries_and_keys_may_have_lengths_of_their_own(seq_len: Any) -> None:
+    problem = Problem(13, 30, is_causal=True)
+    with recorded_collectives() as collectives:
+        known = run_ranks(RANKS, attend, problem, HeadTail(), False, {"seq_len": seq_len})
+    assert kinds(collectives) == FORWARD["auto"]
+    assert all(map(torch.equal, known, run_ranks(RANKS, attend, problem, HeadTail(), False, {})))
+
+
+def test_debug_exchanges_in_spite_of_a_known_length() -> None:
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24, "debug": True})
+    assert kinds(collectives) == ["AllGather", *FORWARD["auto"]]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "what", "expected"),
+    [(32, "query", "8 of 32"), ((32, 24), "query", "8 of 32"), ((24, 40), "key", "10 of 40")],
+)
+def test_a_wrong_length_is_refused_before_anything_travels(seq_len: Any, what: str, expected: str) -> None:
+    with recorded_collectives() as collectives, pytest.raises(RanksFailed) as caught:
+        run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": seq_len})
+    for rank, error in enumerate(caught.value.errors):
+        assert isinstance(error, ValueError)
+        assert f"{what} length does not fit: got 6 local tokens on rank {rank} of 4, expected {expected}" in str(error)
+        assert "HeadTail()" in str(error)
+    assert not collectives
+
+
+def test_debug_refuses_a_wrong_length_on_all_ranks_where_it_fits_some() -> None:
+    """23 tokens are 6 on three ranks and 5 on the first, so three ranks alone cannot tell 23 from 24."""
+    options = {"seq_len": 23, "debug": True}
+    errors = errors_by_rank(RANKS, lambda rank: attend(rank, SMALL, HeadTail(), False, options))
+    assert [type(error) for error in errors] == [ValueError] * RANKS
+
+
+def sent_by(collectives: list[Collective], rank: int) -> list[torch.Tensor]:
+    """What one rank gave away, collective after collective, as rows for the first rank, the second, and so on."""
+    return [tensor for collective in collectives if collective.rank == rank for tensor in collective.sent]
+
+
+def rows_sent(collectives: list[Collective]) -> list[list[int]]:
+    """For each rank, how many rows it gave away in each collective."""
+    return [[tensor.size(0) for tensor in sent_by(collectives, rank)] for rank in range(RANKS)]
+
+
+@each_rotation
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_keys_and_values_travel_unexpanded(kv_heads: int, rotate_method: str) -> None:
+    """Rows of batch x kv_heads x (D + Dv) elements, K and V together, and their gradients too, in the inputs' dtype.
+
+    Head-tail causal with 3 tokens a chunk: the heads of rank r go to everybody, its tail only to the r ranks before it;
+    gradients take the same ways back.
+    """
+    problem = Problem(24, 24, batch=2, q_heads=8, kv_heads=kv_heads, is_causal=True, dtype=torch.bfloat16)
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, attend, problem, HeadTail(), True, {"rotate_method": rotate_method, "seq_len": 24})
+    count = len(FORWARD[rotate_method])
+    for rank in range(RANKS):
+        sent = sent_by(collectives, rank)
+        assert {(tensor.size(1), tensor.dtype) for tensor in sent} == {(2 * kv_heads * (8 + 8), torch.bfloat16)}
+        forward, backward = sent[:count], sent[count:]
+        given, taken = 3 * (RANKS - 1) + 3 * rank, 3 * (RANKS - 1) + 3 * (RANKS - 1 - rank)
+        assert sum(tensor.nbytes for tensor in forward) == given * 2 * kv_heads * (8 + 8) * 2
+        assert sum(tensor.size(0) for tensor in backward) == given + taken
+
+
+@each_rotation
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seq_len", [24, 13])
+def test_a_rank_gets_what_its_queries_see_and_no_more(seq_len: int, is_causal: bool, rotate_method: str) -> None:
+    """Under head-tail causal that is the heads of the ranks before it, and all of the ranks after it."""
+    marks = torch.arange(seq_len, dtype=torch.float64).view(1, 1, -1, 1)  # every key says where it stands
+
+    def positions(rank: int, part: slice) -> list[int]:
+        segments = HeadTail().segments(seq_len, rank, RANKS)[part]
+        return [position for segment in segments for position in segment.positions()]
+
+    def body(rank: int) -> None:
+        q, k, v = (shard(marks, HeadTail(), rank, RANKS) for _ in "qkv")
+        ring_attention(
+            q, k, v, mesh=dist.group.WORLD, is_causal=is_causal, seq_len=seq_len, rotate_method=rotate_method
+        )  # fmt: skip
+
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, body)
+    for rank in range(RANKS):
+        readers = [(rank + hop) % RANKS for hop in range(1, RANKS)]  # in the order of the hops
+        given = {reader: positions(rank, slice(0, 1 if is_causal and rank < reader else 2)) for reader in readers}
+        found = [tensor[:, 0].int().tolist() for tensor in sent_by(collectives, rank)]
+        if rotate_method == "alltoall":
+            assert found == list(given.values())
+        else:
+            assert found == [[position for reader in sorted(given) for position in given[reader]]]
+
+
+def test_in_backward_the_next_keys_are_always_on_their_way() -> None:
+    """A ring has two hops of K/V ahead of the one whose gradients leave. Of rank 0 everybody sees the head alone, 3
+    rows; itself it has gradients for both parts of everybody, 6 rows."""
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, attend, SMALL, HeadTail(), True, {"rotate_method": "alltoall", "seq_len": 24})
+    kv, gradients = 3, 6
+    assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, kv, gradients, gradients, gradients]
+
+
+@pytest.mark.usefixtures("a_stage_for_each_head")
+def test_stages_travel_one_after_the_other_each_under_the_one_before_it() -> None:
+    """As hops do: a stage has one head, the rows for all ranks together."""
+    problem = Problem(24, 24, q_heads=6, kv_heads=3, is_causal=True)
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, attend, problem, HeadTail(), True, {"rotate_method": "allgather", "seq_len": 24})
+    assert {tensor.size(1) for tensor in sent_by(collectives, 0)} == {8 + 8}
+    kv, gradients = 9, 18
+    assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, gradients, kv, gradients, gradients]
+
+
+@each_method
+def test_a_ring_of_one_rank_sends_nothing(rotate_method: str) -> None:
+    def body(rank: int) -> None:
+        q, k, v, grad_out = SMALL.draw(seed=0)
+        q.requires_grad_()
+        ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=24, rotate_method=rotate_method).backward(grad_out)
+
+    with recorded_collectives() as collectives:
+        run_ranks(1, body)
+    assert not collectives
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_uneven_lengths_need_no_padding(is_causal: bool) -> None:
+    """13 tokens on 4 ranks are 4, 3, 3, 3; under a causal mask only the ranks behind want them."""
+    rows = {}
+    for rotate_method in ("allgather", "alltoall"):
+        with recorded_collectives() as collectives:
+            options = {"rotate_method": rotate_method, "seq_len": 13}
+            run_ranks(RANKS, attend, Problem(13, 13, is_causal=is_causal), Contiguous(), False, options)
+        rows[rotate_method] = rows_sent(collectives)
+    if is_causal:
+        assert rows["allgather"] == [[12], [6], [3], [0]]
+        assert rows["alltoall"] == [[4, 4, 4], [3, 3, 0], [3, 0, 0], [0, 0, 0]]
+    else:
+        assert rows["allgather"] == [[12], [9], [9], [9]]
+        assert rows["alltoall"] == [[4, 4, 4], [3, 3, 3], [3, 3, 3], [3, 3, 3]]
+
+
+@pytest.mark.usefixtures("process_default")
+def test_the_process_default_decides_where_a_call_says_nothing() -> None:
+    def used(options: dict[str, Any]) -> list[str]:
+        with recorded_collectives() as collectives:
+            run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24, **options})
+        return kinds(collectives)
+
+    assert used({}) == FORWARD["auto"]
+    set_rotate_method("alltoall")
+    assert used({}) == FORWARD["alltoall"]
+    assert used({"rotate_method": "allgather"}) == FORWARD["allgather"]
+    set_rotate_method("allgather")
+    assert used({}) == FORWARD["allgather"]
+
+
+@pytest.mark.usefixtures("process_default")
+@pytest.mark.parametrize("name", ["broadcast", "ALLGATHER", "", None, 1])
+def test_an_unknown_default_is_refused_and_changes_nothing(name: Any) -> None:
+    set_rotate_method("alltoall")
+    choices = "'allgather', 'alltoall', 'symm_mem', 'auto'"
+    with pytest.raises(ValueError, match=f"got {name!r}, expected one of {choices}"):
+        set_rotate_method(name)
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24})
+    assert kinds(collectives) == FORWARD["alltoall"]
+
+
+@pytest.mark.usefixtures("process_default")
+def test_backward_goes_the_way_that_forward_went_whatever_the_default_is_by_then() -> None:
+    def body(rank: int) -> torch.Tensor:
+        q, k, v, grad_out = (shard(tensor, HeadTail(), rank, RANKS) for tensor in SMALL.draw(seed=0))
+        out = ring_attention(q.requires_grad_(), k, v, mesh=dist.group.WORLD, is_causal=True, seq_len=24)
+        dist.barrier()
+        if rank == 0:
+            set_rotate_method("alltoall")
+        dist.barrier()
+        out.backward(grad_out)
+        assert q.grad is not None
+        return q.grad
+
+    set_rotate_method("allgather")
+    with recorded_collectives() as collectives:
+        grads = run_ranks(RANKS, body)
+    assert kinds(collectives) == [*FORWARD["allgather"], "AllReduce", "AllReduce", *BACKWARD["allgather"]]
+    assert all(grad.isfinite().all() for grad in grads)

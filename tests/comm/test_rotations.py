@@ -1,0 +1,280 @@
+"""Rotations that are cut into stages, that fall back, and that move rows without copies: all equal one device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collectives import kinds, recorded_collectives
+from support.labels import record_labels
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from support.ring_checks import Tensors, attend, check_against_reference
+from support.staging import BY_HEAD, fine
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention, ring_attention
+from cp_dtensor.comm import collective as exchange
+from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
+from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transport import Rotation
+from cp_dtensor.engine import planner as planning
+from cp_dtensor.engine import ring
+from cp_dtensor.engine import ring as ring_gradients
+from cp_dtensor.plan import plan as plans
+from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.plan import Stages
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.masks import Full, SlidingWindow
+
+LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
+STAGINGS = {
+    "by head": BY_HEAD,
+    "forward in one": fine(grad_stage_bytes=1, grad_local_bytes=1),
+    "backward in one": fine(stage_bytes=1),
+    "own shard in one": fine(stage_bytes=1, grad_stage_bytes=1),
+}
+
+
+def check_staged(staging: Staging, problem: Problem, world_size: int, layout: Layout, seed: int = 0) -> None:
+    with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)):
+        check_against_reference(problem, world_size, layout, seed, rotate_method="allgather")
+
+
+@pytest.mark.parametrize("staging", STAGINGS.values(), ids=STAGINGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_stages_of_heads_equal_one_device(is_causal: bool, layout: Layout, staging: Staging) -> None:
+    """With GQA, whose query heads follow their key heads, and five of those, which no number of stages divides."""
+    problem = Problem(37, 37, batch=3, q_heads=10, kv_heads=5, is_causal=is_causal)
+    check_staged(staging, problem, 4, layout)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> None:
+    kv_heads, q_len = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 30))
+    problem = Problem(
+        q_len=q_len,
+        kv_len=data.draw(st.one_of(st.just(q_len), st.integers(0, 30))),
+        batch=data.draw(st.integers(1, 3)),
+        q_heads=kv_heads * data.draw(st.integers(1, 2)),
+        kv_heads=kv_heads,
+        head_dim=2,
+        is_causal=data.draw(st.booleans()),
+    )
+    total = max(1, problem.kv_len * problem.batch * kv_heads * 2 * 2 * 8)  # bytes of all ranks' K/V
+    limits = st.builds(lambda count: -(-total // count), st.integers(1, 6))
+    staging = data.draw(st.builds(fine, limits, limits, limits))
+    check_staged(staging, problem, data.draw(st.integers(1, 5)), data.draw(st.sampled_from(LAYOUTS)))
+
+
+@pytest.mark.parametrize(
+    ("staging", "forward", "backward"),
+    [
+        (fine(), Stages(1, 1), Stages(1, 1)),
+        (fine(stage_bytes=4 * 3072 - 1), Stages(1, 2), Stages(1, 1)),
+        (fine(stage_bytes=3072, grad_stage_bytes=2 * 3072), Stages(1, 4), Stages(1, 2)),
+        (fine(stage_bytes=2 * 3072, grad_stage_bytes=1), Stages(1, 2), Stages(1, 4)),
+        (fine(grad_local_bytes=2 * 3072), Stages(1, 1), Stages(2, 2)),
+        (Staging(stage_bytes=1, grad_stage_bytes=1), Stages(1, 1), Stages(1, 1)),  # too little work to cut
+        (BY_HEAD, Stages(1, 4), Stages(4, 4)),
+    ],
+    ids=str,
+)
+def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stages, backward: Stages) -> None:
+    """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
+    shape = CallShape(LayoutDivision(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
+    assert staging.stages(shape) == (forward, backward)
+    problem = Problem(24, 24, q_heads=4, kv_heads=4)
+    with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
+        run_ranks(2, attend, 2, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": "allgather"})
+    lengths, *exchanges = kinds(collectives)
+    assert lengths == "AllGather"
+    assert exchanges == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
+
+
+def test_stages_of_tiles_that_mask_by_row_have_many_blocks() -> None:
+    """Rank 1 of 2 wants the last 40 of rank 0's keys, of 4 heads: 160 rows to share out."""
+    window = SlidingWindow(40, 0)
+    shape = CallShape(LayoutDivision(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, 8, Masking.BY_ROW)
+    for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
+        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(shape)
+        assert stages == (Stages(1, count), Stages(count, count))
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "ahead"), [(AllGather(fine(1, 1)), 2, 1), (AllToAll(), 3, 2)], ids=["by head", "ring"]
+)
+def test_transfers_are_under_way_while_tiles_are_computed(
+    method: Rotation, ranks: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two transfers each, of two heads or over two hops: K/V start a step or two ahead, gradients end one later."""
+    steps = record_labels(monkeypatch, (ring, ring_gradients, exchange))
+    monkeypatch.setitem(ROTATE_METHODS, "allgather", method)
+    problem = Problem(24, 24)
+    run_ranks(ranks, attend, ranks, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "allgather"})
+    travels = {"send K/V", "wait for K/V", "send dK/dV", "wait for dK/dV"}
+    at_first, later = ["send K/V"] * ahead, ["send K/V"] * (2 - ahead)
+    assert [step for step in steps[0] if step in travels or step == "tile"] == [
+        *(*at_first, "tile"),
+        *("wait for K/V", *later, "tile"),
+        *("wait for K/V", "tile"),
+        # backward
+        *(*at_first, "tile"),
+        *("wait for K/V", *later, "tile", "send dK/dV"),
+        *("wait for K/V", "tile", "send dK/dV", "wait for dK/dV"),
+        "wait for dK/dV",
+    ]
+
+
+def forward(rank: int, problem: Problem, rotate_method: str) -> torch.Tensor:
+    q, k, v, _ = (shard(tensor, HeadTail(), rank, 2) for tensor in problem.draw(seed=0))
+    return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=problem.q_len, rotate_method=rotate_method)
+
+
+def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
+    """In bfloat16, by head as at once: the same contributions, added in float32 in the same order."""
+    problem = Problem(64, 64, q_heads=4, kv_heads=4, head_dim=16, is_causal=True, dtype=torch.bfloat16)
+
+    def results(staging: Staging) -> list[Tensors]:
+        with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)):
+            options = {"rotate_method": "allgather"}
+            return run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), options)
+
+    for at_once, by_head in zip(results(fine()), results(BY_HEAD), strict=True):
+        assert all(map(torch.equal, at_once, by_head))
+
+
+def all_to_all_in_place(
+    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
+    works = [
+        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
+        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
+    ]
+    return lambda: [work.wait() for work in works]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [AllGather(BY_HEAD), AllGather(), AllToAll(), AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1e-3)],
+    ids=["by head", "allgather", "alltoall", "rings by head"],
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_rows_that_travel_straight_between_their_places(
+    is_causal: bool, layout: Layout, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where nothing is packed."""
+    monkeypatch.setattr(exchange, "uses_nccl", lambda group, device: True)
+    monkeypatch.setattr(exchange, "start_all_to_all", all_to_all_in_place)
+    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
+    with mock.patch.dict(ROTATE_METHODS, alltoall=method), recorded_collectives() as collectives:
+        check_against_reference(problem, 4, layout, rotate_method="alltoall")
+    assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
+
+
+def test_large_shards_go_around_by_groups_of_heads() -> None:
+    """64 tokens a rank of 8 heads of K and V, 8 elements of 8 bytes each: 8 KiB a head."""
+    shape = CallShape(LayoutDivision(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, 8)
+    for limits, groups in (((1 << 20, 1 << 20), (1, 1)), ((32 << 10, 16 << 10), (2, 4)), ((1, 1), (4, 4))):
+        plan = AllToAll(*limits, flops_per_hop=1.0).plan(shape, 0)
+        assert tuple(len({step.heads for step in steps}) for steps in (plan.forward, plan.backward)) == groups
+    few_operations = AllToAll(1, 1, flops_per_hop=shape.flops(shape.division.groups()) / 4 / 3)
+    assert len({step.heads for step in few_operations.plan(shape, 0).backward}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_long_triangles_are_computed_in_parts(
+    ranks: int, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As causal attention to very long shards is. Triangles of up to 8 parts each: some merged, some only placed."""
+    monkeypatch.setattr(plans, "LONGEST_TRIANGLE", 5)
+    monkeypatch.setattr(planning, "_plan", planning._plan.__wrapped__)  # plans are remembered
+    problem = Problem(31, 31, batch=2, q_heads=4, kv_heads=2, is_causal=True, dtype=dtype)
+    tensors = problem.draw(seed=0)
+    expected = reference(problem, *tensors)
+    results = run_ranks(ranks, attend_by, method, tensors, problem, ranks)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    for rank, result in enumerate(results):
+        for got, whole in zip(result, expected, strict=True):
+            wanted = shard(whole, HeadTail(), rank, ranks).to(dtype)
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def attend_by(rank: int, method: str, tensors: Tensors, problem: Problem, ranks: int) -> Tensors:
+    q, k, v, grad_out = (shard(tensor, HeadTail(), rank, ranks) for tensor in tensors)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = context_parallel_attention(
+        q, k, v, mesh=dist.group.WORLD, method=method, is_causal=True, enable_gqa=True, seq_len=problem.q_len
+    )
+    assert isinstance(out, torch.Tensor)
+    out.backward(grad_out)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def fallen_back(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "cp_dtensor"]
+
+
+@pytest.mark.parametrize("staging", [fine(), BY_HEAD], ids=["at once", "by head"])
+def test_symmetric_memory_falls_back_to_all_gather_where_there_is_none(staging: Staging) -> None:
+    problem = Problem(37, 37, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+    methods = {"symm_mem": SymmetricMemory(staging), "allgather": AllGather(staging)}
+    found = {}
+    for name in methods:
+        with mock.patch.dict(ROTATE_METHODS, methods), recorded_collectives() as collectives:
+            results = run_ranks(4, attend, 4, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": name})
+        found[name] = results, kinds(collectives)
+    assert found["symm_mem"][1] == found["allgather"][1]
+    for symm_mem, allgather in zip(found["symm_mem"][0], found["allgather"][0], strict=True):
+        assert all(map(torch.equal, symm_mem, allgather))
+
+
+def test_falling_back_is_said_once_by_every_group(caplog: pytest.LogCaptureFixture) -> None:
+    """Four ranks, each of them in two groups, and several calls, forward and backward."""
+    problem = Problem(8, 8)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        for group in (mesh.get_group("rows"), mesh.get_group("columns")) * 2:
+            q, k, v, grad_out = (shard(tensor, HeadTail(), dist.get_rank(group), 2) for tensor in problem.draw(seed=0))
+            q.requires_grad_()
+            out = ring_attention(q, k, v, mesh=group, seq_len=8, rotate_method="symm_mem")
+            out.backward(grad_out)
+
+    with caplog.at_level(logging.INFO):
+        run_ranks(4, body)
+    lines = fallen_back(caplog)
+    assert len(lines) == 4 * 2
+    (line,) = set(lines)
+    assert "it needs CUDA devices, the tensors are on cpu" in line
+    assert "using the all-gather rotation" in line
+
+
+@pytest.mark.parametrize("rotate_method", [method for method in ROTATE_METHODS if method != "symm_mem"])
+def test_other_methods_have_nothing_to_say(rotate_method: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run_ranks(2, forward, Problem(8, 8), rotate_method)
+        run_ranks(1, forward_alone, "symm_mem")
+    assert not fallen_back(caplog)
+
+
+def forward_alone(rank: int, rotate_method: str) -> torch.Tensor:
+    """A ring of one rank shares memory with nobody."""
+    q, k, v, _ = Problem(8, 8).draw(seed=0)
+    return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=8, rotate_method=rotate_method)

@@ -1,0 +1,53 @@
+"""Rows of keys and values: packed by groups of heads, wholly or only where somebody wants them."""
+
+import pytest
+import torch
+
+from cp_dtensor._torch.tensors import cut
+from cp_dtensor.comm.transport import pack_rows, pack_stages, row_width
+from cp_dtensor.plan.interval_tiling import tiling_of
+from cp_dtensor.plan.plan import Stages, gathered_plan
+from cp_dtensor.plan.tiling import Masking, group_segments
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Span
+from cp_dtensor.spec.masks import Causal, Mask, SlidingWindow
+
+
+@pytest.mark.parametrize("stages", [[(0, 2), (2, 4)], [(0, 3), (3, 4)]], ids=["equal", "unequal"])
+def test_some_rows_are_packed_where_all_would_put_them(stages: list[Span]) -> None:
+    k, v = torch.randn(2, 4, 6, 3), torch.randn(2, 4, 6, 5)
+    pitch = 8  # rows of the longest shard
+    total = pitch * sum(row_width(k, v, heads) for heads in stages)
+    whole, some = torch.zeros(total), torch.zeros(total)
+    pack_stages(k, v, stages, whole, pitch)
+    for span in ((0, 1), (3, 6)):
+        pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, some, pitch, span[0])
+    start = 0
+    for heads in stages:
+        width = row_width(k, v, heads)
+        of_all, of_some = (rows[start : start + pitch * width].view(pitch, width) for rows in (whole, some))
+        assert torch.equal(of_all[:6], pack_rows(k, v, heads))
+        for span, wanted in (((0, 1), True), ((1, 3), False), ((3, 6), True), ((6, 8), False)):
+            expected = of_all[slice(*span)] if wanted else torch.zeros_like(of_all[slice(*span)])
+            assert torch.equal(of_some[slice(*span)], expected)
+        start += pitch * width
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "masking", "given"),
+    [
+        (Contiguous(), SlidingWindow(4, 0), Masking.BY_ROW, [((12, 16),), ((12, 16),), ((12, 16),), ()]),
+        (HeadTail(), Causal(), Masking.BY_SHAPE, [((0, 8),), ((0, 16),), ((0, 16),), ((0, 16),)]),
+        (
+            HeadTail(),
+            SlidingWindow(2, 0),
+            Masking.BY_ROW,
+            [((6, 8),), ((6, 8), (14, 16)), ((6, 8), (14, 16)), ((14, 16),)],
+        ),
+    ],
+)
+def test_the_rows_that_others_want(
+    layout: Contiguous | HeadTail, mask: Mask, masking: Masking, given: list[tuple[Span, ...]]
+) -> None:
+    tiling = tiling_of(group_segments(layout, 64, 64, 1, 4), mask, masking, (64, 64))
+    plans = [gathered_plan(tiling, rank, 1, Stages(1, 1), Stages(1, 1)) for rank in range(4)]
+    assert [plan.given_spans for plan in plans] == given

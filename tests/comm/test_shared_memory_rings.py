@@ -1,0 +1,82 @@
+"""Rings through shared memory, on ranks that are threads: their numbers, and the order in which they are submitted."""
+
+from __future__ import annotations
+
+import pytest
+from support.labels import record_labels
+from support.method_checks import check
+from support.problems import Problem
+from support.ranks import run_ranks
+from support.ring_checks import attend, check_against_reference
+from support.shared_memory import shared_memory
+from support.staging import fine
+
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped
+from cp_dtensor.comm import symm_mem
+from cp_dtensor.comm.collective import Staging
+from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.symm_mem_workspace import Workspace
+from cp_dtensor.engine import ring
+from cp_dtensor.engine import ring as ring_gradients
+
+
+@pytest.fixture(params=[1, 2], ids=["at once", "by head"])
+def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    staging = Staging() if request.param == 1 else fine(1, 1)
+    monkeypatch.setitem(ROTATE_METHODS, "symm_mem", SymmetricMemory(staging))
+    return int(request.param)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_rings_are_right(is_causal: bool, layout: Layout, stages: int) -> None:
+    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
+    with shared_memory() as machine:
+        for _ in range(2):  # the second call reuses the memory of the first
+            check_against_reference(problem, 4, layout, rotate_method="symm_mem")
+    assert machine.copies > 0
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)], ids=str)
+def test_rings_of_rings_are_right(shape: tuple[int, int], stages: int) -> None:
+    """The inner axes share memory, each its own."""
+    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+    with shared_memory() as machine:
+        check(problem, HeadTail(), ("cp_outer", "cp_inner"), shape, method="ring", rotate_method="symm_mem")
+    assert machine.copies > 0
+
+
+def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies for the next step follow the tiles of this one; what others wait for goes before."""
+    steps = record_labels(monkeypatch, (ring, ring_gradients, symm_mem))
+    problem = Problem(24, 24)
+    with shared_memory():
+        run_ranks(2, attend, 2, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
+    travels = {"publish K/V", "pull K/V", "wait for K/V", "pull dK/dV", "wait for dK/dV"}
+    found = [step for step in steps[0] if step in travels or step == "tile"]
+    first, last = ["publish K/V", "tile", "pull K/V"], ["wait for K/V", "tile"]
+    staged = [*last, "pull K/V"] * (stages - 1)
+    forward = [*first, *staged, *last]
+    assert found[: len(forward)] == forward
+    staged_grads = [*last, "pull K/V", "pull dK/dV"] * (stages - 1)
+    ends = ["wait for dK/dV"] * stages
+    assert found[len(forward) :] == [*first, *staged_grads, *last, "pull dK/dV", *ends]
+
+
+@pytest.mark.parametrize("of", ["kv_address", "grads_address"])
+def test_each_rank_begins_with_another_peer(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all pull from one at the same time."""
+    asked: dict[int, list[int]] = {}
+    address = getattr(Workspace, of)
+
+    def recorded(workspace: Workspace, rank: int) -> int:
+        asked.setdefault(workspace.rank, []).append(rank)
+        return int(address(workspace, rank))
+
+    monkeypatch.setattr(Workspace, of, recorded)
+    problem = Problem(24, 24)
+    with shared_memory():
+        run_ranks(4, attend, 4, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
+    passes = 2 if of == "kv_address" else 1
+    assert asked == {rank: [(rank + hop) % 4 for hop in (1, 2, 3)] * passes for rank in range(4)}

@@ -1,0 +1,76 @@
+"""Workspaces on a machine without GPUs: what they are made of does not depend on who comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cp_dtensor._torch import SymmetricBuffer
+from cp_dtensor.comm import symm_mem_workspace as flags
+from cp_dtensor.comm import symm_mem_workspace as workspaces
+
+
+class SingleRank:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], workspaces.Workspace]:
+    """Maps memory of a group of one rank."""
+
+    def symmetric_buffer(size: int, *_: object) -> SymmetricBuffer:
+        return SymmetricBuffer((torch.zeros(size, dtype=torch.uint8),), None)
+
+    monkeypatch.setattr(workspaces, "symmetric_buffer", symmetric_buffer)
+    monkeypatch.setattr(workspaces.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+    group: Any = SingleRank()
+    return lambda: workspaces.workspace(group, torch.device("cpu"), 1024, 512)
+
+
+@pytest.mark.parametrize("maps_in_inference", [True, False])
+def test_training_after_inference(mapped: Callable[[], workspaces.Workspace], maps_in_inference: bool) -> None:
+    """Tensors that inference mode has made may not be written to outside of it."""
+    with torch.inference_mode(maps_in_inference):
+        workspace = mapped()
+    with torch.inference_mode():
+        workspace.kv(torch.bfloat16).fill_(1.0)
+    with torch.no_grad():  # as in an autograd function
+        for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads()):
+            assert not rows.is_inference()
+            rows.narrow(0, 0, 8).copy_(torch.zeros(8))
+    assert workspace.kv(torch.bfloat16)[:17].tolist() == [0.0] * 16 + [1.0]
+
+
+def test_rows_are_asked_for_once(mapped: Callable[[], workspaces.Workspace]) -> None:
+    workspace = mapped()
+    assert workspace.kv(torch.float16) is workspace.kv(torch.float16)
+    assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
+    assert workspace.kv().data_ptr() == workspace.kv(torch.float32).data_ptr()
+    assert workspace.grads().numel() == workspace.grad_bytes
+
+
+def test_what_passes_flags_is_loaded_when_memory_is_mapped(
+    mapped: Callable[[], workspaces.Workspace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph could not capture that."""
+    pytest.importorskip("cp_dtensor.comm.triton_kernels")
+    launched: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(
+        flags, "flag_launch", lambda *which: lambda stream: launched.append(tuple(x.tolist() for x in which))
+    )
+    mapped()
+    ((told, awaited),) = launched
+    assert not any(told + awaited), "no flag is passed yet"

@@ -1,0 +1,282 @@
+"""torch.compile where it cannot do what is asked for, or would do it for somebody else: refused, or compiled anew."""
+
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.compile_checks import Shards, causal, compiled, equal, fresh, no_compilation
+from support.processes import Processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cp_dtensor import (
+    Contiguous,
+    Documents,
+    HeadTail,
+    MirroredBatch,
+    SlidingWindow,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_shard,
+    context_parallel_unshard,
+    enable_context_parallel_dispatcher,
+    ring_attention,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refusals(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = (each.detach() for each in Shards(rank).inputs())
+
+    def fails(function: Any, *args: torch.Tensor, match: str) -> None:
+        with pytest.raises(Exception, match=match):  # Dynamo's own errors, with the text of ours in them
+            compiled(function)(*args)
+
+    def enters(q: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    fails(enters, q, match="cannot be entered inside of a torch.compile'd function")
+    with pytest.raises(RuntimeError, match=r"cannot be entered inside of a torch\.compile'd function"):
+        torch.compile(enters, backend="aot_eager")(q)  # runs between graphs
+    fails(lambda q: enable_context_parallel_dispatcher() and q, q, match="enable_context_parallel_dispatcher cannot be")
+    fails(lambda q, k, v: ring_attention(q, k, v, mesh=mesh), q, k, v, match="or enable_gqa=True")
+    fails(lambda q: ring_attention(q, q, q, mesh=mesh, rotate_method="no"), q, match="unknown rotate method")
+    fails(lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), q, match="mesh of two dims")
+    mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
+    fails(lambda q: ring_attention(q, q, q, mesh=mesh, attn_mask=mask), q, match="disagree about attn_mask")
+    fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), q, match="mask to be a Mask.*, got .*Tensor")
+    fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=Documents([0, 99])), q, match="of a mask end at 99")
+    with context_parallel(mesh):
+        fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match="disagree about attn_mask")
+        fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.5), q, match="dropout_p between 0 and 1")
+        with torch._dynamo.config.patch(caching_precompile=True):
+            fails(lambda q: q + 1, q, match="caching_precompile takes compiled code from disk")
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+        fails(lambda q: attention(q, q, q)[0], q[0], match="need_weights=True")
+        equal(compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0]),
+              attention(q[0], q[0], q[0], need_weights=False)[0], "need_weights=False")  # fmt: skip
+    with pytest.raises(ValueError, match="local tokens on rank"):
+        compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
+
+
+def test_refusals(two_processes: Processes) -> None:
+    two_processes.run(refusals)
+
+
+def second_derivatives(rank: int) -> None:
+    """Refused, compiled (as operators that run as they are; what AOTAutograd traces has none) and not.
+
+    Also those of a plain sum, whose own gradient is a constant.
+    """
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = Shards(rank).inputs()
+    options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_attention(q, k, v, **options)
+
+    for function in (attend, compiled(attend, backend="eager")):
+        for loss in (lambda out: out.square().sum(), lambda out: out.sum()):
+            (first,) = torch.autograd.grad(loss(function(q, k, v)), q)
+            (grad_q,) = torch.autograd.grad(loss(function(q, k, v)), q, create_graph=True)
+            equal(grad_q.detach(), first, "the first derivative is as it was")
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                grad_q.sum().backward()
+
+
+def test_second_derivatives(two_processes: Processes) -> None:
+    two_processes.run(second_derivatives)
+
+
+def some_ranks_compile(rank: int) -> None:
+    """As happens where those with other lengths reach Dynamo's recompile_limit."""
+    fresh()
+    mesh, shards = init_device_mesh("cpu", (2,)), Shards(rank)
+    function = causal if rank else compiled(causal)
+    for debug in (False, True):
+        with context_parallel(mesh, method="ring", debug=debug):
+            shards.check(function)
+        with context_parallel(mesh, method="ulysses", debug=debug), pytest.raises(
+            ValueError, match=r"returns_lse: rank 1 says False, .*; about compiled: rank 1 says False, the others True"
+        ):  # fmt: skip
+            function(*shards.inputs())
+
+
+def test_some_ranks_compile(two_processes: Processes) -> None:
+    two_processes.run(some_ranks_compile)
+
+
+def other_threads(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    function = compiled(causal)
+    shards = Shards(rank)
+    results = []
+    with context_parallel(mesh):
+        shards.check(function)
+        thread = threading.Thread(target=lambda: results.append(function(*shards.inputs())))
+        thread.start()  # which is in no context
+        thread.join()
+    equal(results[0], causal(*shards.inputs()), "a thread outside of the context")
+
+
+def test_other_threads_are_in_no_context(two_processes: Processes) -> None:
+    two_processes.run(other_threads)
+
+
+def contexts_while_another_thread_compiles(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    shards, expected = Shards(rank), []
+
+    def attend() -> None:
+        with context_parallel(mesh):
+            expected.append(causal(*shards.inputs()))
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+        return graph
+
+    torch.compile(lambda x: x * 2.0, backend=backend)(torch.ones(2))
+    shards.check_results(*expected)
+    assert expected
+
+
+def test_contexts_while_another_thread_compiles(two_processes: Processes) -> None:
+    two_processes.run(contexts_while_another_thread_compiles)
+
+
+def unsharding(rank: int) -> None:
+    """Between graphs, there and back; never in one that is recorded."""
+    fresh()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
+    whole = torch.arange(20.0).view(2, 10)
+    (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
+
+    def twice(x: torch.Tensor, grad: Literal["replicated", "partial"]) -> torch.Tensor:
+        return context_parallel_unshard(dist.group.WORLD, [x * 2.0], [1], grad=grad)[0] * 3.0
+
+    cases: list[tuple[Literal["replicated", "partial"], float]] = [("replicated", 6.0), ("partial", 12.0)]
+    for grad, factor in cases:
+        for call in (twice, torch.compile(twice, backend="aot_eager")):
+            x = mine.clone().requires_grad_()
+            out = call(x, grad)
+            equal(out, whole * 6.0, grad)
+            (found,) = torch.autograd.grad(out.sum(), x)
+            equal(found, torch.full_like(x, factor), grad)
+    with pytest.raises(NotImplementedError, match="context_parallel_unshard cannot be part of a graph"):
+        make_fx(lambda x: twice(x, "replicated"))(mine)
+
+
+def test_unsharding(two_processes: Processes) -> None:
+    two_processes.run(unsharding)
+
+
+def parts_and_stances(rank: int) -> None:
+    fresh()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
+    mesh = init_device_mesh("cpu", (2,))
+    shards, outside = Shards(rank), Shards(0, ranks=1)
+
+    def in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = q * 1.0
+        torch._dynamo.graph_break()
+        return causal(q, k, v)
+
+    whole, parts = compiled(causal), torch.compile(in_parts, backend="aot_eager")
+    nested = compiled(lambda q, k, v: whole(q, k, v) * 1.0)
+    for function in (whole, parts, nested):
+        for _ in range(2):
+            outside.check(function)
+            with context_parallel(mesh):
+                shards.check(function)
+    for stance in ("force_eager", "eager_on_recompile"):
+        with torch.compiler.set_stance(stance), context_parallel(mesh, layout=Contiguous()):
+            Shards(rank, layout=Contiguous()).check(whole)
+    mirrored = Shards(rank, layout=MirroredBatch())
+    positions = torch.arange(18).view(2, 9)
+    with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1], layout=MirroredBatch()):
+        mirrored.check(whole)
+        with pytest.raises(ValueError, match="attention needs the batch size of the buffers, 2"):
+            whole(*(each[:1] for each in mirrored.inputs()))
+
+
+def test_code_in_parts_and_stances(two_processes: Processes) -> None:
+    two_processes.run(parts_and_stances)
+
+
+def other_groups(rank: int) -> None:
+    fresh()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    one_axis = init_device_mesh("cpu", (4,))
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Any, method: str) -> torch.Tensor:
+        return context_parallel_attention(
+            q * 2.0, k, v, mesh=mesh, method=method, layout=HeadTail(), is_causal=True, enable_gqa=True
+        ) * 3.0  # fmt: skip
+
+    for each, method in ((mesh, "hybrid"), (mesh, "ring"), (one_axis, "ulysses")):
+        Shards(rank, 17, ranks=4).check(compiled(attention), each, method)
+    ring, other = mesh["ring"], mesh["ulysses"]
+    function = compiled(causal)
+    for _ in range(2):
+        for axis, place in ((ring, rank // 2), (other, rank % 2)):
+            with context_parallel(axis, layout=Contiguous()):
+                Shards(place, 12, layout=Contiguous()).check(function)
+    with no_compilation(), context_parallel(mesh, method="ring"):
+        with context_parallel(other, layout=Contiguous()):
+            Shards(rank % 2, 12, layout=Contiguous()).check(function)
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            function(*Shards(rank, 12, ranks=4).inputs())
+
+
+def test_two_axes_and_groups_that_take_turns(four_processes: Processes) -> None:
+    four_processes.run(other_groups)
+
+
+def test_dynamo_that_is_loaded_inside_of_a_context() -> None:
+    program = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cp_dtensor import context_parallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert "torch._dynamo" not in sys.modules
+q = torch.randn(1, 2, 8, 4)
+targets = []
+
+def backend(module, inputs):
+    from torch._dynamo.backends.common import aot_autograd
+    compiler = lambda graph, _: targets.extend(str(node.target) for node in graph.graph.nodes) or graph.forward
+    return aot_autograd(fw_compiler=compiler)(module, inputs)
+
+with context_parallel(dist.group.WORLD):
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=backend, fullgraph=True)
+    compiled(q)
+    assert "cp_dtensor.attention.found" in targets, targets
+targets.clear()
+compiled(q)
+assert targets and "cp_dtensor.attention.found" not in targets, targets
+from torch._dynamo import eval_frame
+assert eval_frame._callback_from_stance.__module__ == "torch._dynamo.eval_frame"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,124 @@
+"""FlexAttention of shards in compiled code, on two processes: the operators themselves, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.compile_checks import compiled, fresh
+from support.flex_checks import block_mask, documents, draw, region, window
+from support.problems import shard
+from support.processes import Processes
+from support.ranks import RanksFailed
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from cp_dtensor import Causal, ContextParallel, HeadTail, Layout, PerDocument, _torch
+from cp_dtensor.engine.compiled_spec import ShardRecipe, token_of
+from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.integrations.unified import RingAttnMode
+
+
+class Attention(nn.Module):
+    """Of one head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, x, x)
+
+
+def refusals(rank: int) -> None:
+    fresh()
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    masked = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
+
+    def fails(match: str, call: Callable[[], object]) -> None:
+        with torch.no_grad(), pytest.raises(Exception, match=match):
+            call()
+
+    with region():
+        fails(r"of 16 queries and 16 keys, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
+        fails(r"of 16 queries and 16 keys, got one of \(17, 17\)", lambda: masked(q, block_mask(window, 17)))
+        one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+        full = BlockMask.from_kv_blocks(one - 1, zero, one, zero, BLOCK_SIZE=_torch.WHOLE_BLOCK)
+        fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
+    of_one_length = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
+    layout = PerDocument([0, 16])
+    with region(layout=layout):
+        fails("needs a block mask of the whole sequence", lambda: of_one_length(q, None))
+        with torch.no_grad():
+            of_one_length(q, block_mask(window, 16))
+    with region(layout=layout, mask=Causal()):  # of an equal token
+        fails("does not take the mask of its context", lambda: of_one_length(q, block_mask(window, 16)))
+    module = parallelize_module(Attention(), dist.group.WORLD, ContextParallel())  # type: ignore[arg-type]
+    for backend in ("eager", "aot_eager"):
+        code = compiled(module, backend=backend)
+        fails("not supported in compiled modules with ContextParallel", functools.partial(code, q))
+
+
+def test_refusals(two_processes: Processes) -> None:
+    two_processes.run(refusals)
+
+
+def each_rank_alone(rank: int) -> None:
+    fresh()
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    code = compiled(lambda q: flex_attention(q, q, q), backend="eager")
+    with torch.no_grad(), RingAttnMode(dist.group.WORLD):
+        code(q)
+        with RingAttnMode.disable(), pytest.raises(Exception, match="left to each rank alone"):
+            code(q)
+
+
+def test_code_of_a_context_is_not_taken_where_each_rank_attends_alone(two_processes: Processes) -> None:
+    two_processes.run(each_rank_alone)
+
+
+def one_rank_differs(rank: int) -> None:
+    fresh()
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    code = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
+    with torch.no_grad(), region(debug=True):
+        code(q, block_mask(window, 16 + rank))
+
+
+def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(two_processes: Processes) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        two_processes.run(one_rank_differs)
+    assert all("disagree about declared_q" in str(error) for error in failed.value.errors)
+
+
+def operators(rank: int) -> None:
+    """Real and fake implementations agree, nothing is aliased, and what is remembered is not handed out."""
+    token = region_token(HeadTail())
+    mask, whole = block_mask(documents, 61), draw(61)
+    q, k, v = (shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3])
+    tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    nothing_found = torch.empty(0, dtype=torch.int64)
+    arguments = (*tables, nothing_found, token, 61, 61, 2, q.size(2), 8, 8, True)
+    checks = ("test_schema", "test_faketensor")
+    operator = torch.ops.cp_dtensor.flex_tables.default
+    torch.library.opcheck(operator, arguments, test_utils=checks)
+    made = operator(*arguments)
+    kept = [table.clone() for table in made]
+    for table in made:
+        table.zero_()
+    assert all(torch.equal(again, table) for again, table in zip(operator(*arguments), kept, strict=True))
+    for lengths in ((61, 61), (-1, -1)):
+        torch.library.opcheck(
+            torch.ops.cp_dtensor.flex_keys.default,
+            (q, k, v, token, *lengths, False, 0.5, True),
+            test_utils=checks,
+        )
+
+
+def region_token(layout: Layout) -> str:
+    settings = AttentionSettings.of(dist.group.WORLD, "auto", layout, None, debug=False)  # type: ignore[arg-type]
+    return token_of(ShardRecipe.of(settings))
+
+
+def test_operators(two_processes: Processes) -> None:
+    two_processes.run(operators)

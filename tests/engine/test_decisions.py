@@ -1,0 +1,129 @@
+"""Decisions are alike on every rank, and are made once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_dtensor import HeadTail, SlidingWindow, context_parallel_attention, enable_context_parallel_dispatcher
+from cp_dtensor.api.explain import H200
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.head_exchange import CollectiveHeads
+from cp_dtensor.engine import planner as planning
+from cp_dtensor.engine import planner as splitting
+from cp_dtensor.engine.cost_model import Axis
+from cp_dtensor.plan.head_partition import HeadStaging
+
+
+def tensor(length: int = 4, heads: int = 4) -> torch.Tensor:
+    return torch.randn(1, heads, length, 8, dtype=torch.float64)
+
+
+def test_a_length_that_is_wrong_on_one_rank_is_found_on_all() -> None:
+    def body(rank: int, method: str) -> None:
+        q = tensor()
+        context_parallel_attention(q, q, q, mesh=dist.group.WORLD, method=method, seq_len=8 + 4 * rank, debug=True)
+
+    for method in ("ring", "ulysses"):
+        with pytest.raises(ValueError, match="the ranks of the context-parallel axis disagree about declared_q"):
+            run_ranks(2, body, method)
+
+
+def test_a_length_that_is_wrong_alike_on_all_ranks_is_found_too() -> None:
+    def body(rank: int) -> None:
+        q = tensor()
+        context_parallel_attention(q, q, q, mesh=dist.group.WORLD, seq_len=12, debug=True)
+
+    with pytest.raises(ValueError, match=r"got seq_len=\(12, 12\)"):
+        run_ranks(2, body)
+
+
+def test_hybrids_that_share_a_ring_axis_decide_each_for_itself() -> None:
+    """Equal places in both must not let a rank take one's decision for the other, where other ranks decide anew."""
+
+    def body(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ring", "ulysses_b", "ulysses_c"))
+        decided = []
+        for name in ("ulysses_b", "ulysses_c", "ulysses_b"):
+            q = tensor()
+            context_parallel_attention(q, q, q, mesh=mesh["ring", name], method="hybrid", seq_len=16)
+            decided.append(len(splitting._decisions[mesh.get_group("ring")]))
+        return decided
+
+    assert run_ranks(8, body) == [[1, 2, 2]] * 8
+
+
+@pytest.mark.parametrize("who_shares", [(), (0, 1), (0, 1, 2, 3)], ids=str)
+def test_hybrids_have_the_same_stages_whoever_shares_memory(
+    who_shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group of the inner axis finds out for itself; the ring goes through all of them."""
+    stages_of, counts = HeadStaging.stages, list[int]()
+
+    def counted(self: HeadStaging, *args: Any, **options: Any) -> int:
+        counts.append(stages_of(self, *args, **options))
+        return counts[-1]
+
+    def obstacle(*_: Any) -> str | None:
+        return None if dist.get_rank() in who_shares else "it is far"
+
+    monkeypatch.setattr(HeadStaging, "stages", counted)
+    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=2500.0))
+    monkeypatch.setattr(planning, "obstacle_to_shared_memory", obstacle)
+    monkeypatch.setattr(planning, "shared_memory_heads", lambda *_: CollectiveHeads())
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        q = tensor(8, 8)
+        context_parallel_attention(q, q, q, mesh=mesh, layout=HeadTail(), mask=SlidingWindow(5, 0), method="hybrid")
+
+    run_ranks(4, body)
+    assert counts == [4] * 4
+
+
+def test_attention_of_dtensors_by_heads_is_decided_once() -> None:
+    """What an exchange keeps on a device belongs to a decision."""
+
+    def body(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+        decided = []
+        with enable_context_parallel_dispatcher():
+            for _ in range(3):
+                q = DTensor.from_local(tensor(), mesh, [Shard(2)])
+                F.scaled_dot_product_attention(q, q, q)
+                decided.append(len(splitting._decisions[mesh.get_group()]))
+        return decided
+
+    assert run_ranks(2, body) == [[1, 1, 1]] * 2
+
+
+def test_ranks_whose_links_differ_have_the_weakest_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `auto` would choose differently on them."""
+
+    def measured(group: Any, device: torch.device, itemsize: int) -> Any:
+        return dataclasses.replace(H200, link_speed=1e9 * (25 + dist.get_rank()))
+
+    monkeypatch.setattr(splitting, "hardware_of", measured)
+    monkeypatch.setattr(splitting, "why_unshared", lambda group, device: "it is far" if dist.get_rank() == 2 else None)
+
+    def body(rank: int) -> tuple[Axis, Axis | None]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        ranks = SequenceRanks(mesh.get_group("ring"), mesh.get_group("ulysses"))
+        axes = splitting.axes_of(ranks, torch.device("cpu"), 2)
+        assert splitting.axes_of(ranks, torch.device("cpu"), 2) is axes
+        return axes
+
+    found = run_ranks(4, body)
+    assert all(axes == found[0] for axes in found)
+    for axis in found[0]:
+        assert axis is not None
+        assert axis.hardware.link_speed == 25e9
+        assert not axis.shares_memory

@@ -1,0 +1,223 @@
+"""What the cost model says of every method, and `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
+from cp_dtensor.api.explain import H200, Explanation
+from cp_dtensor.comm.collective import AllGather, AllToAll
+from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
+from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING
+from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.layouts import Contiguous, HeadTail
+from cp_dtensor.spec.masks import Causal
+
+AUTO = ROTATE_METHODS["auto"]
+SHARED = Axis(8, H200, shares_memory=True)
+
+
+def shape(length: int, ranks: int = 8, kv_heads: int = 8) -> CallShape:
+    return CallShape(LayoutDivision(HeadTail(), length, length, 1, ranks), Causal(), 1, 32, kv_heads, 128, 128, 2)
+
+
+def axis(size: int, link_speed: float = H200.link_speed, shares_memory: bool = True) -> Axis:
+    return Axis(size, dataclasses.replace(H200, link_speed=link_speed), shares_memory)
+
+
+def of_two_axes(length: int, outer: Axis, inner: Axis, kv_heads: int = 8) -> dict[str, Estimate]:
+    return estimates(shape(length, outer.size * inner.size, kv_heads), outer, inner, AUTO)
+
+
+@pytest.mark.parametrize("length", [131072, 262144])
+def test_long_sequences_take_the_time_of_their_operations(length: int) -> None:
+    """4 * 32 * S^2 * 128 / 2 operations over 8 GPUs in forward; 3.5 to 3.8 times as many with backward."""
+    ideal = 4 * 32 * length**2 * 128 / 2 / 8 / H200.flops
+    for found in (
+        *estimates(shape(length), SHARED, None, AUTO).values(),
+        *of_two_axes(length, axis(2), axis(4)).values(),
+    ):
+        assert ideal < found.forward < 1.2 * ideal, found
+        assert 3.4 * ideal < found.seconds < 4.4 * ideal, found
+
+
+def test_bytes_of_ulysses_by_hand() -> None:
+    """Of 1024 tokens a rank: q and out 8 MiB, k and v 2 MiB each; 7/8 of them travel, twice each with gradients."""
+    found = ulysses_estimate(shape(8192), SHARED, None, AUTO)
+    assert found.inner_bytes == 2 * (8 + 8 + 2 + 2) * 2**20 * 7 / 8
+    assert found.outer_bytes == 0
+
+
+@pytest.mark.parametrize(("length", "usual", "little"), [(16384, 1, 1), (24576, 4, 1), (32768, 4, 2), (65536, 4, 4)])
+def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usual: int, little: int) -> None:
+    """0.55, 1.2, 2.2 and 8.8e12 operations of a rank of 4, with 8 query heads."""
+    causal = shape(length, 4)
+    for masking in Masking:
+        by_row = dataclasses.replace(causal, masking=masking)
+        hides_little = masking is not Masking.BY_SHAPE
+        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, publishes=True) == (little if hides_little else usual)
+        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, publishes=False) == usual
+
+
+def test_bytes_of_a_ring_by_hand() -> None:
+    """Rank 7 wants of each other rank its head, rank 0 its tail; so at most 7 x 1 MiB of k and v each, three times."""
+    found = ring_estimate(shape(8192), SHARED, ROTATE_METHODS["alltoall"])
+    assert found.rotation == "alltoall"
+    assert 3 * 7 * 2 * 2**20 <= found.outer_bytes <= 3 * 7 * 4 * 2**20
+
+
+def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
+    """A ring of rings brings K/V into a node once for all its ranks; a hybrid brings them by heads."""
+    slow, fast = axis(2, link_speed=20e9, shares_memory=False), axis(4)
+    flat = ring_estimate(shape(32768), axis(8, link_speed=20e9, shares_memory=False), ROTATE_METHODS["alltoall"])
+    for found in of_two_axes(32768, slow, fast).values():
+        assert found.outer_bytes < flat.outer_bytes / 3
+        assert found.seconds < flat.seconds
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+@pytest.mark.parametrize("length", [4096, 65536])
+def test_the_fastest_is_within_5_percent_of_all(length: int, kv_heads: int) -> None:
+    for found in (
+        estimates(shape(length, kv_heads=kv_heads), SHARED, None, AUTO),
+        of_two_axes(length, axis(2, 50e9, shares_memory=False), axis(4), kv_heads),
+    ):
+        assert found[fastest(found)].seconds <= 1.05 * min(each.seconds for each in found.values())
+
+
+def test_faster_links_are_not_predicted_to_be_slower() -> None:
+    for length in (4096, 32768):
+        slow, fast = (
+            estimates(shape(length), axis(8, speed), None, AUTO)["ulysses"].seconds for speed in (20e9, 400e9)
+        )
+        assert fast < slow
+
+
+def test_explain_prints_one_table_and_returns_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        found = explain(mesh, seq_len=32768, q_heads=32, kv_heads=8)
+        assert set(found.methods) == {"hybrid", "ring"}
+        assert found.chosen in found.methods
+        return str(found)
+
+    tables = set(run_ranks(4, body))
+    assert len(tables) == 1
+    printed = capsys.readouterr().out
+    assert printed == f"{tables.pop()}\n"
+    assert "32,768 tokens on 2 x 2 ranks, 32:8 heads of 128" in printed
+    assert "over ring  over ulysses" in printed
+    assert "assumed: NVIDIA H200s" in printed
+
+
+def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = dataclasses.replace(H200, link_speed=1e9)
+
+    def body(rank: int) -> list[float]:
+        usual, slower = (
+            explain(dist.group.WORLD, seq_len=(4096, 8192), q_heads=8, is_causal=False, hardware=hardware)
+            for hardware in (None, slow)
+        )
+        assert set(usual.methods) == {"ring", "ulysses"}
+        return [each.methods["ring"].forward for each in (usual, slower)]
+
+    for usual, slower in run_ranks(2, body):
+        assert usual < slower
+    assert "over the group" in capsys.readouterr().out
+
+
+def test_explain_of_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is hidden takes no time; a mask is causal too if asked for; a causal mask is what is_causal says."""
+    documents = Documents([*range(0, 65536, 500), 65536])
+
+    def body(rank: int) -> dict[str, Explanation]:
+        def of(**options: object) -> Explanation:
+            return explain(dist.group.WORLD, seq_len=65536, q_heads=8, **options)  # type: ignore[arg-type]
+
+        return {
+            "causal": of(),
+            "causal mask": of(mask=Causal()),
+            "full": of(is_causal=False),
+            "documents": of(mask=documents),
+            "causal documents": of(mask=documents, is_causal=True),
+            "made for them": of(mask=documents, layout=Balanced(documents, 65536)),
+            "many pieces": of(layout=PerDocument(documents.cu_seqlens)),
+        }
+
+    found = run_ranks(2, body)[0]
+    assert found["causal"].methods == found["causal mask"].methods
+    # By row, so few launches: of shapes there would be thousands.
+    assert found["many pieces"].methods["ring"].forward < 2 * found["causal"].methods["ring"].forward
+    seconds = {name: each.methods["ring"].forward for name, each in found.items()}
+    assert seconds["causal documents"] < seconds["documents"] < seconds["causal"] / 10 < seconds["full"] / 15
+    received = {name: each.methods["ring"].outer_bytes for name, each in found.items()}
+    assert 0 < received["made for them"] < received["documents"] < received["causal"]
+    printed = capsys.readouterr().out
+    assert "batch 1, Documents(...) (0.8% of all pairs), torch.bfloat16, HeadTail()" in printed
+    assert "batch 1, causal, torch.bfloat16, HeadTail()" in printed
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((1, 4), "ulysses"), ((4, 1), "ring")])
+def test_an_axis_of_one_rank_counts_as_none(
+    sizes: tuple[int, int], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
+        found = explain(mesh, seq_len=64, q_heads=4)
+        assert found.axes == (name,)
+        assert set(found.methods) == {"ring", "ulysses"}
+
+    run_ranks(4, body)
+    assert "64 tokens on 4 ranks" in capsys.readouterr().out
+
+
+def test_one_rank_alone_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=64, q_heads=4))
+    assert "on 1 ranks" in capsys.readouterr().out
+    alone = Axis(1, dataclasses.replace(H200, link_speed=0.0), shares_memory=True)
+    assert ulysses_estimate(shape(64, ranks=1), alone, None, AUTO).inner_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"q_heads": 0}, "expected q_heads to be an integer >= 1, got 0"),
+        ({"q_heads": 6, "kv_heads": 4}, "expected q_heads to be a multiple of kv_heads, got 6 and 4"),
+        ({"q_heads": 4, "head_dim": 1.5}, r"expected head_dim to be an integer >= 1, got 1\.5"),
+        ({"q_heads": 4, "seq_len": -1}, "expected seq_len to be a length >= 0"),
+        ({"q_heads": 4, "mask": Documents([0, 9])}, "the documents of a mask end at 9"),
+        ({"q_heads": 4, "mask": Batched([Causal(), Full()])}, "the mask is of 2 batch rows, got a batch of 1"),
+    ],
+)
+def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_ranks(2, lambda rank: explain(dist.group.WORLD, **{"seq_len": 8, **arguments}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
+def test_explain_refuses_what_attention_has_no_tensors_of(dtype: object) -> None:
+    with pytest.raises(TypeError, match=f"expected dtype to be a floating torch.dtype, got {dtype!r}"):
+        run_ranks(2, lambda rank: explain(dist.group.WORLD, seq_len=8, q_heads=4, dtype=dtype))  # type: ignore[arg-type]
+
+
+def test_rings_hold_what_is_in_flight() -> None:
+    """By hop one shard each: of 3 steps, 2 of gradients and 1 of contributions, and the own one; one step has no hops
+    ahead of it. All ranks' at once are 8 shards: 1 stage of K/V and none ahead."""
+    call = dataclasses.replace(shape(2048), division=LayoutDivision(Contiguous(), 2048, 2048, 1, 8), mask=Full())
+    shard = 2048 // 8 * call.head_bytes * call.kv_heads
+    for rotation, shards in (
+        (AllToAll(), 3 + 3 + 1),
+        (AllToAll(transfers_ahead=1), 2 + 3 + 1),
+        (AllGather(), 8 * 4 + 1),
+    ):
+        assert ring_estimate(call, SHARED, rotation).memory == pytest.approx(shards * shard)
+    alone = dataclasses.replace(call, division=LayoutDivision(Contiguous(), 512, 512, 1, 2))
+    assert ring_estimate(alone, axis(2), AllToAll()).memory == pytest.approx((1 + 3 + 1) * shard)

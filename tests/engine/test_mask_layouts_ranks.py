@@ -1,0 +1,228 @@
+"""Sharding and attention under layouts that are made for a mask, on ranks that are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.masked_checks import WAYS, MaskedCase, check_masked
+from support.masked_problems import MaskedProblem, fits
+from support.method_checks import RING_ULYSSES, ULYSSES_RING, check
+from support.problems import Problem, shard
+from support.ranks import run_ranks
+from support.ring_checks import check_against_reference
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import (
+    Balanced,
+    BalancedBlocks,
+    Batched,
+    Causal,
+    ContextParallel,
+    Documents,
+    Layout,
+    Mask,
+    PerDocument,
+    PrefixLM,
+    SlidingWindow,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    local_positions,
+    ring_attention,
+)
+from cp_dtensor.engine import lengths as agreement
+
+LENGTH = 37
+CU_SEQLENS = [2, 5, 5, 20, 21, 35]
+LAYOUTS = [
+    PerDocument(CU_SEQLENS, seq_len=LENGTH),
+    PerDocument([0, LENGTH]),
+    Balanced(Documents(CU_SEQLENS, within=Causal()), LENGTH),
+    Balanced(Causal(), LENGTH),
+    Balanced(PrefixLM(9) | SlidingWindow(4, 1), LENGTH, tolerance=0.0),
+    BalancedBlocks(tuple(i % 7 for i in range(LENGTH)), 1, LENGTH),
+]
+UNEVEN = [BalancedBlocks((1, 2, 3, 4, 5, 1, 1, 1, 9, 0), 4, LENGTH), BalancedBlocks((1, 2), 32, LENGTH)]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: repr(layout)[:48])
+each_layout_and_uneven = pytest.mark.parametrize("layout", LAYOUTS + UNEVEN, ids=lambda layout: repr(layout)[:48])
+each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
+CAUSAL = Problem(LENGTH, LENGTH, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
+    edges = sorted(draw(st.lists(st.integers(0, 30), min_size=1, max_size=6)))
+    seq_len = edges[-1] + draw(st.integers(0, 5))
+    mask = draw(st.sampled_from([Causal(), PrefixLM(7), Documents(edges, within=Causal())]))
+    assume(fits(mask, seq_len, seq_len, 1))
+    return draw(st.sampled_from([PerDocument(edges, seq_len=seq_len), Balanced(mask, seq_len)])), seq_len
+
+
+@settings(max_examples=60)
+@given(layouts(), st.integers(1, 4))
+def test_unshard_is_the_inverse_of_shard(case: tuple[Layout, int], world_size: int) -> None:
+    layout, seq_len = case
+    whole = torch.arange(2 * seq_len).view(2, seq_len)
+
+    def body(rank: int) -> None:
+        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
+        assert torch.equal(mine, shard(whole, layout, rank, world_size, 1))
+        assert torch.equal(context_parallel_unshard(dist.group.WORLD, [mine], [-1], layout)[0], whole)
+        assert torch.equal(local_positions(dist.group.WORLD, seq_len, layout), mine[0])
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("grad", ["replicated", "partial"])
+@each_layout_and_uneven
+def test_gradients_through_shard_and_unshard(layout: Layout, grad: str) -> None:
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden.cumsum(0) ** 2).sum()
+
+    alone = torch.linspace(-1, 1, LENGTH, dtype=torch.float64).requires_grad_()
+    loss(alone.sin()).backward()
+
+    def body(rank: int) -> torch.Tensor:
+        whole = alone.detach().clone().requires_grad_()
+        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [0], layout)
+        (hidden,) = context_parallel_unshard(dist.group.WORLD, [mine.sin()], [0], layout, grad=grad)
+        (loss(hidden) * ([0.5, 0.2, 0.3][rank] if grad == "partial" else 1.0)).backward()
+        assert whole.grad is not None
+        return whole.grad
+
+    torch.testing.assert_close(sum(run_ranks(3, body)), alone.grad, rtol=1e-10, atol=1e-10)
+
+
+@each_rotation
+@each_layout_and_uneven
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_causal_attention_equals_one_device(world_size: int, layout: Layout, rotate_method: str) -> None:
+    check_against_reference(CAUSAL, world_size, layout, rotate_method=rotate_method)
+
+
+@each_layout_and_uneven
+def test_full_attention_equals_one_device(layout: Layout) -> None:
+    check_against_reference(Problem(LENGTH, LENGTH), 3, layout)
+
+
+@each_layout_and_uneven
+def test_ulysses_equals_one_device(layout: Layout) -> None:
+    check(CAUSAL, layout, ("cp",), (4,), method="ulysses")
+
+
+@each_layout_and_uneven
+@pytest.mark.parametrize("names", [RING_ULYSSES, ULYSSES_RING, ("cp_node", "cp_gpu")], ids=str)
+@pytest.mark.parametrize("method", ["ring", "hybrid"])
+def test_two_axes_equal_one_device(method: str, names: tuple[str, ...], layout: Layout) -> None:
+    check(CAUSAL, layout, names, (2, 2), method=method)
+
+
+@each_layout
+def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(*args: object) -> None:
+        raise AssertionError("the ranks exchange their lengths")
+
+    monkeypatch.setattr(agreement, "exchange", exchange)
+    check_against_reference(CAUSAL, 2, layout)
+
+
+@each_layout_and_uneven
+def test_debug_mode_and_given_lengths_agree(layout: Layout) -> None:
+    check_against_reference(CAUSAL, 2, layout, debug=True)
+    check_against_reference(CAUSAL, 2, layout, seq_len=LENGTH)
+
+
+def attend(rank: int, q_len: int, kv_len: int, layout: Layout, options: dict[str, Any]) -> None:
+    """Attention of shards of such lengths; only the first rank calls it, so that a collective would hang."""
+    if rank == 0:
+        q, k = torch.zeros(1, 1, q_len, 4), torch.zeros(1, 1, kv_len, 4)
+        ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, **options)
+
+
+@each_layout
+@pytest.mark.parametrize(("q_len", "kv_len"), [(19, 11), (11, 19), (18, 18)])
+def test_shards_of_other_lengths_are_refused_before_any_collective(layout: Layout, q_len: int, kv_len: int) -> None:
+    def body(rank: int) -> None:
+        wrong = min(q_len, kv_len)
+        with pytest.raises(ValueError, match=rf"got {wrong} local tokens on rank 0 of 2, expected 19: .* of 37 tokens"):
+            attend(0, q_len, kv_len, layout, {})
+        with pytest.raises(ValueError, match=rf"length does not fit: got {wrong} local tokens .* expected 19"):
+            attend(0, q_len, kv_len, layout, {"seq_len": LENGTH})
+        with pytest.raises(ValueError, match=r"key length: got 11 tokens, but this \w+ divides .* 37 tokens only"):
+            attend(0, 19, 6, layout, {"seq_len": (LENGTH, 11)})
+        with pytest.raises(ValueError, match=r"got 18 local tokens on rank 0 of 2, expected 19"):
+            context_parallel_unshard(dist.group.WORLD, [torch.zeros(18)], [0], layout)
+
+    run_ranks(2, lambda rank: body(rank) if rank == 0 else None)
+
+
+@each_layout
+def test_debug_mode_refuses_other_lengths_on_every_rank(layout: Layout) -> None:
+    def body(rank: int) -> None:
+        q = torch.zeros(1, 1, 19 - rank, 4)
+        k = torch.zeros(1, 1, 19, 4)
+        with pytest.raises(ValueError, match=r"key lengths are not those of .*got \[19, 19\].*expected \[19, 18\]"):
+            ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, debug=True)
+
+    run_ranks(2, body)
+
+
+@each_layout
+def test_whole_tensors_of_other_lengths_are_refused(layout: Layout) -> None:
+    tokens, others = torch.zeros(2, LENGTH), torch.zeros(2, LENGTH + 1)
+    message = r"buffer 1: got 38 tokens, but this \w+ divides sequences of 37 tokens only"
+
+    def body(rank: int) -> None:
+        with pytest.raises(ValueError, match=message):
+            context_parallel_shard(dist.group.WORLD, [tokens, others], [1, 1], layout)
+        with pytest.raises(ValueError, match=message):
+            context_parallel(dist.group.WORLD, buffers=[tokens, others], buffer_seq_dims=[1, 1], layout=layout)
+        with pytest.raises(ValueError, match=r"seq_lens: got 38 tokens"):
+            context_parallel(dist.group.WORLD, seq_lens=[38], layout=layout)
+        with pytest.raises(ValueError, match=r"seq_len: got 38 tokens"):
+            ContextParallel(seq_len=38, layout=layout)
+        with pytest.raises(ValueError, match=r"divides sequences of 37 tokens only, got 38 tokens"):
+            local_positions(dist.group.WORLD, 38, layout)
+
+    run_ranks(1, body)
+
+
+@each_layout
+def test_a_context_attends_to_the_whole_sequence(layout: Layout) -> None:
+    q, k, v, _ = CAUSAL.draw(seed=0)
+    k, v = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(q, k, v, is_causal=True)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        buffers = [tensor.clone() for tensor in (q, k, v)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], layout=layout):
+            out = sdpa(*buffers, is_causal=True)
+        torch.testing.assert_close(out, shard(expected, layout, rank, 3), rtol=1e-10, atol=1e-10)
+        assert all(torch.equal(buffer, tensor) for buffer, tensor in zip(buffers, (q, k, v), strict=True))
+
+    run_ranks(3, body)
+
+
+PACKED = Documents(CU_SEQLENS, within=Causal())
+MASKS = [PACKED, Documents(CU_SEQLENS), PrefixLM(9), SlidingWindow(6, 2), Batched([PACKED, Causal()])]
+
+
+@pytest.mark.parametrize(("shape", "names"), [((3,), ("cp",)), ((2, 2), RING_ULYSSES)], ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: repr(mask)[:48])
+def test_masked_attention_under_the_layout_of_its_mask(
+    mask: Mask, shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    problem = MaskedProblem(LENGTH, LENGTH, mask, batch=2, q_heads=4)
+    made_for_it = [Balanced(mask, LENGTH), PerDocument(CU_SEQLENS, seq_len=LENGTH)]
+    check_masked(
+        [MaskedCase(problem, layout, tuple(way.items()), seed=0) for layout in made_for_it for way in WAYS[len(shape)]],
+        shape,
+        names,
+    )

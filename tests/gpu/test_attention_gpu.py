@@ -1,0 +1,174 @@
+"""The attention kernels compiled for the GPU of this machine: one case of each kind of arguments.
+
+Every case is compiled, forward and backward, which takes a few seconds: what differs in numbers alone, and most sizes,
+Triton's interpreter tests elsewhere. `test_attention_precision` has the default blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention_kernels import (
+    SCALE,
+    SMALL,
+    ForwardConfig,
+    Tensors,
+    assert_close,
+    attended,
+    backward_kernel,
+    biases_of,
+    carried,
+    check,
+    configs,
+    draw,
+    launch,
+    masks_of,
+    patterns,
+    through_kernels,
+    to,
+)
+from support.dropouts import dropout_in_runs, dropout_of, moved
+
+from cp_dtensor.attention.masked import (
+    RowMask,
+    attention_backward,
+    attention_bias_gradient,
+    attention_delta,
+    attention_forward,
+    uses_triton,
+)
+from cp_dtensor.attention.triton.dropout import kept_twin
+from cp_dtensor.tools.row_masks import window
+
+pytestmark = pytest.mark.gpu
+ROWS, COLUMNS = 37, 53
+TMA = replace(SMALL, tma=True)
+
+
+def test_pointers_intervals_an_additive_bias_and_sinks() -> None:
+    tensors = draw("cuda", ROWS, COLUMNS, heads=(4, 2), dims=(48, 20), batch=2)
+    sinks = torch.tensor([0.5, 3.0, -1.0, 0.0])
+    for kind in ("any intervals", "documents", "prefixes"):
+        mask, bias = masks_of(ROWS, COLUMNS)[kind], biases_of(4, ROWS, COLUMNS)["additive"]
+        check(tensors, mask, bias, sinks, SMALL)
+
+
+def test_descriptors_a_causal_mask_and_a_boolean_bias() -> None:
+    tensors = draw("cuda", ROWS, COLUMNS, heads=(4, 2), batch=2)
+    for kind in ("causal", "causal, from below"):
+        check(tensors, masks_of(ROWS, COLUMNS)[kind], biases_of(4, ROWS, COLUMNS)["boolean"], config=TMA)
+
+
+def test_dropout_with_intervals() -> None:
+    tensors = draw("cuda", ROWS, COLUMNS, heads=(4, 2), dtype=torch.float16, batch=2)
+    for kind in ("any intervals", "causal documents"):
+        for dropout in (dropout_of(ROWS, COLUMNS), dropout_in_runs(ROWS, COLUMNS)):
+            check(tensors, masks_of(ROWS, COLUMNS)[kind], config=TMA, dropout=dropout)
+
+
+@pytest.mark.parametrize("config", [SMALL, replace(TMA, block_columns=32)], ids=["pointers", "descriptors"])
+def test_dropout_keeps_what_the_twin_keeps(config: ForwardConfig) -> None:
+    rows, columns = 57, 64
+    for dropout in (dropout_of(rows, columns), dropout_in_runs(rows, columns)):
+        expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+        for got in patterns(dropout, rows, columns, config, "cuda"):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dropout_of_runs_is_that_of_single_elements_in_default_blocks(dim: int) -> None:
+    """The same bits of every result, with equal blocks."""
+    tensors = draw("cuda", 300, 520, heads=(4, 2), dims=(dim, dim), batch=2)
+    dropout = moved(dropout_in_runs(300, 520), "cuda")
+    forward, backward = configs.default_config(*tensors[1:]), configs.default_backward_config(*tensors, tensors[0])
+    results = []
+    for one in (dropout, replace(dropout, in_runs=False)):
+        check(tensors, RowMask(causal_offset=7), config=None, dropout=one)
+        out, lse = torch.empty_like(tensors[0]), tensors[0].new_empty(tensors[0].shape[:3], dtype=torch.float32)
+        launch(out, lse, *tensors, SCALE, dropout=one, config=forward)
+        gradients = [torch.empty_like(x) for x in tensors]
+        delta = attention_delta(out, out)
+        options = {"dropout": one, "config": backward}
+        backward_kernel.launch_attention_backward(*gradients, out, *tensors, lse, delta, SCALE, **options)
+        results.append((out, lse, *gradients))
+    assert all(map(torch.equal, *results))
+
+
+def test_float32() -> None:
+    check(draw("cuda", 100, 90, dtype=torch.float32, batch=2), RowMask(causal_offset=0), config=None)
+
+
+@pytest.mark.parametrize("offset", [None, 7])
+def test_carried_state(offset: int | None) -> None:
+    """Of four tiles, in place and not; the last one rounds."""
+    q, k, v = draw("cuda", 33, 60)
+    expected = attended(q, k, v, offset)
+    for in_place in (False, True):
+        got = carried(q, k, v, [20, 1, 23, 16], offset, in_place=in_place, dtype=torch.bfloat16, config=TMA)
+        assert_close(got, expected, torch.bfloat16)
+
+
+def test_blocks_that_are_not_seen_are_not_read() -> None:
+    q, k, v = draw("cuda", 48, 80)
+    mask = to(window(torch.arange(48), 15, 0), "cuda")
+    for x in (k, v):
+        x[:, :, 63:] = float("nan")
+    results = through_kernels((q, k, v), torch.ones_like(q), mask, None, None, TMA)
+    assert all(x[:, :, :63].isfinite().all() for x in results)
+
+
+def computed(tensors: Tensors, mask: RowMask) -> Tensors:
+    """out, lse and the gradients, by what everybody calls."""
+    out, lse = attention_forward(*tensors, mask, SCALE)
+    return out, lse, *attention_backward(out, *tensors, out, lse, mask, SCALE)[:3]
+
+
+def test_results_do_not_vary() -> None:
+    tensors = draw("cuda", 700, 700, dims=(128, 128))
+    first = computed(tensors, RowMask(causal_offset=0))
+    for _ in range(5):
+        assert all(map(torch.equal, computed(tensors, RowMask(causal_offset=0)), first))
+
+
+def test_a_graph_takes_masks_and_seeds_as_they_are_at_replay() -> None:
+    """What was derived of a mask before is not part of the graph; the seed is read by the kernels."""
+    q, k, v = draw("cuda", 300, 300, dims=(128, 128))
+    position = torch.arange(300, device="cuda", dtype=torch.int32)
+    mask, other = (window(position, left, 0) for left in (50, 150))
+    assert mask.lo is not None
+    assert other.lo is not None
+    dropout = replace(moved(dropout_of(300, 300), "cuda"), q_positions=position, kv_positions=position)
+
+    def call() -> Tensors:
+        out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
+        return out, lse, *attention_backward(out, q, k, v, out, lse, mask, SCALE, dropout=dropout)[:3]
+
+    call()  # compiles, and derives
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    mask.lo.copy_(other.lo)
+    dropout.seed.fill_(77)
+    graph.replay()
+    mask = RowMask(lo=mask.lo, hi=mask.hi)  # nothing has been derived of it
+    assert all(map(torch.equal, captured, call()))
+
+
+def test_gradient_of_a_bias_after_the_kernels() -> None:
+    tensors = draw("cuda", ROWS, COLUMNS, dims=(48, 20), batch=2)
+    q, v = tensors[0], tensors[2]
+    assert uses_triton(q, v)
+    bias = biases_of(2, ROWS, COLUMNS)["of keys"]
+    assert bias is not None
+    bias = bias.cuda()
+    mask = RowMask(causal_offset=COLUMNS - ROWS)
+    errors = []
+    for call in (tensors, tuple(x.double() for x in tensors)):
+        out, lse = attention_forward(*call, mask, SCALE, bias=bias.to(call[0]) if call is not tensors else bias)
+        grad_out = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).to(q).to(out)
+        options = {"bias": bias, "delta": attention_delta(grad_out, out), "grad_dtype": torch.float64}
+        errors.append(attention_bias_gradient(grad_out, *call, lse, mask, SCALE, **options))
+    got, expected = errors
+    assert (got - expected).norm() / expected.norm() <= 2e-2

@@ -1,0 +1,62 @@
+"""`deterministic=True` on two GPUs: equal bits from our own kernels, for calls that say so alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.processes import Processes
+
+from cp_dtensor.attention.masked import ByRowAttention
+from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
+from cp_dtensor.integrations.ring_flash_attn import (
+    zigzag_llama3_flash_attn_qkvpacked_func,
+    zigzag_ring_flash_attn_qkvpacked_func,
+)
+
+pytestmark = pytest.mark.gpu(2)
+WORLD_SIZE, LENGTH = 2, 1024
+
+
+def _entries(rank: int) -> dict[str, Any]:
+    mesh = set_seq_parallel_pg(WORLD_SIZE, 1, rank, WORLD_SIZE, device_type="cuda")
+    return {
+        "zigzag": zigzag_ring_flash_attn_qkvpacked_func,
+        "llama3": zigzag_llama3_flash_attn_qkvpacked_func,
+        "ulysses": LongContextAttentionQKVPacked(ring_impl_type="zigzag", mesh=mesh),
+    }
+
+
+def _attend(attend: Any, qkv: torch.Tensor, grad_out: torch.Tensor, **options: Any) -> tuple[list[torch.Tensor], bool]:
+    """out and the gradient of qkv, and whether our kernels have computed it."""
+    leaf, original = qkv.clone().requires_grad_(), ByRowAttention.backward
+    with mock.patch.object(ByRowAttention, "backward", autospec=True, side_effect=original) as ours:
+        out = attend(leaf, causal=True, **options)
+        assert not torch.are_deterministic_algorithms_enabled()
+        out.backward(grad_out)
+    return [out.detach(), leaf.grad], ours.called
+
+
+def _complaints(rank: int) -> list[str]:
+    generator = torch.Generator(torch.device("cuda", rank)).manual_seed(rank)
+    shapes = ((2, LENGTH, 3, 4, 64), (2, LENGTH, 4, 64))
+    qkv, grad_out = (torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    draw, found = random.Random(rank), []
+    for name, attend in _entries(rank).items():
+        _, ours = _attend(attend, qkv, grad_out)
+        found += [f"{name}: by our kernels, unasked"] * ours
+        first, ours = _attend(attend, qkv, grad_out, deterministic=True)
+        found += [f"{name}: by other kernels"] * (not ours)
+        for _ in range(3):
+            torch.cuda._sleep(draw.randrange(1_000_000))
+            again, _ = _attend(attend, qkv, grad_out, deterministic=True)
+            found += [f"{name}: other bits"] * (not all(map(torch.equal, first, again)))
+    return found
+
+
+def test_drop_ins_give_equal_bits(gpus: Processes) -> None:
+    for complaints in gpus.run(_complaints):
+        assert not complaints, complaints

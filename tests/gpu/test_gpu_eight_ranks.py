@@ -1,0 +1,79 @@
+"""Errors of eight ranks, which are threads that share one GPU, over those of one GPU alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.problems import shard
+from support.ranks import run_ranks
+
+from cp_dtensor import HeadTail, ring_attention
+from cp_dtensor._torch import collectives
+
+pytestmark = pytest.mark.gpu(1)
+RANKS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 8, 16_384, 8, 2, 128
+NAMES = ("out", "dq", "dk", "dv")
+Tensors = list[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Tensors, Tensors, list[float]]:
+    """q, k, v and the gradient of out; out, dq, dk and dv in float64; errors of bfloat16 SDPA."""
+    with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread has no context for cuBLAS yet
+        return _problem()
+
+
+def _problem() -> tuple[Tensors, Tensors, list[float]]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, heads, LENGTH, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    whole = [torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes]
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
+    found: list[Tensors] = [[], [], [], []]
+    for kv_head in range(KV_HEADS):
+        k, v = (x[:, kv_head].double().requires_grad_() for x in whole[1:3])
+        for head in range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS):
+            q = whole[0][:, head].double().requires_grad_()
+            logits = (q @ k.mT * HEAD_DIM**-0.5).masked_fill_(hidden, float("-inf"))
+            out = logits.softmax(-1) @ v
+            out.backward(whole[3][:, head].double())
+            found[0].append(out.detach())
+            found[1].append(q.grad)  # type: ignore[arg-type]
+            del logits, out
+        found[2].append(k.grad)  # type: ignore[arg-type]
+        found[3].append(v.grad)  # type: ignore[arg-type]
+    truth = [torch.stack(heads, 1) for heads in found]
+    leaves = [x.clone().requires_grad_() for x in whole[:3]]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    results = (out.detach(), *torch.autograd.grad(out, leaves, whole[3]))
+    single = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, truth, strict=True)]
+    return whole, truth, single
+
+
+@pytest.mark.parametrize(("rotation", "limit"), [("allgather", 1.11), ("alltoall", 1.25)])
+def test_errors_are_near_those_of_one_gpu(
+    problem: tuple[Tensors, Tensors, list[float]], rotation: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, truth, single = problem
+    device = torch.cuda.current_device()
+    monkeypatch.setattr(collectives, "_backend_name", lambda *_: "threaded")  # which has no object to ask
+
+    def body(rank: int) -> Tensors:
+        torch.cuda.set_device(device)  # each thread has a device of its own
+        q, k, v, grad = (shard(x, HeadTail(), rank, RANKS) for x in whole)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with torch.autograd.set_multithreading_enabled(False):  # ranks would wait for each other in one thread
+            out = ring_attention(
+                *leaves, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True, rotate_method=rotation, seq_len=LENGTH
+            )
+            return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    results = run_ranks(RANKS, body)
+    ratios = {}
+    for index, name in enumerate(NAMES):
+        parts = [shard(truth[index], HeadTail(), rank, RANKS) for rank in range(RANKS)]
+        square = sum((results[rank][index].double() - part).square().sum() for rank, part in enumerate(parts))
+        ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
+    print(f"\n{rotation}, {RANKS} ranks:", {name: round(ratio, 3) for name, ratio in ratios.items()})
+    assert max(ratios.values()) <= limit, ratios

@@ -1,0 +1,261 @@
+"""Attention modes: SDPA of shards is that of one device, gradients too; what shards cannot have is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention_modes import WORLD, Mode, assert_close, each_mode, named, rank_in_sequence
+from support.masked_problems import MaskedProblem
+from support.packed_documents import equal_generators
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Contiguous, Full, HeadTail, Layout
+from cp_dtensor.integrations.unified import (
+    RingAttnMode,
+    UlyssesAttnMode,
+    UnifiedAttnMode,
+    init_context_parallel_mesh,
+    ring_attn_func,
+    ulysses_attn_func,
+)
+
+each_mask = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def check(mode: Callable[..., Mode], problem: Problem, layout: Layout | None = None) -> None:
+    whole = problem.draw(0)
+    expected = reference(problem, *whole)
+    options = {} if layout is None else {"layout": layout}
+
+    def body(rank: int) -> None:
+        def local(tensor: torch.Tensor) -> torch.Tensor:
+            return shard(tensor, layout or Contiguous(), rank_in_sequence(mode, rank), WORLD)
+
+        *leaves, grad_out = (local(tensor) for tensor in whole)
+        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        with mode(**options):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.is_causal, scale=problem.scale, enable_gqa=problem.q_heads > problem.kv_heads
+            )
+        out.backward(grad_out)
+        for name, got, wanted in zip(("out", "dq", "dk", "dv"), (out, q.grad, k.grad, v.grad), expected, strict=True):
+            assert_close(got, local(wanted), f"{name} of rank {rank}")
+
+    run_ranks(WORLD, body)
+
+
+@each_mask
+@each_mode
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_out_and_gradients_are_those_of_one_device(
+    mode: Callable[..., Mode], heads: int, kv_heads: int, is_causal: bool
+) -> None:
+    check(mode, Problem(16, 16, batch=2, q_heads=heads, kv_heads=kv_heads, is_causal=is_causal))
+
+
+@each_mode
+def test_other_layouts_any_length_and_sharded_cross_attention(mode: Callable[..., Mode]) -> None:
+    check(mode, Problem(21, 21, is_causal=True), HeadTail())
+    check(mode, Problem(7, 18, q_heads=4, kv_heads=4, scale=0.3))
+
+
+def test_a_batch_axis_is_left_alone() -> None:
+    """Ranks 0 to 3 have one sequence, 4 to 7 another."""
+    problem = Problem(16, 16, q_heads=4, is_causal=True)
+
+    def body(rank: int) -> None:
+        for limits, method in (({"max_ring_dim_size": 2}, "hybrid"), ({}, "ulysses"), ({"max_ring_dim_size": 4}, "")):
+            mesh = init_context_parallel_mesh("cpu", max_batch_dim_size=2, **limits)
+            tensors = problem.draw(rank // 4)
+            q, k, v, _ = (shard(tensor, Contiguous(), rank % 4, 4) for tensor in tensors)
+            wanted = shard(reference(problem, *tensors)[0], Contiguous(), rank % 4, 4)
+            with UnifiedAttnMode(mesh):
+                assert_close(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), wanted, method)
+            with torch.inference_mode(), UnifiedAttnMode(mesh["batch", "ulysses"] if method == "ulysses" else mesh):
+                assert_close(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), wanted, method)
+
+    run_ranks(8, body)
+
+
+def test_joined_sequences() -> None:
+    """Each rank has a part of the text and a part of the image, joined."""
+    text, image = (Problem(length, length).draw(seed)[:3] for seed, length in enumerate((8, 24)))
+    expected = F.scaled_dot_product_attention(*(torch.cat(pair, 2) for pair in zip(text, image, strict=True)))
+
+    def body(rank: int) -> None:
+        def local(text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+            return torch.cat([text.chunk(WORLD, 2)[rank], image.chunk(WORLD, 2)[rank]], 2)
+
+        with UnifiedAttnMode(named("ring", "ulysses")()):
+            out = F.scaled_dot_product_attention(*map(local, text, image))
+        assert_close(out, local(*expected.split([8, 24], 2)))
+
+    run_ranks(WORLD, body)
+
+
+@pytest.mark.parametrize("function", [ulysses_attn_func, ring_attn_func])
+@each_mask
+def test_functions(function: Callable[..., torch.Tensor], is_causal: bool) -> None:
+    problem = Problem(19, 19, q_heads=6, kv_heads=3, is_causal=is_causal, scale=0.4)
+    whole = problem.draw(0)
+
+    def body(rank: int) -> None:
+        for group, layout in ((None, None), (init_device_mesh("cpu", (WORLD,)), HeadTail())):
+            *leaves, grad_out = (shard(tensor, layout or Contiguous(), rank, WORLD) for tensor in whole)
+            q, k, v = (leaf.requires_grad_() for leaf in leaves)
+            out = function(q, k, v, None, 0.0, is_causal, scale=0.4, enable_gqa=True, mesh=group, layout=layout)
+            out.backward(grad_out)
+            for got, wanted in zip((out, q.grad, k.grad, v.grad), reference(problem, *whole), strict=True):
+                assert_close(got, shard(wanted, layout or Contiguous(), rank, WORLD))
+
+    run_ranks(WORLD, body)
+
+
+BIASES = ("boolean bhs", "boolean s", "boolean b", "additive bhs", "additive", "additive hs")
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@each_mode
+def test_masks_of_local_queries_and_all_keys(mode: Callable[..., Mode], bias: str) -> None:
+    """Also causal, in other layouts, and between sequences of different lengths."""
+    problems = (
+        (MaskedProblem(13, 13, Full(), batch=2, q_heads=4, bias=bias, is_causal=True), HeadTail()),
+        (MaskedProblem(7, 18, Full(), batch=2, q_heads=4, bias=bias), Contiguous()),
+    )
+    drawn = [(problem, layout, problem.draw(0)) for problem, layout in problems]
+    expected = [problem.reference(*whole) for problem, _, whole in drawn]
+
+    def body(rank: int) -> list[torch.Tensor]:
+        place, of_bias = rank_in_sequence(mode, rank), []
+        for (problem, layout, whole), (out, *grads) in zip(drawn, expected, strict=True):
+            q, k, v, grad_out, local_bias = problem.shard(whole, layout, place, WORLD)
+            leaves = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in (q, k, v, local_bias)]
+            with mode(layout=layout):
+                got = F.scaled_dot_product_attention(*leaves, is_causal=problem.is_causal, enable_gqa=True)
+            got.backward(grad_out)
+            for leaf, wanted, name in zip((got, *leaves), (out, *grads[:3]), ("out", "dq", "dk", "dv"), strict=False):
+                assert_close(leaf if name == "out" else leaf.grad, shard(wanted, layout, place, WORLD), name)
+            if len(grads) > 4 and "s" in bias.split()[-1]:
+                assert_close(leaves[3].grad, problem.shard_bias(grads[4], layout, place, WORLD), "dbias")
+            elif len(grads) > 4:
+                assert leaves[3].grad is not None
+                of_bias.append(leaves[3].grad)
+        return of_bias
+
+    shares = zip(*run_ranks(WORLD, body), strict=True)
+    for parts, (*_, wanted) in zip(shares, expected, strict=False):
+        assert_close(torch.stack(parts).sum(0), wanted, "dbias, of rows that all ranks share")
+
+
+@pytest.mark.parametrize("function", [ulysses_attn_func, ring_attn_func])
+def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -> None:
+    problem = MaskedProblem(11, 11, Full(), q_heads=4, bias="boolean hs")
+    whole = problem.draw(0)
+    expected = problem.reference(*whole)[0]
+
+    def dropped(rank: int, ranks: int) -> torch.Tensor:
+        q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, ranks)
+        return function(q, k, v, mask, 0.5, enable_gqa=True)
+
+    def body(rank: int) -> None:
+        q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, WORLD)
+        assert_close(function(q, k, v, mask, enable_gqa=True), shard(expected, Contiguous(), rank, WORLD))
+        assert_close(dropped(rank, WORLD), shard(alone, Contiguous(), rank, WORLD))
+
+    with equal_generators():
+        (alone,) = run_ranks(1, dropped, 1)
+        assert not torch.allclose(alone, expected)
+        run_ranks(WORLD, body)
+
+
+@each_mode
+def test_dropout_is_that_of_one_device(mode: Callable[..., Mode]) -> None:
+    q, k, v, _ = Problem(13, 13, q_heads=4, kv_heads=4).draw(0)
+
+    def alone(rank: int) -> torch.Tensor:
+        with RingAttnMode():
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+
+    def body(rank: int, expected: torch.Tensor) -> None:
+        place = rank_in_sequence(mode, rank)
+        with mode():
+            local = (shard(tensor, Contiguous(), place, WORLD) for tensor in (q, k, v))
+            out = F.scaled_dot_product_attention(*local, dropout_p=0.3, is_causal=True)
+        assert_close(out, shard(expected, Contiguous(), place, WORLD))
+
+    with equal_generators():
+        (expected,) = run_ranks(1, alone)
+        assert not torch.allclose(expected, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        run_ranks(WORLD, body, expected)
+
+
+def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    keys_of_this_rank = "the 8 keys of the whole sequence, in the order of their positions"
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"attn_mask": torch.zeros(4, 4)}, ValueError, keys_of_this_rank),
+        ({"attn_mask": torch.zeros(8, 8)}, ValueError, r"this rank's queries.*\(8, 8\)"),
+        ({"dropout_p": 1.1}, ValueError, "dropout"),
+    ]
+
+    def body(rank: int) -> None:
+        for mode in (UnifiedAttnMode, UlyssesAttnMode, RingAttnMode):
+            for options, error, message in refused:
+                with mode(), pytest.raises(error, match=message):
+                    F.scaled_dot_product_attention(q, q, q, **options)
+            with mode(), mode.replicated_keys(), pytest.raises(NotImplementedError, match="is_causal=True, expected"):
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    run_ranks(2, body)
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="group=None"):
+        UnifiedAttnMode()
+
+    def body(rank: int) -> None:
+        for mesh in (init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))):
+            with pytest.raises(ValueError, match='"ulysses", "ring" or both; got'):
+                UnifiedAttnMode(mesh)
+        two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+        with pytest.raises(ValueError, match="mesh of one dim"):
+            UlyssesAttnMode(two)
+        with pytest.raises(TypeError, match="got int"):
+            RingAttnMode(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="layout"):
+            RingAttnMode(layout=HeadTail)  # type: ignore[arg-type]
+        assert init_context_parallel_mesh(mesh=two) is two
+        with pytest.raises(ValueError, match="device_type"):
+            init_context_parallel_mesh()
+        with pytest.raises(ValueError, match="max_ring_dim_size=2 and max_ulysses_dim_size=1"):
+            init_context_parallel_mesh("cpu", max_ring_dim_size=2, max_ulysses_dim_size=1)
+        with pytest.raises(ValueError, match="max_batch_dim_size to be at least 1, got 0"):
+            init_context_parallel_mesh("cpu", max_batch_dim_size=0)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("limits", "shape"),
+    [
+        ({}, (1, 1, 4)),
+        ({"max_ring_dim_size": 2}, (1, 2, 2)),
+        ({"max_ring_dim_size": 3}, (1, 1, 4)),
+        ({"max_ulysses_dim_size": 2}, (1, 2, 2)),
+        ({"max_ulysses_dim_size": 6, "max_batch_dim_size": 2}, (2, 1, 2)),
+        ({"max_batch_dim_size": 8}, (4, 1, 1)),
+    ],
+)
+def test_meshes_by_limits(limits: dict[str, int], shape: tuple[int, ...]) -> None:
+    def body(rank: int) -> None:
+        mesh = init_context_parallel_mesh("cpu", **limits)  # type: ignore[arg-type]
+        assert tuple(mesh.shape) == shape
+        assert mesh.mesh_dim_names == ("batch", "ring", "ulysses")
+
+    run_ranks(WORLD, body)

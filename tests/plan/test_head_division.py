@@ -1,0 +1,155 @@
+"""Which heads each rank of a Ulysses axis attends with: all of them once, as evenly as may be, with few copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_dtensor.plan.head_partition import HeadDivision, divide_heads
+from cp_dtensor.spec.layouts import Span
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> HeadDivision:
+    kv_heads = draw(st.integers(1, 12))
+    return divide_heads(kv_heads * draw(st.integers(1, 12)), kv_heads, draw(st.integers(1, 9)), draw(st.integers(1, 6)))
+
+
+def size(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def load(division: HeadDivision) -> int:
+    """Query heads of the busiest rank."""
+    return max(size(division.query_heads(division.units(rank))) for rank in range(division.world_size))
+
+
+def fewest_units(division: HeadDivision) -> int:
+    return min(size(division.units(rank)) for rank in range(division.world_size))
+
+
+def with_copies(division: HeadDivision, copies: int) -> HeadDivision:
+    return replace(division, copies=copies)
+
+
+def divisors(division: HeadDivision) -> list[int]:
+    group = division.q_heads // division.kv_heads
+    return [copies for copies in range(1, group + 1) if group % copies == 0]
+
+
+@settings(max_examples=300)
+@given(divisions())
+def test_every_query_head_belongs_to_one_rank_and_stage(division: HeadDivision) -> None:
+    """In order: ranks have consecutive heads, and stages of a rank as well."""
+    heads = [
+        head
+        for rank in range(division.world_size)
+        for stage in range(division.stages)
+        for head in range(*division.query_heads(division.units(rank, stage)))
+    ]
+    assert heads == list(range(division.q_heads))
+
+
+@given(divisions())
+def test_stages_of_a_rank_are_its_units(division: HeadDivision) -> None:
+    units = []
+    for rank in range(division.world_size):
+        of_rank = [unit for stage in range(division.stages) for unit in range(*division.units(rank, stage))]
+        assert of_rank == list(range(*division.units(rank)))
+        units += of_rank
+    assert units == list(range(division.unit_count))
+
+
+@settings(max_examples=300)
+@given(divisions())
+def test_the_key_head_of_a_unit_is_the_one_that_its_query_heads_read(division: HeadDivision) -> None:
+    """Unit u is a copy of key head u // copies; query head h reads key head h // (query heads / key heads)."""
+    assert (division.q_heads // division.kv_heads) % division.copies == 0
+    for unit in range(division.unit_count):
+        queries = range(*division.query_heads((unit, unit + 1)))
+        assert len(queries) == division.q_heads // division.unit_count
+        assert {query * division.kv_heads // division.q_heads for query in queries} == {unit // division.copies}
+
+
+@given(divisions())
+def test_ranks_and_stages_differ_by_at_most_one_unit(division: HeadDivision) -> None:
+    of_ranks = [size(division.units(rank)) for rank in range(division.world_size)]
+    assert max(of_ranks) - min(of_ranks) <= 1
+    for rank in range(division.world_size):
+        of_stages = [size(division.units(rank, stage)) for stage in range(division.stages)]
+        assert max(of_stages) - min(of_stages) <= 1
+
+
+@settings(max_examples=300)
+@given(divisions())
+def test_the_busiest_rank_has_as_few_query_heads_as_any_division_could_give_it(division: HeadDivision) -> None:
+    assert load(division) == -(-division.q_heads // division.world_size)
+
+
+@settings(max_examples=300)
+@given(divisions(), st.integers(1, 6))
+def test_copies_are_as_few_as_the_load_and_the_stages_allow(division: HeadDivision, wanted: int) -> None:
+    asked = divide_heads(division.q_heads, division.kv_heads, division.world_size, wanted)
+    lightest = [copies for copies in divisors(asked) if load(with_copies(asked, copies)) == load(asked)]
+    most_units = max(fewest_units(with_copies(asked, copies)) for copies in lightest)
+    assert asked.stages == max(1, min(wanted, most_units))
+    enough = [copies for copies in lightest if fewest_units(with_copies(asked, copies)) >= asked.stages]
+    assert asked.copies == min(enough or lightest)
+
+
+@given(divisions())
+def test_no_rank_has_an_empty_stage_unless_there_are_more_ranks_than_heads(division: HeadDivision) -> None:
+    """A stage in which a rank computed nothing would leave it waiting for the others."""
+    empty = [
+        (rank, stage)
+        for rank in range(division.world_size)
+        for stage in range(division.stages)
+        if not size(division.units(rank, stage))
+    ]
+    assert not empty or (division.stages == 1 and division.unit_count < division.world_size)
+
+
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 5))
+def test_heads_that_divide_by_the_ranks_are_not_copied(world_size: int, per_rank: int, group: int) -> None:
+    division = divide_heads(world_size * per_rank * group, world_size * per_rank, world_size)
+    assert (division.copies, division.stages) == (1, 1)
+    assert [division.units(rank) for rank in range(world_size)] == [
+        (rank * per_rank, (rank + 1) * per_rank) for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "stages", "copies", "by_rank"),
+    [
+        # (query heads, key heads), and the query heads of each rank, stage by stage
+        ((8, 8), 4, 1, 1, [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]),
+        ((8, 2), 4, 1, 2, [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]),  # each key head goes to two ranks
+        ((8, 1), 4, 1, 4, [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]),
+        ((6, 3), 2, 1, 2, [[(0, 3)], [(3, 6)]]),  # not 4 and 2: the second key head is read by both
+        ((5, 5), 3, 1, 1, [[(0, 2)], [(2, 4)], [(4, 5)]]),
+        ((3, 1), 4, 1, 3, [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 3)]]),  # a rank without heads
+        ((8, 8), 2, 2, 1, [[(0, 2), (2, 4)], [(4, 6), (6, 8)]]),
+        ((8, 2), 2, 2, 2, [[(0, 2), (2, 4)], [(4, 6), (6, 8)]]),  # copied for the sake of two stages
+        ((8, 2), 2, 4, 4, [[(0, 1), (1, 2), (2, 3), (3, 4)], [(4, 5), (5, 6), (6, 7), (7, 8)]]),
+        ((4, 4), 2, 3, 1, [[(0, 1), (1, 2)], [(2, 3), (3, 4)]]),  # of three stages that were asked for, two
+    ],
+    ids=str,
+)
+def test_divisions_by_hand(
+    heads: tuple[int, int], ranks: int, stages: int, copies: int, by_rank: list[list[Span]]
+) -> None:
+    division = divide_heads(*heads, ranks, stages)
+    assert division.copies == copies
+    assert [
+        [division.query_heads(division.units(rank, stage)) for stage in range(division.stages)] for rank in range(ranks)
+    ] == by_rank
+
+
+def test_ranks_that_uneven_shards_left_without_heads_have_nothing_to_divide() -> None:
+    division = divide_heads(0, 0, 3, stages=2)
+    assert (division.stages, division.unit_count) == (1, 0)
+    assert {division.units(rank, 0) for rank in range(3)} == {(0, 0)}
+    assert {division.query_heads(division.units(rank)) for rank in range(3)} == {(0, 0)}

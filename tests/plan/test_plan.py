@@ -1,0 +1,262 @@
+"""Plans: steps compute everything once, wait for what they read, and transfer alike on every rank."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.schedules import Call, calls, count_covered, positions
+
+from cp_dtensor.plan.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
+from cp_dtensor.plan.tiling import GatheredRows, TilingByShape, gathered_rows
+from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
+from cp_dtensor.spec.masks import Causal, Full
+
+Plans = list[Plan]
+PASSES: dict[str, Callable[[Plan], Steps]] = {
+    "forward": lambda plan: plan.forward,
+    "backward": lambda plan: plan.backward,
+}
+each_pass = pytest.mark.parametrize("steps_of", PASSES.values(), ids=PASSES)
+
+
+any_stages = st.builds(Stages, local=st.integers(1, 4), remote=st.integers(1, 7))
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
+    """(call, key/value heads, the plans of all ranks)."""
+    call, kv_heads = draw(calls(longest=30)), draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        groups = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+        return call, kv_heads, [
+            ring_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, *groups) for rank in range(call.ranks)
+        ]  # fmt: skip
+    stages = draw(any_stages), draw(any_stages)
+    return call, kv_heads, [
+        gathered_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, *stages) for rank in range(call.ranks)
+    ]  # fmt: skip
+
+
+def heads_of(step: Step) -> set[int]:
+    return set(range(*step.heads))
+
+
+def brought(plan: Plan, transfer: Transfer) -> list[tuple[int, int, Span]]:
+    """(source, part, rows in the transfer's buffer) of all that this rank wants of it."""
+    if transfer.hop is None:
+        return [
+            (source, part, plan.rows.span(source, part)) for source, parts in enumerate(plan.wanted) for part in parts
+        ]
+    source = (plan.rank - transfer.hop) % plan.world_size
+    return [(source, part, plan.rows.local_span(source, part)) for part in plan.wanted[source]]
+
+
+@each_pass
+@settings(max_examples=150)
+@given(case=planned())
+def test_steps_cover_every_allowed_pair_of_every_head_once(
+    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+) -> None:
+    call, kv_heads, plans = case
+    count = np.zeros((call.batch, kv_heads, call.q_len, call.kv_len), dtype=np.int64)
+    for plan in plans:
+        for step in steps_of(plan):
+            count_covered(count, call.groups, plan.rank, step.heads, step.tiles)
+    np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
+
+
+@each_pass
+@given(case=planned())
+def test_of_all_heads_the_own_shard_comes_first_and_waits_for_nothing(
+    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+) -> None:
+    _, kv_heads, plans = case
+    for plan in plans:
+        for head in range(kv_heads):
+            local, *remote = (step for step in steps_of(plan) if head in heads_of(step))
+            assert (local.transfer, local.has_gaps) == (None, False)
+            assert {tile.source for tile in local.tiles} <= {plan.rank}
+            assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)
+
+
+@each_pass
+@given(case=planned())
+def test_is_last_is_said_once_of_every_head_and_in_its_last_step(
+    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+) -> None:
+    _, kv_heads, plans = case
+    for plan in plans:
+        for head in range(kv_heads):
+            said = [step.is_last for step in steps_of(plan) if head in heads_of(step)]
+            assert said == [False] * (len(said) - 1) + [True]
+
+
+@each_pass
+@given(case=planned())
+def test_all_ranks_have_the_same_transfers_in_the_same_order(
+    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+) -> None:
+    _, _, plans = case
+    assert len({tuple(step.transfer for step in steps_of(plan)) for plan in plans}) == 1
+
+
+@given(planned())
+def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> None:
+    call, _, plans = case
+    for plan in plans:
+        assert plan.rows == gathered_rows(call.groups)
+        assert plan.wanted[plan.rank] == plan.given[plan.rank] == ()
+        assert [plans[source].given[plan.rank] for source in range(call.ranks)] == list(plan.wanted)
+
+
+@given(planned())
+def test_gradients_come_home_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
+    """Of each row that a rank pulls the owner pulls the gradient, from where it lies; from the next rank first."""
+    plans = case[2]
+    away = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
+    home = [
+        (owner.rank, reader, rows[0], row, rows[1] - rows[0])
+        for owner in plans
+        for rows, places in owner.grad_pulls
+        for reader, row in places
+    ]
+    assert sorted(home) == sorted(away)
+    for owner in plans:
+        for _, places in owner.grad_pulls:
+            hops = [(reader - owner.rank) % owner.world_size for reader, _ in places]
+            assert hops == sorted(hops)
+
+
+@each_pass
+@given(case=planned())
+def test_tiles_read_only_what_their_transfer_brings(
+    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+) -> None:
+    for plan in case[2]:
+        for step in steps_of(plan):
+            if step.transfer is not None:
+                rows = {row for _, _, span in brought(plan, step.transfer) for row in range(*span)}
+                assert all(rows >= set(range(*tile.kv)) for tile in step.tiles)
+
+
+@each_pass
+@settings(max_examples=200)
+@given(case=planned())
+def test_gaps_are_rows_that_come_and_that_no_query_of_some_batch_row_sees(
+    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+) -> None:
+    call, _, plans = case
+    for plan in plans:
+        for step in steps_of(plan):
+            if step.transfer is None:
+                continue
+            unseen = False
+            for group in call.groups:
+                last_query = positions(group.q_by_rank[plan.rank]).max(initial=-1)
+                if last_query >= 0 and call.mask == Full():
+                    last_query = call.kv_len
+                for source, part, _ in brought(plan, step.transfer):
+                    unseen |= any(key > last_query for key in group.kv_by_rank[source][part].positions())
+            assert step.has_gaps == unseen
+
+
+@given(calls())
+def test_hop_by_hop_a_ring_brings_the_shard_of_the_rank_that_many_before(call: Call) -> None:
+    for rank in range(call.ranks):
+        plan = ring_plan(TilingByShape(call.groups, call.mask), rank, kv_heads=3)
+        assert plan.forward == plan.backward
+        assert [step.transfer for step in plan.forward] == [None, *(Transfer((0, 3), h) for h in range(1, call.ranks))]
+        for hop, step in enumerate(plan.forward):
+            assert {tile.source for tile in step.tiles} <= {(rank - hop) % call.ranks}
+
+
+@given(calls(), st.integers(1, 5), any_stages, any_stages)
+def test_a_gather_brings_the_heads_group_by_group(
+    call: Call, kv_heads: int, stages: Stages, grad_stages: Stages
+) -> None:
+    for rank in range(call.ranks):
+        plan = gathered_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, stages, grad_stages)
+        for steps, counts in ((plan.forward, stages), (plan.backward, grad_stages)):
+            local = [step.heads for step in steps if step.transfer is None]
+            remote = [step.heads for step in steps if step.transfer is not None]
+            if call.ranks == 1:
+                assert (local, remote) == ([(0, kv_heads)], [])
+                continue
+            assert local == list(head_spans(kv_heads, counts.local))
+            assert [head for span in remote for head in range(*span)] == list(range(kv_heads))
+            assert min(kv_heads, counts.remote) <= len(remote) <= counts.remote + counts.local
+            assert {tile.source for step in steps if step.transfer for tile in step.tiles} <= {None}
+            # A group of the own shard is followed by what is remote of its heads.
+            assert [step.heads[0] for step in steps] == sorted(step.heads[0] for step in steps)
+
+
+@given(calls(), st.integers(1, 5), any_stages)
+def test_one_rank_alone_needs_nobody(call: Call, kv_heads: int, stages: Stages) -> None:
+    alone = Call(call.layout, call.q_len, call.kv_len, call.batch, 1, call.mask)
+    ring = ring_plan(TilingByShape(alone.groups, alone.mask), 0, kv_heads)
+    assert ring == gathered_plan(TilingByShape(alone.groups, alone.mask), 0, kv_heads, stages, stages)
+    assert [(step.heads, step.transfer) for step in ring.forward] == [((0, kv_heads), None)]
+    assert ring.world_size == 1
+
+
+@given(st.integers(1, 200), st.integers(0, 250))
+def test_head_spans_are_all_heads_in_order_and_in_groups_of_nearly_equal_size(kv_heads: int, count: int) -> None:
+    spans = head_spans(kv_heads, count)
+    assert [head for span in spans for head in range(*span)] == list(range(kv_heads))
+    assert len(spans) == max(1, min(count, kv_heads))
+    sizes = [stop - start for start, stop in spans]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_head_spans_by_hand() -> None:
+    assert head_spans(8, 1) == ((0, 8),)
+    assert head_spans(8, 3) == ((0, 3), (3, 6), (6, 8))
+    assert head_spans(2, 5) == ((0, 1), (1, 2))
+
+
+def test_head_tail_causal_by_hand() -> None:
+    """Rank 0 of 2 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
+    call = Call(HeadTail(), 8, 8, 1, 2, Causal())
+    local = (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
+    remote = (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    expected = Plan(
+        rank=1,
+        rows=GatheredRows(lengths=((2, 2), (2, 2)), starts=((0, 6), (2, 4))),
+        most_rows=8,
+        wanted=((0,), ()),
+        given=((0, 1), ()),
+        given_at=((2, 4), ()),
+        forward=(
+            Step((0, 3), None, local),
+            Step((0, 2), Transfer((0, 2), None), remote, is_last=True),
+            Step((2, 3), Transfer((2, 3), None), remote, is_last=True),
+        ),
+        backward=(
+            Step((0, 2), None, local),
+            Step((0, 2), Transfer((0, 2), None), remote, is_last=True),
+            Step((2, 3), None, local),
+            Step((2, 3), Transfer((2, 3), None), remote, is_last=True),
+        ),
+    )
+    tiling = TilingByShape(call.groups, Causal())
+    assert gathered_plan(tiling, 1, 3, stages=Stages(1, 2), grad_stages=Stages(2, 2)) == expected
+
+
+def test_gaps_by_hand() -> None:
+    """Stripes may leave the end of what comes unseen; of a mirrored batch only one half sees what comes."""
+    stripes = Call(Striped(2), 7, 7, 1, 2, Causal())  # rank 0: 0 1, 4 5; rank 1: 2 3, 6
+    assert ring_plan(TilingByShape(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # nobody of 0 1 4 5 sees 6
+    assert not ring_plan(TilingByShape(stripes.groups, Causal()), 1, 1).forward[1].has_gaps
+    mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Causal())
+    for mask in (Full(), Causal()):
+        plan = gathered_plan(TilingByShape(mirrored.groups, mask), 0, 1, Stages(1, 1), Stages(1, 1))
+        assert plan.forward[1].has_gaps == plan.backward[1].has_gaps == (mask == Causal())
+    head_tail = Call(HeadTail(), 8, 8, 1, 2, Causal())  # unseen parts do not travel, so they are no gaps
+    assert not any(
+        step.has_gaps
+        for rank in (0, 1)
+        for step in ring_plan(TilingByShape(head_tail.groups, Causal()), rank, 1).forward
+    )

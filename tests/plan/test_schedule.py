@@ -1,0 +1,189 @@
+"""Schedules: over all ranks, tiles cover every allowed (query, key) pair exactly once, and nothing else."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.schedules import Call, calls, count_covered, gathered_positions
+
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, ShapedMask, Tile, without_long_triangles
+from cp_dtensor.plan.tiling import (
+    GatheredRows,
+    GroupSegments,
+    gathered_rows,
+    gathered_tiles,
+    group_segments,
+    tiles_against,
+    wanted_parts,
+)
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
+from cp_dtensor.spec.masks import Causal, Full
+
+Tiles = tuple[Tile, ...]
+
+
+def ring(call: Call, rank: int) -> Tiles:
+    return tuple(tile for source in range(call.ranks) for tile in tiles_against(call.groups, rank, source, call.mask))
+
+
+def gathered(call: Call, rank: int) -> Tiles:
+    return tiles_against(call.groups, rank, rank, call.mask) + gathered_tiles(call.groups, rank, call.mask)
+
+
+def in_short_triangles(call: Call, rank: int) -> Tiles:
+    return without_long_triangles(ring(call, rank), longest=3)
+
+
+@pytest.mark.parametrize("tiles_of", [ring, gathered, in_short_triangles])
+@settings(max_examples=200)
+@given(call=calls())
+def test_tiles_cover_every_allowed_pair_exactly_once(tiles_of: Callable[[Call, int], Tiles], call: Call) -> None:
+    count = np.zeros((call.batch, 1, call.q_len, call.kv_len), dtype=np.int64)
+    for rank in range(call.ranks):
+        count_covered(count, call.groups, rank, (0, 1), tiles_of(call, rank))
+    np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
+
+
+@given(calls())
+def test_tiles_against_a_shard_name_its_rank_and_gathered_tiles_name_none(call: Call) -> None:
+    for rank in range(call.ranks):
+        for source in range(call.ranks):
+            assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
+        assert {tile.source for tile in gathered_tiles(call.groups, rank, call.mask)} <= {None}
+
+
+@given(calls(), st.integers(1, 60))
+def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int) -> None:
+    for rank in range(call.ranks):
+        tiles = ring(call, rank)
+        cut = without_long_triangles(tiles, longest)
+        assert all(tile.q[1] - tile.q[0] <= longest for tile in cut if tile.mask == CAUSAL_TILE)
+        short = [tile for tile in tiles if tile.mask != CAUSAL_TILE or tile.q[1] - tile.q[0] <= longest]
+        assert set(short) <= set(cut), "what is short enough stays as it is"
+
+
+@given(calls())
+def test_the_own_shard_is_read_locally_and_not_from_the_buffer(call: Call) -> None:
+    rows = gathered_rows(call.groups)
+    for rank in range(call.ranks):
+        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
+        for tile in gathered_tiles(call.groups, rank, call.mask):
+            assert not own & set(range(*tile.kv))
+
+
+@given(calls())
+def test_the_buffer_has_every_row_of_every_rank_without_gaps(call: Call) -> None:
+    rows = gathered_rows(call.groups)
+    assert rows.total == call.kv_len
+    for group in call.groups:
+        assert sorted(gathered_positions(group, rows)) == list(range(call.kv_len))
+
+
+@given(calls())
+def test_the_buffer_is_in_natural_order_where_segments_are_unbroken(call: Call) -> None:
+    """Of the first batch group: `MirroredBatch` has the ranks in reversed order in the second."""
+    first = call.groups[0]
+    found = gathered_positions(first, gathered_rows(call.groups))
+    if all(segment.is_contiguous for segments in first.kv_by_rank for segment in segments):
+        np.testing.assert_array_equal(found, np.arange(call.kv_len))
+    else:  # stripes cannot be
+        segments = sorted((segment for segments in first.kv_by_rank for segment in segments), key=lambda it: it.start)
+        assert found.tolist() == [position for segment in segments for position in segment.positions()]
+
+
+@given(calls())
+def test_rows_of_a_shard_are_counted_part_after_part(call: Call) -> None:
+    rows = gathered_rows(call.groups)
+    for rank, lengths in enumerate(rows.lengths):
+        spans = [rows.local_span(rank, part) for part in range(len(lengths))]
+        assert [row for span in spans for row in range(*span)] == list(range(sum(lengths)))
+        assert [span[1] - span[0] for span in spans] == list(lengths)
+
+
+@given(calls())
+def test_wanted_are_exactly_the_parts_of_which_some_tile_reads_a_row(call: Call) -> None:
+    groups, rows = call.groups, gathered_rows(call.groups)
+    for rank in range(call.ranks):
+        from_buffer = {row for tile in gathered_tiles(groups, rank, call.mask) for row in range(*tile.kv)}
+        for source in range(call.ranks):
+            tiles = tiles_against(groups, rank, source, call.mask)
+            from_shard = {row for tile in tiles for row in range(*tile.kv)}
+            parts = range(len(rows.lengths[source]))
+            read = tuple(part for part in parts if from_shard & set(range(*rows.local_span(source, part))))
+            assert wanted_parts(groups, rank, source, call.mask) == read
+            if source != rank:
+                assert read == tuple(part for part in parts if from_buffer & set(range(*rows.span(source, part))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 32])
+def test_head_tail_causal_takes_three_tiles_whatever_the_number_of_ranks(ranks: int) -> None:
+    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Causal())
+    assert max(len(gathered(call, rank)) for rank in range(ranks)) == min(ranks, 3)
+
+
+@given(st.integers(0, 200), st.integers(1, 32))
+def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int) -> None:
+    """Also where the length does not divide evenly, or there are more chunks than tokens."""
+    call = Call(HeadTail(), length, length, 1, ranks, Causal())
+    for rank in range(ranks):
+        assert len(tiles_against(call.groups, rank, rank, Causal())) <= 1
+        assert len(gathered_tiles(call.groups, rank, Causal())) <= 2
+
+
+@given(st.integers(0, 200), st.integers(1, 32), st.sampled_from([Contiguous(), TorchChunk(), MirroredBatch()]))
+def test_contiguous_causal_gathers_into_one_tile_a_batch_group(length: int, ranks: int, layout: Layout) -> None:
+    groups = group_segments(layout, length, length, 2, ranks)
+    for rank in range(ranks):
+        assert len(gathered_tiles(groups, rank, Causal())) <= len(groups)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), MirroredBatch()], ids=repr)
+def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(layout: Layout) -> None:
+    groups = group_segments(layout, 32, 32, 2, 4)
+    tiles = gathered_tiles(groups, 1, Full())
+    own_parts = len(groups[0].kv_by_rank[1])
+    assert len(tiles) == (own_parts + 1) * len(groups)
+    assert {(tile.q, tile.mask) for tile in tiles} == {((0, 8), FULL_TILE)}
+
+
+def test_head_tail_causal_by_hand() -> None:
+    """Rank 0 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
+    groups = group_segments(HeadTail(), 8, 8, 1, 2)
+    for rank in (0, 1):
+        assert tiles_against(groups, rank, rank, Causal()) == (Tile(rank, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
+    assert tiles_against(groups, 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert gathered_tiles(groups, 1, Causal()) == (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert tiles_against(groups, 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
+    assert gathered_tiles(groups, 0, Causal()) == (Tile(None, (0, 1), (2, 4), (2, 6), FULL_TILE),)
+    assert wanted_parts(groups, 1, 0, Causal()) == (0,)
+    assert wanted_parts(groups, 0, 1, Causal()) == (0, 1)
+
+
+def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:
+    """Rank 0 owns 0 2 4, rank 1 owns 1 3 5: rank 0's first query sees nothing of rank 1."""
+    (tile,) = tiles_against(group_segments(Striped(1), 6, 6, 1, 2), 0, 1, Causal())
+    assert tile == Tile(1, (0, 1), (1, 3), (0, 2), CAUSAL_TILE)
+
+
+def test_stripes_of_blocks_make_stairs() -> None:
+    """Rank 1 owns 2 3, 6 7, rank 0 owns 0 1, 4 5."""
+    (tile,) = tiles_against(group_segments(Striped(2), 8, 8, 1, 2), 1, 0, Causal())
+    assert tile == Tile(0, (0, 1), (0, 4), (0, 4), ShapedMask(2))
+
+
+def test_the_gathered_buffer_by_hand() -> None:
+    """Chunks of 2, 1, 1, 1 tokens: rank 0 owns 0 1 and 4, rank 1 owns 2 and 3."""
+    rows = gathered_rows(group_segments(HeadTail(), 5, 5, 1, 2))
+    assert rows == GatheredRows(lengths=((2, 1), (1, 1)), starts=((0, 4), (2, 3)))
+    assert (rows.world_size, rows.total) == (2, 5)
+    assert [rows.span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (4, 5), (2, 3), (3, 4)]
+    assert [rows.local_span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (2, 3), (0, 1), (1, 2)]
+
+
+def test_causal_tiles_between_stripes_of_different_shape_are_refused() -> None:
+    q, kv = Segment(0, 8, 2, 4), Segment(0, 8, 1, 2)
+    groups = [GroupSegments((0, 1), ((q,),), ((kv,),))]
+    with pytest.raises(NotImplementedError, match=r"stripes of different shape.*block=2.*block=1"):
+        tiles_against(groups, 0, 0, Causal())

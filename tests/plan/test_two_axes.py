@@ -1,0 +1,297 @@
+"""A sequence over two axes: what each axis computes covers every allowed (query, key) pair exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from support.schedules import Call, any_layout, count_covered, gathered_positions, positions
+
+from cp_dtensor.plan.partition import Division, InnerDivision, LayoutDivision, OuterDivision, UnitedDivision
+from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, TilingByShape, gathered_tiles, tiles_against
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
+from cp_dtensor.spec.masks import Causal, Full, Mask
+
+Groups = tuple[GroupSegments, ...]
+
+
+@dataclass(frozen=True)
+class TwoAxes:
+    """A call over outer x inner ranks."""
+
+    call: Call
+    outer: int
+    inner: int
+
+    @property
+    def whole(self) -> LayoutDivision:
+        call = self.call
+        return LayoutDivision(call.layout, call.q_len, call.kv_len, call.batch, call.ranks)
+
+    @property
+    def united(self) -> UnitedDivision:
+        return UnitedDivision(self.whole, self.inner)
+
+    def nothing_counted(self) -> np.ndarray:
+        """(batch rows, heads, queries, keys)"""
+        return np.zeros((self.call.batch, 1, self.call.q_len, self.call.kv_len), dtype=np.int64)
+
+    def check_covered_once(self, count: np.ndarray) -> None:
+        np.testing.assert_array_equal(count, np.broadcast_to(self.call.allowed(), count.shape))
+
+
+def two_axes(
+    layout: Layout, q_len: int, kv_len: int, outer: int, inner: int, mask: Mask = Causal(), batch: int = 1
+) -> TwoAxes:
+    return TwoAxes(Call(layout, q_len, kv_len, batch, outer * inner, mask), outer, inner)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> TwoAxes:
+    q_len = draw(st.integers(0, 40))
+    kv_len = draw(st.one_of(st.just(q_len), st.integers(0, 40)))
+    mask, batch = draw(st.sampled_from((Full(), Causal()))), draw(st.integers(1, 3))
+    return two_axes(draw(any_layout), q_len, kv_len, draw(st.integers(1, 4)), draw(st.integers(1, 4)), mask, batch)
+
+
+# The ends of stripes are unbroken ranges in some ranks' shards and not in others', or are missing.
+BROKEN_STRIPES = [
+    two_axes(Striped(1), 5, 5, 2, 2),
+    two_axes(Striped(3), 13, 13, 2, 2),
+    two_axes(Striped(3), 13, 2, 2, 2),
+    two_axes(Striped(3), 2, 13, 2, 2),
+    two_axes(Striped(2), 9, 1, 3, 2),
+]
+
+
+def with_examples(test: Callable[..., None]) -> Callable[..., None]:
+    for case in BROKEN_STRIPES:
+        test = example(case=case)(test)
+    return test
+
+
+def ring(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
+    return tuple(tile for source in range(groups[0].world_size) for tile in tiles_against(groups, rank, source, mask))
+
+
+def gathered(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
+    return tiles_against(groups, rank, rank, mask) + gathered_tiles(groups, rank, mask)
+
+
+# Ulysses inside of a ring: the rows of a whole inner axis together
+
+
+def check_is_of_all_its_ranks(
+    rows: GatheredRows, whole: tuple[tuple[Segment, ...], ...], united: tuple[Segment, ...], first: int, inner: int
+) -> None:
+    """Where rows from the inner ranks are put together, there the outer axis expects these positions."""
+    found = np.full(rows.total, -1)
+    for inner_rank in range(inner):
+        own = positions(whole[first + inner_rank])
+        for part in range(len(rows.lengths[inner_rank])):
+            found[slice(*rows.span(inner_rank, part))] = own[slice(*rows.local_span(inner_rank, part))]
+    np.testing.assert_array_equal(found, positions(united))
+
+
+@with_examples
+@given(case=cases())
+def test_united_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes) -> None:
+    whole, united = case.whole.groups(), case.united.groups()
+    assert [group.batch for group in united] == [group.batch for group in whole]
+    for outer_rank in range(case.outer):
+        query_rows, key_rows = case.united.query_rows(outer_rank), case.united.key_rows(outer_rank)
+        first = outer_rank * case.inner
+        for of_whole, of_united in zip(whole, united, strict=True):
+            assert of_united.world_size == len(of_united.q_by_rank) == case.outer
+            check_is_of_all_its_ranks(
+                query_rows, of_whole.q_by_rank, of_united.q_by_rank[outer_rank], first, case.inner
+            )
+            check_is_of_all_its_ranks(
+                key_rows, of_whole.kv_by_rank, of_united.kv_by_rank[outer_rank], first, case.inner
+            )
+
+
+@given(cases())
+def test_all_outer_ranks_have_as_many_parts_and_batch_groups_have_the_same_lengths(case: TwoAxes) -> None:
+    """Parts are collectives, and the gathered buffer is one for all batch groups."""
+    for division in (case.united, *(OuterDivision(case.whole, case.inner, rank) for rank in range(case.inner))):
+        groups = division.groups()
+        for by_rank in ([group.kv_by_rank for group in groups], [group.q_by_rank for group in groups]):
+            assert len({len(segments) for of_group in by_rank for segments in of_group}) == 1
+            lengths = [[[segment.length for segment in parts] for parts in of_group] for of_group in by_rank]
+            assert all(of_group == lengths[0] for of_group in lengths)
+
+
+@pytest.mark.parametrize("tiles_of", [ring, gathered])
+@settings(max_examples=150)
+@with_examples
+@given(case=cases())
+def test_tiles_of_united_rows_cover_every_allowed_pair_exactly_once(
+    tiles_of: Callable[[Groups, int, Mask], tuple[Tile, ...]], case: TwoAxes
+) -> None:
+    count, groups = case.nothing_counted(), case.united.groups()
+    for outer_rank in range(case.outer):
+        count_covered(count, groups, outer_rank, (0, 1), tiles_of(groups, outer_rank, case.call.mask))
+    case.check_covered_once(count)
+
+
+@given(cases())
+def test_one_inner_rank_changes_no_rows_and_one_outer_rank_has_them_all(case: TwoAxes) -> None:
+    for whole, alone in zip(case.whole.groups(), UnitedDivision(case.whole, 1).groups(), strict=True):
+        for before, after in ((whole.q_by_rank, alone.q_by_rank), (whole.kv_by_rank, alone.kv_by_rank)):
+            assert [positions(one).tolist() for one in before] == [positions(one).tolist() for one in after]
+    first = UnitedDivision(case.whole, case.call.ranks).groups()[0]
+    assert sorted(positions(first.kv_by_rank[0])) == list(range(case.call.kv_len))
+
+
+@given(st.sampled_from((Full(), Causal())), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: int, inner: int, chunk: int) -> None:
+    """And so take as few tiles as they would without an inner axis."""
+    length = 2 * outer * inner * chunk
+    case, plain = two_axes(HeadTail(), length, length, outer, inner, mask), HeadTail()
+    (group,) = case.united.groups()
+    for outer_rank, (q, kv) in enumerate(zip(group.q_by_rank, group.kv_by_rank, strict=True)):
+        assert q == kv
+        expected = positions(plain.segments(length, outer_rank, outer))
+        np.testing.assert_array_equal(positions(q), expected)
+        assert len(q) == (1 if outer == 1 else 2)
+        own = tiles_against((group,), outer_rank, outer_rank, mask)
+        assert len(own) + len(gathered_tiles((group,), outer_rank, mask)) <= (3 if mask == Causal() else 4)
+
+
+def test_united_head_tail_by_hand() -> None:
+    """8 chunks of one token. Ranks 0 1 have 0 7, 1 6; ranks 2 3 have 2 5, 3 4."""
+    division = two_axes(HeadTail(), 8, 8, 2, 2).united
+    (group,) = division.groups()
+    assert [positions(segments).tolist() for segments in group.q_by_rank] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert division.query_rows(0) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
+    assert division.key_rows(1) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
+    assert tiles_against((group,), 1, 1, Causal()) == (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
+    assert tiles_against((group,), 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
+    assert tiles_against((group,), 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
+
+
+def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
+    """Rows stand as the first half of the batch has them in order: in the second half the ranks are reversed."""
+    first, second = two_axes(MirroredBatch(), 8, 8, 2, 2, batch=2).united.groups()
+    assert [positions(segments).tolist() for segments in first.kv_by_rank] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [positions(segments).tolist() for segments in second.kv_by_rank] == [[6, 7, 4, 5], [2, 3, 0, 1]]
+
+
+# A ring of rings
+
+
+def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> Plan:
+    division = OuterDivision(case.whole, case.inner, inner_rank)
+    return ring_plan(TilingByShape(division.groups(), case.call.mask), outer_rank, kv_heads=1)
+
+
+def as_of_whole(tile: Tile, source: int, inner: int) -> Tile:
+    """The tile of an inner ring, with its source counted among all ranks."""
+    assert tile.source is not None
+    return Tile(source * inner + tile.source, tile.batch, tile.q, tile.kv, tile.mask)
+
+
+@settings(max_examples=150)
+@with_examples
+@given(case=cases())
+def test_inner_rings_of_all_outer_hops_cover_every_allowed_pair_exactly_once(case: TwoAxes) -> None:
+    count, whole, inner = case.nothing_counted(), case.whole.groups(), case.inner
+    for outer_rank in range(case.outer):
+        for source in range(case.outer):
+            groups = InnerDivision(case.whole, inner, outer_rank, source).groups()
+            for inner_rank in range(inner):
+                tiles = [as_of_whole(tile, source, inner) for tile in ring(groups, inner_rank, case.call.mask)]
+                count_covered(count, whole, outer_rank * inner + inner_rank, (0, 1), tiles)
+    case.check_covered_once(count)
+
+
+@settings(max_examples=150)
+@with_examples
+@given(case=cases())
+def test_inner_tiles_read_only_rows_that_the_outer_ring_has_brought(case: TwoAxes) -> None:
+    """And each part that it brings is read by some rank of the inner axis."""
+    inner, mask = case.inner, case.call.mask
+    for outer_rank in range(case.outer):
+        plans = [outer_plan(case, outer_rank, inner_rank) for inner_rank in range(inner)]
+        for hop in range(1, case.outer):
+            source = (outer_rank - hop) % case.outer
+            groups = InnerDivision(case.whole, inner, outer_rank, source).groups()
+            for owner, plan in enumerate(plans):
+                assert plan.forward[hop].transfer == plan.backward[hop].transfer
+                transfer = plan.forward[hop].transfer
+                assert transfer is not None
+                assert transfer.sources(outer_rank, case.outer) == (source,)
+                brought = {part: set(range(*plan.rows.local_span(source, part))) for part in plan.wanted[source]}
+                read = {
+                    row
+                    for reader in range(inner)
+                    for tile in tiles_against(groups, reader, owner, mask)
+                    for row in range(*tile.kv)
+                }
+                assert read <= set().union(*brought.values())
+                assert all(rows & read for rows in brought.values())
+                seen_by_group = _seen_by_group(groups, owner, mask)
+                gaps = any(rows - seen for seen in seen_by_group for rows in brought.values())
+                assert plan.forward[hop].has_gaps == gaps
+
+
+def _seen_by_group(groups: Groups, owner: int, mask: Mask) -> list[set[int]]:
+    """Rows of `owner`'s shard that some queries of the inner axis see, of each batch group."""
+    return [
+        {
+            row
+            for reader in range(group.world_size)
+            for tile in tiles_against((group,), reader, owner, mask)
+            for row in range(*tile.kv)
+        }
+        for group in groups
+    ]
+
+
+@given(cases())
+def test_between_outer_ranks_what_one_wants_the_other_gives(case: TwoAxes) -> None:
+    for inner_rank in range(case.inner):
+        plans = [outer_plan(case, outer_rank, inner_rank) for outer_rank in range(case.outer)]
+        for plan in plans:
+            assert [other.given[plan.rank] for other in plans] == list(plan.wanted)
+
+
+@with_examples
+@given(case=cases())
+def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
+    """By hops and gathered, also where some ranks own nothing."""
+    assume(case.call.ranks > 1)
+    stages = Stages(1, 1)
+    divisions: list[tuple[Division, int]] = [(case.united, case.outer)]
+    divisions += [
+        (InnerDivision(case.whole, case.inner, outer_rank, source), case.inner)
+        for outer_rank in range(case.outer)
+        for source in range(case.outer)
+    ]
+    for division, size in divisions:
+        groups = division.groups()
+        for rank in range(size):
+            plan = gathered_plan(TilingByShape(groups, case.call.mask), rank, 1, stages, stages)
+            buffer = gathered_positions(groups[0], plan.rows)
+            for source, parts in enumerate(plan.wanted):
+                assert all(buffer[slice(*plan.rows.span(source, part))].size for part in parts)
+            assert ring_plan(TilingByShape(groups, case.call.mask), rank, 1).rows == plan.rows
+
+
+def test_a_ring_of_rings_by_hand() -> None:
+    """Contiguous chunks of two tokens on 2 x 2 ranks: under a causal mask, the second node reads all of the first."""
+    case = two_axes(Contiguous(), 8, 8, 2, 2)
+    assert [outer_plan(case, 0, inner_rank).wanted for inner_rank in range(2)] == [((), ()), ((), ())]
+    assert [outer_plan(case, 1, inner_rank).wanted for inner_rank in range(2)] == [((0,), ()), ((0,), ())]
+    within = InnerDivision(case.whole, 2, outer_rank=1, source=0).groups()
+    for rank in range(2):
+        assert ring(within, rank, Causal()) == tuple(
+            Tile(source, (0, 1), (0, 2), (0, 2), FULL_TILE) for source in range(2)
+        )

@@ -1,0 +1,134 @@
+"""Integrations on real processes: ranks as main threads over gloo, and GPUs, where autograd has threads of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.problems import Problem, reference
+from support.processes import Processes
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor.integrations import long_context, ring_flash_attn
+from cp_dtensor.integrations.unified import RingAttnMode, UlyssesAttnMode
+
+WORLD_SIZE = 2
+KINDS = ("ring", "zigzag_ring", "stripe", "step", "llama3", "zigzag_llama3")
+PROBLEM = Problem(48, 48, batch=2, q_heads=4, kv_heads=2, head_dim=64, is_causal=True)
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu(WORLD_SIZE))])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    if request.param == "gloo":
+        yield request.getfixturevalue("two_processes")
+        return
+    processes = Processes(WORLD_SIZE, timeout=120, backend=request.param)
+    yield processes
+    processes.stop()
+
+
+def device_of(processes: Processes) -> str:
+    return "cuda" if processes.backend == "nccl" else "cpu"
+
+
+def heads_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).contiguous()
+
+
+def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, dtype: torch.dtype, what: object) -> None:
+    assert actual is not None
+    tolerance = 1e-10 if dtype == torch.float64 else 5e-2
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def draw(device: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """q, k, v and the gradient of out, and out, dq, dk and dv; (batch, sequence, heads, head dim)."""
+    tensors = [tensor.to(dtype) for tensor in PROBLEM.draw(0, device)]
+    truth = reference(PROBLEM, *tensors)
+    return list(map(heads_last, tensors)), list(map(heads_last, truth))
+
+
+def check(
+    attend: Callable[..., torch.Tensor],
+    shard: Callable[[torch.Tensor], torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
+    what: object,
+) -> None:
+    (*qkv, grad_out), truth = draw(device, dtype)
+    q, k, v = (shard(tensor).requires_grad_() for tensor in qkv)
+    out = attend(q, k, v)
+    out.backward(shard(grad_out))
+    for got, wanted in zip((out, q.grad, k.grad, v.grad), truth, strict=True):
+        assert_close(got, shard(wanted), dtype, what)
+
+
+def _functions(rank: int, device: str, dtype: torch.dtype) -> None:
+    for kind in KINDS:
+        function = getattr(ring_flash_attn, f"{kind}_flash_attn_func")
+        packed = getattr(ring_flash_attn, f"{kind}_flash_attn_kvpacked_func")
+        for name, attend in {
+            "func": lambda q, k, v, function=function: function(q, k, v, causal=True),
+            "kvpacked": lambda q, k, v, packed=packed: packed(q, torch.stack([k, v], 2), causal=True),
+        }.items():
+            check(attend, lambda tensor, kind=kind: ring_flash_attn.shard(tensor, kind), device, dtype, (kind, name))
+
+
+def _layers(rank: int, device: str, dtype: torch.dtype) -> None:
+    for ulysses, ring in ((2, 1), (1, 2)):
+        mesh = long_context.set_seq_parallel_pg(ulysses, ring, rank, WORLD_SIZE, device_type=device)
+        for kind in ("basic", "zigzag", "strip"):
+            layer = long_context.LongContextAttention(ring_impl_type=kind, mesh=mesh)
+            check(
+                lambda q, k, v, layer=layer: layer(q, k, v, causal=True),
+                lambda tensor, kind=kind, mesh=mesh: long_context.shard(tensor, kind, mesh),
+                device, dtype, (kind, ulysses, ring),
+            )  # fmt: skip
+
+
+def _recomputed_modes(rank: int, device: str, dtype: torch.dtype) -> None:
+    """Recomputation after a mode, of sharded attention and of attention to keys that every rank has whole."""
+    (*qkv, grad_out), truth = draw(device, dtype)
+    text = qkv[1][:, :7].transpose(1, 2)
+
+    def cross(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, text, text, enable_gqa=True)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    whole_q = qkv[0].transpose(1, 2).detach().double().requires_grad_()
+    heads = 2 * torch.arange(4, device=device) // 4
+    of_text = text.double()[:, heads]
+    alone = F.scaled_dot_product_attention(whole_q, of_text, of_text)
+    alone.backward(heads_last(grad_out).double())
+    assert whole_q.grad is not None
+    wanted_out = truth[0] + heads_last(alone.detach())
+    wanted_grads = (truth[1] + heads_last(whole_q.grad), *truth[2:])
+    for make in (UlyssesAttnMode, RingAttnMode):
+        for use_reentrant in (False, True):
+            q, k, v = (ring_flash_attn.shard(tensor, "ring").transpose(1, 2).requires_grad_() for tensor in qkv)
+            with make():
+                out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
+                with make.replicated_keys():
+                    out = out + checkpoint(cross, q, use_reentrant=use_reentrant)
+            out.backward(ring_flash_attn.shard(grad_out, "ring").transpose(1, 2))
+            for got, wanted in zip((out, q.grad, k.grad, v.grad), (wanted_out, *wanted_grads), strict=True):
+                assert got is not None
+                local = ring_flash_attn.shard(wanted, "ring")
+                assert_close(heads_last(got), local, dtype, (make.__name__, use_reentrant))
+
+
+@pytest.mark.parametrize("body", [_functions, _layers, _recomputed_modes])
+def test_out_and_gradients_are_those_of_one_device(ranks: Processes, body: Callable[..., None]) -> None:
+    ranks.run(body, device_of(ranks), torch.float64)
+
+
+@pytest.mark.parametrize("body", [_functions, _layers, _recomputed_modes])
+@pytest.mark.gpu(WORLD_SIZE)
+def test_with_fused_kernels(ranks: Processes, body: Callable[..., None]) -> None:
+    ranks.run(body, device_of(ranks), torch.bfloat16)

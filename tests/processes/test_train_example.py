@@ -1,0 +1,232 @@
+"""The training example: its configuration, its data, its model, and that it trains as one rank does."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.forked_programs import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train  # noqa: E402
+from checkpoint import origin_of  # noqa: E402
+from config import Config, ConfigError, Model, load_config  # noqa: E402
+from llama import Llama, rope_table, rotate  # noqa: E402
+from parallelize import OneRank  # noqa: E402
+from text_data import IGNORE, SEPARATOR, VOCAB_SIZE, TextData, standard_library_text  # noqa: E402
+from validate import resolved  # noqa: E402
+
+PROGRAM = ROOT / "examples" / "train.py"
+DEBUG = ROOT / "examples" / "configs" / "debug.toml"
+TINY = ("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64")
+SHORT = (
+    "--training.seq_len=50",
+    "--training.local_batch_size=2",
+    "--training.steps=4",
+    "--lr_scheduler.warmup_steps=2",
+)
+
+
+def test_values_come_from_the_file_and_then_from_the_command_line() -> None:
+    assert load_config(DEBUG).training.seq_len == 512
+    config = load_config(DEBUG, ["--training.seq_len", "256", "--optimizer.lr=1e-2", "--checkpoint.enable"])
+    assert (config.training.seq_len, config.optimizer.lr, config.checkpoint.enable) == (256, 1e-2, True)
+    assert not load_config(DEBUG, ["--checkpoint.enable", "false"]).checkpoint.enable
+    assert load_config(None) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[training]\nseq_length = 8",
+            r"unknown key 'training.seq_length'; the closest valid key is 'training.seq_len'",
+        ),
+        ("[trainning]\nsteps = 8", r"unknown key 'trainning.steps'; the closest valid key is 'training.steps'"),
+        ("steps = 8", r"unknown key 'steps'; the closest valid key is 'training.steps'"),
+        ("[training]\nsteps = 8.5", r"training.steps: expected int, got 8.5"),
+        ("[training]\nsteps = true", r"training.steps: expected int, got True"),
+        ("[training", r"expected a TOML file at "),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallelism.context_parallel_degre", "2"], "closest valid key is 'parallelism.context_parallel_degree'"),
+        (["--training.steps", "many"], "training.steps: expected int, got 'many'"),
+        (["--training.steps"], "training.steps: expected a value of type int behind it, got none"),
+        (["--checkpoint.enable=maybe"], "checkpoint.enable: expected bool, got 'maybe'"),
+        (["training.steps", "8"], "expected --section.field value, got 'training.steps'"),
+    ],
+)
+def test_command_lines_that_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--compile.backend=eager", 'compile.backend: expected "inductor" or "aot_eager", got "eager"'),
+        ("--parallelism.context_parallel_load_balancer=ptrr", '"headtail" or "none" or .*, got "ptrr"'),
+        ("--parallelism.context_parallel_rotate_method=ring", 'expected "auto" or .* or "alltoall", got "ring"'),
+        ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree: expected 1 .*, got 2"),
+        ("--parallelism.tensor_parallel_degree=3", "number of ranks, 4, got .* = 6"),
+        ("--parallelism.data_parallel_shard_degree=1", "number of ranks, 4, got .* = 2"),
+        ("--activation_checkpoint.mode=all", 'expected "none" or "selective" or "full", got "all"'),
+        ("--activation_checkpoint.selective_ac_option=op", 'expected a positive integer in quotes, .* got "op"'),
+        ("--model.n_kv_heads=3", "model.n_heads: expected a multiple of model.n_kv_heads = 3, got 8"),
+        ("--training.global_batch_size=8", "local_batch_size x data_parallel_shard_degree = 16, got 8"),
+        ("--training.steps=0", "training.steps: expected at least 1, got 0"),
+    ],
+)
+def test_configurations_that_cannot_run(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(load_config(DEBUG, [argument]), world_size=4)
+
+
+def test_tensor_parallelism_needs_equal_parts_of_the_sequence() -> None:
+    arguments = ["--parallelism.tensor_parallel_degree=2", "--training.seq_len=509"]
+    with pytest.raises(ConfigError, match=r"training.seq_len: expected a multiple of .* = 8 .*, got 509"):
+        resolved(load_config(DEBUG, arguments), world_size=4)
+
+
+def test_tensor_parallel_layers_are_not_compiled() -> None:
+    arguments = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
+    with pytest.raises(ConfigError, match=r"compile.enable: expected false with tensor parallelism, got true"):
+        resolved(load_config(DEBUG, arguments), world_size=4)
+
+
+def test_minus_one_is_filled_in() -> None:
+    config = resolved(load_config(DEBUG), world_size=6)
+    assert (config.parallelism.data_parallel_shard_degree, config.training.global_batch_size) == (3, 24)
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    config = load_config(DEBUG, ["--optimizer.lr=1.0", "--lr_scheduler.decay_type=linear"])
+    rates = [train.learning_rate(config, step) for step in (1, 10, 35, 60)]
+    assert rates == pytest.approx([0.1, 1.0, 0.55, 0.1])
+
+
+def test_text_is_that_of_the_standard_library() -> None:
+    text = standard_library_text()
+    assert text == standard_library_text()
+    assert Path(json.__file__).parent.parent.joinpath("argparse.py").read_bytes() + bytes([SEPARATOR]) in text
+    assert b"_sysconfigdata_" not in text[:100]
+
+
+def test_labels_are_the_next_tokens() -> None:
+    data = TextData(b"abc\0def\0ghi", seq_len=10, seed=0)  # one window, so every sample is that
+    batch = data.samples(0, 1)
+    assert bytes(batch.tokens[0].tolist()) == b"abc\0def\0gh"
+    assert batch.labels[0].tolist() == [*b"bc\0", IGNORE, *b"ef\0", IGNORE, *b"hi"]
+    assert batch.positions[0].tolist() == list(range(10))
+
+
+def test_an_epoch_has_every_window_once() -> None:
+    data = TextData(bytes(range(1, 62)), seq_len=5, seed=3)
+    epochs = [data.samples(first, 12).tokens[:, 0].tolist() for first in (0, 12)]
+    assert all(sorted(epoch) == list(range(1, 61, 5)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
+    data = TextData(bytes(range(1, 242)), seq_len=5, seed=0)
+    alone = torch.cat([batch.tokens for batch in data.batches(3, 8, 2, rank=0, ranks=1)])
+    of_ranks = [data.batches(3, 8, 2, rank, ranks=2) for rank in range(2)]
+    together = torch.cat([batch.tokens for batches in zip(*of_ranks, strict=True) for batch in batches])
+    assert alone.shape == (8, 5)
+    assert torch.equal(alone, together)
+    assert len({tuple(row) for row in alone.tolist()}) == 8
+
+
+def test_model_is_causal() -> None:
+    config = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64)
+    torch.manual_seed(0)
+    model = Llama(config, VOCAB_SIZE, seq_len=12)
+    tokens = torch.randint(VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 7:] += 1
+    positions = torch.arange(12).repeat(3, 1)
+    with torch.no_grad():
+        logits, of_changed = (model(each % VOCAB_SIZE, positions) for each in (tokens, changed))
+    assert logits.shape == (3, 12, VOCAB_SIZE)
+    torch.testing.assert_close(logits[:, :7], of_changed[:, :7])
+    assert (logits[:, 7:] != of_changed[:, 7:]).any(-1).all()
+
+
+def test_rope_depends_on_distances_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    table = rope_table(8, seq_len=10, theta=10000.0)
+    logits = [(rotate(q, table[None, i, None]) * rotate(k, table[None, j, None])).sum() for i, j in ((9, 6), (3, 0))]
+    torch.testing.assert_close(logits[0], logits[1])
+    torch.testing.assert_close(rotate(q, table[None, :1]), q)
+
+
+def test_parity_fails_where_losses_differ() -> None:
+    config = resolved(load_config(DEBUG, [*TINY, *SHORT, "--parallelism.context_parallel_degree=1"]), world_size=1)
+    data = TextData(b"To be, or not to be, that is the question." * 9, config.training.seq_len, seed=0)
+    origin = origin_of(config, data.fingerprint)
+    device = torch.device("cpu")
+    learner = train.make_learner(config, OneRank(), device)
+    right = train.train_step(learner, data, config, step=1)
+    wrong = dataclasses.replace(right, loss=right.loss + 1e-3)
+    assert train.compare_with_one_rank(config, device, data, origin, 0, [right])
+    assert not train.compare_with_one_rank(config, device, data, origin, 0, [wrong])
+
+
+def test_two_ranks_train_and_resume_as_one_rank_does(tmp_path: Path) -> None:
+    whole = torchrun(tmp_path, "--checkpoint.enable", "--checkpoint.interval=2")
+    assert "parity holds: over steps 1 to 4" in whole
+    steps = reports(tmp_path)
+    assert [report["step"] for report in steps] == [1, 2, 3, 4]
+
+    resumed = trained(tmp_path, "--checkpoint.enable", "--checkpoint.load_step=2")
+    assert "going on from step 2" in resumed
+    assert "parity holds: over steps 3 to 4" in resumed
+    again = reports(tmp_path)
+    assert [report["step"] for report in again] == [1, 2, 3, 4]
+    for key in ("loss", "grad_norm", "lr"):
+        assert [report[key] for report in again] == pytest.approx([report[key] for report in steps], rel=1e-6)
+
+
+def test_compiled_layers_train_as_one_uncompiled_rank_does(tmp_path: Path) -> None:
+    arguments = ["--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=selective"]
+    assert "parity holds: over steps 1 to 4" in trained(tmp_path, *arguments)
+
+
+def arguments_of(folder: Path, *arguments: str) -> list[str]:
+    """Of the tiny model, context parallel."""
+    tiny = [f"--config={DEBUG}", "--check-parity", *TINY, *SHORT, *arguments]
+    return [*tiny, f"--job.dump_folder={folder}", "--metrics.jsonl_file=metrics.jsonl"]
+
+
+def trained(folder: Path, *arguments: str) -> str:
+    """Output of two CPU ranks."""
+    return launch(2, PROGRAM, *arguments_of(folder, *arguments), folder=folder)
+
+
+def torchrun(folder: Path, *arguments: str) -> str:
+    """The same by the command that users type."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(PROGRAM), *arguments_of(folder, *arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def reports(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,290 @@
+"""Masks and dropout that do not fit are refused alike on every rank, before K/V travel; nothing changes by it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.problems import shard
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_dtensor import (
+    Batched,
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    HeadTail,
+    Mask,
+    MirroredBatch,
+    PrefixLM,
+    SlidingWindow,
+    context_parallel,
+    context_parallel_attention,
+)
+
+RANKS, LENGTH = 3, 24
+Arguments = dict[str, Any]
+Entry = Callable[[Arguments], None]
+
+
+def tensor(heads: int = 4) -> torch.Tensor:
+    return torch.ones(2, heads, LENGTH // RANKS, 16)
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, **options)
+
+
+@contextmanager
+def nothing_changes() -> Iterator[None]:
+    """Neither torch's SDPA, nor the state of its generator."""
+    whole, before = torch.arange(24.0).view(1, 1, 6, 4), F.scaled_dot_product_attention
+    alone, drawn = before(whole, whole, whole), torch.get_rng_state()
+    yield
+    assert F.scaled_dot_product_attention is before
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::scaled_dot_product_attention", "AutogradCPU")
+    assert torch.equal(F.scaled_dot_product_attention(whole, whole, whole), alone)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def in_call(arguments: Arguments) -> None:
+    q = tensor()
+    context_parallel_attention(q, q, q, **{"mesh": dist.group.WORLD, "seq_len": LENGTH, **arguments})
+
+
+def in_call_without_lengths(arguments: Arguments) -> None:
+    in_call({**arguments, "seq_len": None})
+
+
+def in_context(arguments: Arguments) -> None:
+    tokens, labels = torch.arange(LENGTH), torch.arange(2.0 * LENGTH).view(2, LENGTH).requires_grad_()
+    data, here = labels.data_ptr(), shard(torch.arange(LENGTH), HeadTail(), dist.get_rank(), RANKS, 0)
+    options = {"mask": arguments["mask"]} if "mask" in arguments else {}
+    try:
+        with context_parallel(dist.group.WORLD, buffers=[tokens, labels], buffer_seq_dims=[0, 1], **options):
+            assert torch.equal(tokens, here)
+            Attention()(tensor(), **{name: value for name, value in arguments.items() if name != "mask"})
+    finally:
+        assert torch.equal(tokens, torch.arange(LENGTH))
+        assert torch.equal(labels, torch.arange(2.0 * LENGTH).view(2, LENGTH))
+        assert (labels.is_leaf, labels.requires_grad, labels.data_ptr()) == (True, True, data)
+
+
+def in_module(arguments: Arguments) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    style = ContextParallel(mask=arguments.get("mask"), seq_len=LENGTH)
+    module = parallelize_module(Attention(), mesh, style)
+    module(tensor(), **{name: value for name, value in arguments.items() if name != "mask"})
+
+
+ENTRIES: dict[str, Entry] = {
+    "call": in_call, "call without lengths": in_call_without_lengths, "context": in_context, "module": in_module,
+}  # fmt: skip
+each_entry = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+
+
+def check_refused(entry: Entry, arguments: Arguments, error: type[Exception], message: str) -> int:
+    """Returns how many collectives each rank has called: of its group's lengths alone."""
+    with nothing_changes(), recorded_collectives() as collectives:
+        errors = errors_by_rank(RANKS, lambda rank: entry(arguments))
+    assert [type(each) for each in errors] == [error] * RANKS
+    assert len({str(each) for each in errors}) == 1
+    with pytest.raises(error, match=message):
+        raise errors[0] or AssertionError
+    by_rank = [kinds(collectives, rank) for rank in range(RANKS)]
+    assert {kind for kinds_of_rank in by_rank for kind in kinds_of_rank} <= {"AllGather"}
+    assert len({len(kinds_of_rank) for kinds_of_rank in by_rank}) == 1
+    return len(by_rank[0])
+
+
+Bad = tuple[Arguments, type[Exception], str]
+NO_MASK = r"expected mask to be a Mask such as SlidingWindow\(1024, 0\), got "
+NO_FIT = r"expected attn_mask to broadcast to \(batch, heads, this rank's queries, keys of the whole sequence\); got "
+OF_RANK: dict[str, Bad] = {
+    "a tensor as mask": ({"mask": torch.ones(8, 24)}, TypeError, f"{NO_MASK}Tensor; pass tensors as attn_mask"),
+    "a name as mask": ({"mask": "causal"}, TypeError, f"{NO_MASK}str"),
+    "a class as mask": ({"mask": Causal}, TypeError, NO_MASK),
+    "a function as mask": ({"mask": lambda b, h, q, k: q >= k}, TypeError, f"{NO_MASK}function"),
+    "integers": (
+        {"attn_mask": torch.ones(8, 24, dtype=torch.int64)},
+        ValueError,
+        r"expected a boolean or floating attn_mask; got torch.int64 \(8, 24\) on cpu for q \(2, 4, 8, 16\)",
+    ),
+    "complex numbers": (
+        {"attn_mask": torch.ones(8, 24, dtype=torch.complex64)},
+        ValueError,
+        "boolean or floating.*got torch.comp",
+    ),
+    "no dims": ({"attn_mask": torch.ones(())}, ValueError, rf"{NO_FIT}torch.float32 \(\) on cpu"),
+    "five dims": ({"attn_mask": torch.ones(1, 1, 1, 8, 24)}, ValueError, rf"{NO_FIT}.*\(1, 1, 1, 8, 24\)"),
+    "rows of all ranks": (
+        {"attn_mask": torch.ones(24, 24)},
+        ValueError,
+        rf"{NO_FIT}.* \(24, 24\) .* q \(2, 4, 8, 16\).*context_parallel_shard\(mesh, \[attn_mask\], \[-2\]\)",
+    ),
+    "another batch": ({"attn_mask": torch.ones(3, 1, 8, 24)}, ValueError, rf"{NO_FIT}.*\(3, 1, 8, 24\)"),
+    "other heads": ({"attn_mask": torch.ones(2, 8, 24)}, ValueError, rf"{NO_FIT}.*\(2, 8, 24\).*16\)$"),
+    "dropout above 1": ({"dropout_p": 1.5}, ValueError, "expected dropout_p between 0 and 1, got 1.5"),
+    "dropout below 0": ({"dropout_p": -0.1}, ValueError, "expected dropout_p between 0 and 1, got -0.1"),
+    "dropout NaN": ({"dropout_p": float("nan")}, ValueError, "expected dropout_p between 0 and 1, got nan"),
+}
+
+
+@each_entry
+@pytest.mark.parametrize(("arguments", "error", "message"), OF_RANK.values(), ids=OF_RANK)
+def test_what_every_rank_sees_is_refused_before_any_collective(
+    arguments: Arguments, error: type[Exception], message: str, entry: Entry
+) -> None:
+    assert check_refused(entry, arguments, error, message) == 0
+
+
+@pytest.mark.parametrize(
+    ("attn_mask", "error", "message"),
+    [
+        ([[True]], TypeError, "expected attn_mask to be a torch.Tensor, got list"),
+        (
+            torch.ones(8, 24, device="meta"),
+            ValueError,
+            r"expected attn_mask on the device of q, cpu; got torch.float32 \(8, 24\) on meta",
+        ),
+    ],
+    ids=["a list", "another device"],
+)
+@pytest.mark.parametrize("entry", [in_call, in_call_without_lengths])
+def test_what_torch_does_not_pass_on_to_regions(
+    attn_mask: Any, error: type[Exception], message: str, entry: Entry
+) -> None:
+    assert check_refused(entry, {"attn_mask": attn_mask}, error, message) == 0
+
+
+COLUMNS = (
+    r"expected attn_mask to have this rank's query rows \(8, in layout order\) and the 24 keys of the whole sequence"
+)
+OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
+    "keys of this rank": ({"attn_mask": torch.ones(8, 8)}, rf"{COLUMNS}.*got \(1, 1, 8, 8\).*context_parallel_shard"),
+    "one key too many": ({"attn_mask": torch.ones(2, 1, 1, 25).bool()}, rf"{COLUMNS}.*got \(2, 1, 1, 25\)"),
+    "padding of this rank": (
+        {"attn_mask": torch.ones(2, 1, 1, 8).bool()}, rf"{COLUMNS}.*the same for all queries is passed whole"
+    ),
+    "a mask for three rows": ({"mask": Batched([Full(), Causal(), Full()])}, "of 3 batch rows, got a batch of 2"),
+    "two layers of three rows": (
+        {"mask": Batched([Full(), Causal(), Full()]) & SlidingWindow(3, 0)},
+        "of 3 batch rows, got a batch of 2",
+    ),
+    "documents beyond the end": (
+        {"mask": Documents([0, 7, 25], within=Causal())},
+        r"documents of a mask end at 25 \(queries\) and 25 \(keys\), expected at most .*, 24 and 24",
+    ),
+    "keys beyond the end": (
+        {"mask": Documents([0, 24], [0, 30])},
+        r"end at 24 \(queries\) and 30 \(keys\), expected at most .*, 24 and 24",
+    ),
+    "documents of some batch row": (
+        {"mask": Batched([Documents([0, 24]), Documents([0, 99])]) | PrefixLM(2)},
+        r"end at 99 \(queries\) and 99 \(keys\)",
+    ),
+    "document ids for positions": (
+        {"mask": Documents([0] * 9 + [1] * 8 + [2] * 7)}, r"24 numbers .* for 24 tokens, .* a document id of each token"
+    ),
+    "ids of this rank's tokens": ({"mask": Documents.from_ids([0, 0, 1, 1, 1, 2, 2, 2])}, "ids of 8 tokens, .* the 24"),
+    "lengths of documents for positions": ({"mask": Documents([8, 8, 8])}, r"\(8, 8, 8\) for 24 .* the lengths"),
+}  # fmt: skip
+
+
+@each_entry
+@pytest.mark.parametrize(("arguments", "message"), OF_LENGTHS.values(), ids=OF_LENGTHS)
+def test_what_depends_on_the_whole_length_is_refused_when_that_is_known(
+    arguments: Arguments, message: str, entry: Entry
+) -> None:
+    # Lengths that nobody has said are found together; of those of a context and a module, CPUs tell each other always.
+    assert check_refused(entry, arguments, ValueError, message) == (0 if entry is in_call else 1)
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+def test_layouts_that_differ_between_batch_rows_need_a_mask_for_each(rows: int) -> None:
+    arguments = {"attn_mask": torch.zeros(4, rows, LENGTH), "layout": MirroredBatch()}
+    message = r"MirroredBatch\(\) gives .* so an attn_mask with query rows needs all 2 batch rows; got \(1, 4, 8, 24\)"
+    if rows == 1:  # the same for all queries, so for those of all batch rows
+        run_ranks(RANKS, lambda rank: in_call(arguments))
+        return
+    assert check_refused(in_call, arguments, ValueError, message) == 0
+    assert check_refused(in_call_without_lengths, arguments, ValueError, message) == 1
+    run_ranks(RANKS, lambda rank: in_call({**arguments, "attn_mask": torch.zeros(2, 1, rows, LENGTH)}))
+
+
+LONG = list(range(0, 24, 2))
+DIFFERENT: dict[str, tuple[Mask, Mask]] = {
+    "other window": (SlidingWindow(3, 0), SlidingWindow(4, 0)),
+    "other alignment": (Causal(), Causal("bottom_right")),
+    "documents that end otherwise": (Documents([*LONG, 23]), Documents([*LONG, 24])),
+    "other within": (Documents(LONG, within=Causal()), Documents(LONG)),
+    "one batch row": (Batched([Full(), Causal()]), Batched([Full(), Full()])),
+}
+
+
+@pytest.mark.parametrize(("usual", "odd"), DIFFERENT.values(), ids=DIFFERENT)
+@pytest.mark.parametrize("mode", [{"seq_len": None}, {"debug": True}], ids=["exchange", "debug"])
+def test_ranks_with_different_masks_are_told_so(mode: Arguments, usual: Mask, odd: Mask) -> None:
+    with nothing_changes(), recorded_collectives() as collectives:
+        errors = errors_by_rank(RANKS, lambda rank: in_call({"mask": odd if rank == 1 else usual, **mode}))
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(ValueError, match=r"disagree about mask: rank 1 says '\w+\(.*, the others '\w+\(|\"\w+\("):
+        raise errors[0] or AssertionError
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS
+
+
+def test_regions_whose_masks_differ_say_so() -> None:
+    def body(rank: int) -> None:
+        in_context({"mask": PrefixLM(4 + rank // 2)})
+
+    for error in errors_by_rank(RANKS, body):
+        assert type(error) is ValueError
+        assert "disagree about mask: rank 2 says 'PrefixLM(length=5)', the others 'PrefixLM(length=4)'" in str(error)
+
+
+@pytest.mark.parametrize("arguments", [{"dropout_p": 0.5}, {"attn_mask": torch.zeros(8, 24)}], ids=["p", "attn_mask"])
+def test_regions_in_which_one_rank_asks_for_more_say_so(arguments: Arguments) -> None:
+    for error in errors_by_rank(RANKS, lambda rank: in_context(arguments if rank == 0 else {})):
+        assert type(error) is ValueError
+        assert "the ranks of the context-parallel axis disagree about " in str(error)
+        assert "rank 0 says " in str(error)
+
+
+def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:
+    """As of padding, with a length that does not divide: the ranks disagree, and are told what is expected."""
+
+    def body(rank: int) -> None:
+        q = torch.zeros(1, 1, 3 if rank == 0 else 2, 8)
+        with context_parallel(dist.group.WORLD):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(1, 1, 1, q.size(2)))
+
+    message = r"attn_mask: rank 0 says .*, 3\)', .*, 2\)' \(expected the keys of the whole sequence\)"
+    for error in errors_by_rank(RANKS, body):
+        assert type(error) is ValueError
+        assert re.search(message, str(error))
+
+
+@each_entry
+def test_a_call_after_one_that_was_refused_is_right(entry: Entry) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(ValueError, match="24 keys"):
+            entry({"attn_mask": torch.ones(8, 8)})
+        dist.barrier()
+        with pytest.raises(ValueError, match="documents of a mask end"):
+            entry({"mask": Documents([0, 99])})
+        dist.barrier()
+        entry({"attn_mask": torch.zeros(8, 24), "mask": Causal()})
+
+    run_ranks(RANKS, body)

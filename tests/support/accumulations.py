@@ -1,0 +1,117 @@
+"""Parts for accumulators, and what float64 makes of them; shared by the tests of accumulators and of placing sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_dtensor.attention.accumulate import Accumulator, Addition, LseMerge, Part, Tensors
+from cp_dtensor.spec.layouts import Span
+
+BATCH, HEADS, ROWS, DIM = 2, 4, 6, 3
+SHAPE = (BATCH, HEADS, ROWS, DIM)
+ALL_BATCH, ALL_HEADS, ALL_ROWS = (0, BATCH), (0, HEADS), (0, ROWS)
+
+
+@dataclass
+class Add:
+    """Arguments of `Accumulator.add`."""
+
+    heads: Span
+    parts: list[Part]
+    is_last: bool
+
+
+class Source:
+    """Draws parts of one kind and dtype."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, seed: int = 0) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def part(
+        self,
+        heads: Span = ALL_HEADS,
+        rows: Span = ALL_ROWS,
+        batch: Span = ALL_BATCH,
+        stack: int = 0,
+        wide: bool = False,
+    ) -> Part:
+        """`stack` tensors of gradients, 0: one that is not stacked; `wide`: in the dtype of the state."""
+        shape = (batch[1] - batch[0], heads[1] - heads[0], rows[1] - rows[0], DIM)
+        if self.kind == "sum":
+            tensors: Tensors = (self._normal(*([stack] if stack else []), *shape),)
+        else:
+            out, lse = self._normal(*shape), self._normal(*shape[:3])
+            lse[:, :, ::3] = float("-inf")  # rows that saw nothing
+            tensors = out.masked_fill_(lse.isinf().unsqueeze(-1), 0.0), lse.to(self.state_dtype)
+        return Part(batch, rows, (tensors[0].to(self.state_dtype if wide else self.dtype), *tensors[1:]))
+
+    def accumulator(self, may_overwrite: bool, like: torch.Tensor | None = None) -> Accumulator:
+        combination = (LseMerge if self.kind == "merge" else Addition)(self.state_dtype)
+        like = torch.empty(SHAPE, dtype=self.dtype) if like is None else like
+        return Accumulator(combination, SHAPE, like, may_overwrite)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+
+def accumulated(source: Source, script: list[Add], may_overwrite: bool) -> Tensors:
+    """The result; of what is added only a first part may be written to, and that only with `may_overwrite`."""
+    accumulator = source.accumulator(may_overwrite)
+    before = [tensor.clone() for add in script for part in add.parts for tensor in part.tensors]
+    begun: set[int] = set()
+    lent: list[bool] = []
+    for add in script:
+        is_first = len(add.parts) == 1 and add.heads[0] not in begun
+        begun.update(range(*add.heads))
+        lent += [not (may_overwrite and is_first) for part in add.parts for _ in part.tensors]
+        accumulator.add(add.heads, list(add.parts), add.is_last)
+    after = [tensor for add in script for part in add.parts for tensor in part.tensors]
+    result = tuple(tensor.clone() for tensor in accumulator.result())
+    assert all(torch.equal(old, new) for old, new, is_lent in zip(before, after, lent, strict=True) if is_lent)
+    return result
+
+
+def check(source: Source, script: list[Add], may_overwrite: bool) -> None:
+    """Adds everything, and compares with sums in float64: rounded once, but for errors of the state's dtype."""
+    exact, scale = float64_results(source.kind, script)
+    got = accumulated(source, script, may_overwrite)
+    assert [tensor.dtype for tensor in got] == [source.dtype, source.state_dtype][: len(got)]
+    assert not any(tensor.isnan().any() for tensor in got)
+    assert_rounded_once(source, got[0], exact[0], scale)
+    if source.kind == "merge":
+        torch.testing.assert_close(got[1].double(), exact[1], rtol=0, atol=64 * torch.finfo(source.state_dtype).eps)
+
+
+def assert_rounded_once(source: Source, got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
+    """`scale`: the sum of the magnitudes that were added, to which errors of the state are relative."""
+    narrow = torch.finfo(source.dtype)
+    half_a_unit = narrow.eps / 2 * exact.abs().clamp(min=narrow.smallest_normal)
+    error = (got.double() - exact).abs()
+    allowed = half_a_unit + 32 * torch.finfo(source.state_dtype).eps * scale
+    assert (error <= allowed).all(), f"off by up to {(error / allowed).max():.1f} times what is allowed"
+
+
+def float64_results(kind: str, script: list[Add]) -> tuple[Tensors, torch.Tensor]:
+    """What the parts of a script make, and for each element the sum of its terms' magnitudes."""
+    placed = [(add.heads, part) for add in script for part in add.parts]
+    total, scale = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
+    lse = torch.full(SHAPE[:3], float("-inf"), dtype=torch.float64)
+
+    def region(heads: Span, part: Part) -> tuple[slice, slice, slice]:
+        return slice(*part.batch), slice(*heads), slice(*part.rows)
+
+    if kind == "merge":
+        for heads, part in placed:
+            lse[region(heads, part)] = torch.logaddexp(lse[region(heads, part)], part.tensors[1].double())
+    for heads, part in placed:
+        terms = part.tensors[0].double()
+        terms = terms if terms.dim() == 5 else terms.unsqueeze(0)
+        if kind == "merge":
+            terms = terms * (part.tensors[1].double() - lse[region(heads, part)]).exp().nan_to_num(0.0).unsqueeze(-1)
+        total[region(heads, part)] += terms.sum(0)
+        scale[region(heads, part)] += terms.abs().sum(0)
+    return (total, lse) if kind == "merge" else (total,), scale

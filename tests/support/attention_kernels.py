@@ -1,0 +1,288 @@
+"""The Triton attention kernel, what it is given, and textbook attention in float64; shared by its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from conftest import GPUS
+
+from cp_dtensor.attention.masked import RowMask
+from cp_dtensor.attention.triton.dropout import Dropout
+from cp_dtensor.attention.triton.reference import attention_backward_twin, attention_forward_twin
+from cp_dtensor.tools.row_masks import documents, prefix, window
+from support.dropouts import moved
+from support.triton_interpreter import replace_functions_once_a_launch
+
+kernel = pytest.importorskip("cp_dtensor.attention.triton.forward")
+backward_kernel = pytest.importorskip("cp_dtensor.attention.triton.backward")
+configs = pytest.importorskip("cp_dtensor.attention.triton.configs")
+ForwardConfig, launch = kernel.ForwardConfig, kernel.launch_attention_forward
+
+Tensors = tuple[torch.Tensor, ...]
+INFINITY = float("inf")
+SCALE = 0.3
+# Relative to the largest element; as much as rounding weights to that dtype explains.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# The kernels run in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16. Compiling
+# takes a second for each kernel and kind of arguments: `test_attention_gpu` has those cases that are run compiled.
+if not GPUS:
+    replace_functions_once_a_launch()
+no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+_INTERPRETER = pytest.param("cpu", marks=no_gpu, id="interpreter")
+interpreted = pytest.mark.parametrize("device", [_INTERPRETER])
+each_device = pytest.mark.parametrize(
+    "device", [_INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu, id="triton")]
+)
+each_way_to_load = pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+each_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+NARROW = {"cpu": torch.float16, "cuda": torch.bfloat16}
+EXACT = {"cpu": torch.float32, "cuda": torch.bfloat16}
+SMALL = ForwardConfig(block_rows=16, block_columns=16, warps=4, stages=2)
+
+
+def draw(
+    device: str,
+    rows: int,
+    columns: int,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (32, 32),
+    dtype: torch.dtype | None = None,
+    batch: int = 1,
+) -> Tensors:
+    """q (B, H, rows, D), k (B, Hkv, columns, D) and v (B, Hkv, columns, Dv)."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    shapes = [(heads[0], rows, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])]
+    drawn = [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return tuple(tensor.to(device, dtype or EXACT[device]) for tensor in drawn)
+
+
+def seen_by(rows: int, columns: int, offset: int | None) -> torch.Tensor:
+    """(rows, columns): whether row i sees column j."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    return torch.ones(rows, columns, dtype=torch.bool) if offset is None else column <= row + offset
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = SCALE) -> Tensors:
+    """The oracle: `(out, lse)` in float64; (0, -inf) for rows that see nothing."""
+    q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
+    group = q.size(1) // k.size(1)
+    logits = (scale * q @ k.repeat_interleave(group, 1).mT).masked_fill(~seen, -INFINITY)
+    lse = logits.logsumexp(-1)
+    weights = (logits - torch.where(lse > -INFINITY, lse, 0.0).unsqueeze(-1)).exp()
+    return weights @ v.repeat_interleave(group, 1), lse
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int | None) -> Tensors:
+    """The oracle of one tile."""
+    return attention(q, k, v, seen_by(q.size(2), k.size(2), offset))
+
+
+def empty_result(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Uninitialised, which in tests is NaN."""
+    return q.new_empty((*q.shape[:3], v.size(3)), dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def computed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offset: int | None,
+    state: Tensors | None = None,
+    *,
+    scale: float = SCALE,
+    dtype: torch.dtype = torch.float32,
+    config: ForwardConfig | None = SMALL,
+) -> Tensors:
+    """The kernel's result in new tensors."""
+    result = empty_result(q, v, dtype)
+    launch(*result, q, k, v, scale, causal_offset=offset, state=state, config=config)
+    return result
+
+
+def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    out, lse = (tensor.cpu().double() for tensor in got)
+    assert out.shape == expected[0].shape
+    if out.numel():
+        error = (out - expected[0]).abs().max() / expected[0].abs().max().clamp(min=1)
+        assert error <= TOLERANCE[dtype], f"error {error:.2e}"  # NaN is not, either
+    unseen = expected[1] == -INFINITY
+    assert (out[unseen] == 0).all()
+    torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-4)
+
+
+def carried(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    offset: int | None,
+    *,
+    in_place: bool,
+    dtype: torch.dtype = torch.float32,
+    config: ForwardConfig = SMALL,
+) -> Tensors:
+    """Attention tile by tile, of `lengths` keys each; the state in float32, the last result in `dtype`."""
+    state = None
+    edges = list(accumulate(lengths, initial=0))
+    for start, stop in pairwise(edges):
+        is_last = stop == edges[-1]
+        result = empty_result(q, v, dtype if is_last else torch.float32)
+        if in_place and state is not None:
+            result = (result[0] if is_last and dtype != torch.float32 else state[0], state[1])
+        tile = k[:, :, start:stop], v[:, :, start:stop]
+        local = None if offset is None else offset - start
+        tile_config = config if start < stop else replace(config, tma=False)
+        launch(*result, q, *tile, SCALE, causal_offset=local, state=state, config=tile_config)
+        state = result
+    assert state is not None
+    return state
+
+
+def masks_of(rows: int, columns: int) -> dict[str, RowMask]:
+    """One of each kind, with rows that see nothing among them."""
+    position = torch.arange(rows)
+    generator = torch.Generator().manual_seed(rows)
+    lo = torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
+    hi = lo + torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
+    packed = documents(position + 3, torch.tensor([5, 5, 12, rows - 4, rows - 2]))
+    return {
+        "full": RowMask(),
+        "causal": RowMask(causal_offset=columns - rows),
+        "causal, from below": RowMask(causal_offset=-7),
+        "window": window(position, 9, 4),
+        "causal window": window(position + columns - rows, 20, 0),
+        "prefix": prefix(position, 11),
+        "prefixes": prefix(position, torch.tensor([[11], [0]])),
+        "documents": packed,
+        "causal documents": packed & window(position + 3, None, 0),
+        "any intervals": RowMask(lo=lo, hi=hi),
+    }
+
+
+def to(mask: RowMask, device: str) -> RowMask:
+    """The mask on a device."""
+    if mask.lo is None or mask.hi is None:
+        return mask
+    return RowMask(lo=mask.lo.to(device), hi=mask.hi.to(device))
+
+
+def biases_of(heads: int, rows: int, columns: int) -> dict[str, torch.Tensor | None]:
+    """One of each kind for a batch of 2, each of another shape and with other strides."""
+    generator = torch.Generator().manual_seed(columns)
+    return {
+        "none": None,
+        "additive": torch.randn(2, heads, rows, columns, generator=generator),
+        "of keys": torch.randn(heads, 1, columns, generator=generator),
+        "narrow, transposed": torch.randn(2, 1, columns, rows, generator=generator).half().mT,
+        "boolean": torch.rand(2, 1, rows, columns, generator=generator) > 0.4,
+        "boolean, of keys": torch.rand(2, 1, 1, columns, generator=generator) > 0.4,
+        "hides": torch.zeros(rows, columns).masked_fill_(
+            torch.rand(rows, columns, generator=generator) > 0.5, -INFINITY
+        ),
+    }
+
+
+def through_kernels(
+    tensors: Tensors,
+    grad_out: torch.Tensor,
+    mask: RowMask,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    config: ForwardConfig | None,
+    state: Tensors | None = None,
+    dropout: Dropout | None = None,
+) -> Tensors:
+    """`(out, lse, dq, dk, dv)`; backward takes the out and lse of forward."""
+    q, k, v = tensors
+    out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
+    lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    arguments = {**mask.arguments(), "bias": bias, "dropout": dropout}
+    launch(out, lse, q, k, v, SCALE, **arguments, sinks=sinks, state=state, config=config)
+    backward_kernel.launch_attention_delta(delta, grad_out, out)
+    gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
+    both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
+    backward_kernel.launch_attention_backward(
+        *gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, config=both
+    )
+    return out, lse, *gradients
+
+
+def through_twin(
+    tensors: Tensors,
+    grad_out: torch.Tensor,
+    mask: RowMask,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout: Dropout | None = None,
+) -> Tensors:
+    """The same by the twin, in float64 on the CPU."""
+    q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
+    out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
+    arguments = {**to(mask, "cpu").arguments(), "bias": None if bias is None else bias.cpu()}
+    arguments["dropout"] = None if dropout is None else moved(dropout, "cpu")
+    attention_forward_twin(out, lse, q, k, v, SCALE, **arguments, sinks=None if sinks is None else sinks.cpu())
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    delta = (grad_out * out).sum(-1)
+    attention_backward_twin(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments)
+    return out, lse, *gradients
+
+
+def check(
+    tensors: Tensors,
+    mask: RowMask,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    config: ForwardConfig | None = SMALL,
+    dropout: Dropout | None = None,
+) -> None:
+    """Kernels against their twin."""
+    q, _, v = tensors
+    device = q.device
+    dropout = None if dropout is None else moved(dropout, str(device))
+    mask = to(mask, str(device))
+    bias, sinks = (None if x is None else x.to(device) for x in (bias, sinks))
+    shape = (*q.shape[:3], v.size(3))
+    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, q.dtype)
+    results = through_kernels(tensors, grad_out, mask, bias, sinks, config, dropout=dropout)
+    expected = through_twin(tensors, grad_out, mask, bias, sinks, dropout)
+    for name, got, wanted in zip(NAMES, results, expected, strict=True):
+        got = got.cpu().double()
+        unseen = wanted == -float("inf")
+        assert torch.equal(got == -float("inf"), unseen), name
+        if wanted.numel():
+            error = (got - wanted)[~unseen].abs().max().nan_to_num(nan=9e9) if not unseen.all() else torch.zeros(())
+            relative = error / wanted[~unseen].abs().max().clamp(min=1) if not unseen.all() else error
+            assert relative <= 2 * TOLERANCE[q.dtype], f"{name}: error {relative:.2e}"
+    assert (results[2].cpu()[expected[1] == -float("inf")] == 0).all()
+
+
+def patterns(dropout: Dropout, rows: int, columns: int, config: ForwardConfig | None, device: str) -> Tensors:
+    """What the three kernels keep, boolean, (2, 2, rows, columns), read off their results.
+
+    out = P v is the pattern for v = 1 (the matrix), dV = P^T dO its transpose for dO = 1. If dO V^T is the same
+    everywhere, delta is less than it times 1 / (1 - p), and dS is positive where it is kept: dQ = dS K is that for
+    K = 1, and dK = dS^T Q for Q = 1.
+    """
+    dim = max(rows, columns)
+    options = {"device": device, "dtype": NARROW[device]}
+    one, ones = (x.expand(2, 2, dim, dim) for x in (torch.eye(dim, **options), torch.ones(dim, dim, **options)))
+    device_dropout = moved(dropout, device)
+
+    def run(v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
+        q, k, v, grad_out = (
+            x[:, :, :length].contiguous() for x, length in ((one, rows), (one, columns), (v, columns), (grad_out, rows))
+        )
+        return through_kernels((q, k, v), grad_out, RowMask(), None, None, config, dropout=device_dropout)
+
+    out, _, _, _, dv = run(one, one)
+    _, _, dq, dk, _ = run(ones, ones)
+    return tuple(
+        x.cpu() > 0 for x in (out[..., :columns], dv.mT[..., :rows, :], dq[..., :columns], dk.mT[..., :rows, :])
+    )

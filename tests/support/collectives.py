@@ -1,0 +1,106 @@
+"""Records the collectives of ranks that are threads, so that tests can say what travels, and when nothing may."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from cp_dtensor.comm import collective as exchange
+from support.ranks import RanksFailed, run_ranks
+
+_PATIENCE_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One rank's call of a collective."""
+
+    rank: int
+    kind: str
+    """The class in torch that does it: "AllGather", "AllToAllBase" or "ReduceScatter", say."""
+    sent: tuple[torch.Tensor, ...]
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[Collective]]:
+    """A list that gets every collective of every thread, in the order of the calls."""
+    collectives: list[Collective] = []
+    lock = threading.Lock()
+    join = threaded.Collective.join
+
+    def recording_join(self: Any, rank: int, data: Any) -> Any:
+        sent = data[1] if isinstance(data, tuple) else data  # (output, input, ...), or tensors changed in place
+        with lock:
+            collectives.append(Collective(rank, type(self._collective).__name__, tuple(_tensors(sent))))
+        return join(self, rank, data)
+
+    with mock.patch.object(threaded.Collective, "join", recording_join):
+        yield collectives
+
+
+def kinds(collectives: list[Collective], rank: int = 0) -> list[str]:
+    """What one rank called, in order."""
+    return [collective.kind for collective in collectives if collective.rank == rank]
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    else:
+        for part in nested:
+            yield from _tensors(part)
+
+
+def errors_by_rank(world_size: int, body: Callable[[int], object]) -> list[BaseException | None]:
+    """What `body(rank)` raised on each rank, None where it returned.
+
+    An error is held back until all ranks have ended: in `run_ranks` it would wake, and end, ranks that are on their way
+    out of a collective. A rank that still waits in one seconds later has SystemExit.
+    """
+    ended = threading.Barrier(world_size)
+
+    def held_back(rank: int) -> BaseException | None:
+        caught: BaseException | None = None
+        try:
+            body(rank)
+        except Exception as error:
+            caught = error
+        try:
+            ended.wait(_PATIENCE_SECONDS)
+        except threading.BrokenBarrierError as hanging:
+            raise caught or hanging from None
+        return caught
+
+    try:
+        return run_ranks(world_size, held_back)
+    except RanksFailed as failed:
+        return failed.errors
+
+
+@contextmanager
+def rows_in_place() -> Iterator[None]:
+    """Exchanges of rows go straight between their places, as over NCCL, where nothing is packed."""
+    with (
+        mock.patch.object(exchange, "uses_nccl", return_value=True),
+        mock.patch.object(exchange, "start_all_to_all", _all_to_all_in_place),
+    ):
+        yield
+
+
+def _all_to_all_in_place(
+    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
+    works = [
+        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
+        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
+    ]
+    return lambda: [work.wait() for work in works]

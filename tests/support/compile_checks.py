@@ -1,0 +1,95 @@
+"""What the tests of torch.compile share: a problem in shards, what must come out, counts of compilations and calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+
+from cp_dtensor import HeadTail, Layout
+from cp_dtensor.engine.ring import RingCall
+from support.problems import Problem, reference, shard
+
+Tensors = tuple[torch.Tensor, ...]
+Function = Callable[..., torch.Tensor]
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What is compiled where attention is called as everybody calls it, with something before and behind it."""
+    return F.scaled_dot_product_attention(q * 2.0, k, v, is_causal=True, enable_gqa=True) * 3.0
+
+
+class Shards:
+    """A rank's shards of a problem, and the out, dq, dk and dv of `causal` on one device."""
+
+    def __init__(self, rank: int, length: int = 9, layout: Layout | None = None, ranks: int = 2) -> None:
+        problem = Problem(length, length, batch=2, q_heads=4, kv_heads=2, is_causal=True, scale=2.0 * 8**-0.5)
+        q, k, v, grad = self.whole = problem.draw(length)
+        out, dq, dk, dv = reference(problem, q, k, v, grad * 3.0)
+        self.expected = (out * 3.0, dq, dk, dv)
+        self._shard = lambda tensor: shard(tensor, layout or HeadTail(), rank, ranks)
+        self.grad = self._shard(grad)
+
+    def inputs(self) -> Tensors:
+        """Fresh leaves."""
+        return tuple(self._shard(tensor).requires_grad_() for tensor in self.whole[:3])
+
+    def check(self, function: Function, *more: Any, leave: Callable[[], object] | None = None) -> None:
+        """Forward and backward of `function(q, k, v, *more)`; `leave` is called between them."""
+        inputs = self.inputs()
+        out = function(*inputs, *more)
+        if leave is not None:
+            leave()
+        grads = torch.autograd.grad(out, inputs, self.grad)
+        self.check_results(out, *grads)
+
+    def check_results(self, *results: torch.Tensor) -> None:
+        for name, got, whole in zip(("out", "dq", "dk", "dv"), results, self.expected, strict=False):
+            equal(got, self._shard(whole), name)
+
+
+def equal(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
+def compiled(function: Function, **options: Any) -> Function:
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
+
+
+@contextmanager
+def no_compilation() -> Iterator[None]:
+    """Nothing is compiled inside."""
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+@contextmanager
+def counted_forwards() -> Iterator[list[str]]:
+    """Lists the forwards and backwards of rings that run inside."""
+    calls: list[str] = []
+    originals = RingCall.forward, RingCall.backward
+
+    def forward(self: RingCall, *args: Any) -> Any:
+        calls.append("forward")
+        return originals[0](self, *args)
+
+    def backward(self: RingCall, *args: Any) -> Any:
+        calls.append("backward")
+        return originals[1](self, *args)
+
+    RingCall.forward, RingCall.backward = forward, backward  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        RingCall.forward, RingCall.backward = originals  # type: ignore[method-assign]
+
+
+def fresh() -> None:
+    """Dynamo as in a new process, and torch's own deprecations quiet."""
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+    torch._dynamo.reset()

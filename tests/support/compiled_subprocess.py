@@ -1,0 +1,18 @@
+"""Programs in a process of their own in which Triton compiles: its interpreter is chosen where Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_uninterpreted(*arguments: str, timeout: float = 200) -> str:
+    """What `python ARGUMENTS` prints; AssertionError, with its errors, if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

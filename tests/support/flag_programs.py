@@ -1,0 +1,147 @@
+"""Calls through shared memory as `streams` records them: attention only says on which stream it has used what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cp_dtensor._torch.autograd import Tensors
+from cp_dtensor.api.flex import gather_kv as flex_in_place
+from cp_dtensor.api.flex.gather_kv import RowsInPlace, planned
+from cp_dtensor.attention.backends.base import LocalAttention
+from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras
+from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transport import unpack_rows
+from cp_dtensor.engine.autograd import AttentionCall
+from cp_dtensor.engine.planner import exchange_stages
+from cp_dtensor.engine.ring import RingCall
+from cp_dtensor.engine.ulysses import UlyssesCall
+from cp_dtensor.plan.head_partition import divide_heads
+from cp_dtensor.plan.partition import CallShape, LayoutDivision, UnitedDivision
+from cp_dtensor.plan.plan import Stages, gathered_plan
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.layouts import Contiguous, Layout
+from cp_dtensor.spec.masks import Full, Mask, is_plain
+from support.streams import Rank
+
+DIM = 4
+Program = Callable[[Rank], None]
+
+
+@dataclass(frozen=True)
+class Stage(AttentionCall):
+    """Attention with some heads to all rows, as far as streams see it."""
+
+    rank: Rank
+    saved: list[torch.Tensor] = field(default_factory=list)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[Any, Any, Any]:
+        self.rank.use(q, k, v)
+        self.saved[:] = [q, k, v]
+        return torch.empty_like(q), q.new_empty(q.shape[:3]), ()
+
+    def backward(self, grad_out: torch.Tensor, _: Extras, saved: Tensors, grad_bias: object) -> tuple[Any, Any, Any]:
+        self.rank.use(grad_out, *saved)
+        q, k, v = map(torch.empty_like, saved)
+        return q, k, v
+
+    saves_rows_of_others = False
+
+    def saved_again(self, *tensors: Any) -> Any:
+        self.rank.use(*tensors[:4])  # lse is a copy of what came with out
+        return ()
+
+
+@dataclass(frozen=True)
+class Tiles(LocalAttention):
+    """Attention of tiles, as far as streams see it."""
+
+    rank: Rank
+    name = "none"
+
+    def refusal(self, problem: object) -> None:
+        return None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
+        self.rank.use(k, v)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(self, _grad_out: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
+        self.rank.use(k, v)
+        return tuple(map(torch.zeros_like, (q, k, v)))
+
+
+def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallShape:
+    length = 8 * ranks
+    masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.BY_ROW
+    division = LayoutDivision(layout, length, length, 1, ranks)
+    return CallShape(division, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, 4, masking)
+
+
+def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
+    made = [torch.zeros(1, 4 * rank.size(), 8, DIM) for _ in range(count)]
+    rank.kept += made
+    return made
+
+
+def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
+    def program(rank: Rank) -> None:
+        ranks = rank.size()
+        shape = shape_of(ranks, Contiguous(), Full())
+        heads = divide_heads(shape.q_heads, shape.kv_heads, ranks, stages)
+        assert heads.stages == stages
+        kinds = exchange_stages(heads, UnitedDivision(shape.division, ranks), 0)
+        assert obstacle_to_shared_memory(shape, rank, torch.device("cpu")) is None
+        exchange = shared_memory_heads(shape, kinds)
+        inner = tuple(Stage(rank) for _ in range(stages))
+        call = UlyssesCall(rank, heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
+        q, k, v = tensors(rank, 3)
+        out, lse, _ = call.forward(q, k, v, NO_EXTRAS, needs_lse=backward)
+        rank.use(out)
+        if backward:
+            call.saved_again(q, k, v, out, lse)  # as compiled code does in graphs
+            saved = tuple(tensor for stage in inner for tensor in stage.saved)
+            rank.use(*call.backward(*tensors(rank, 1), NO_EXTRAS, saved, None))
+
+    return program
+
+
+def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
+    def program(rank: Rank) -> None:
+        shape = shape_of(rank.size(), layout, mask)
+        by_heads = Stages(1, stages)
+        plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
+        tiles = Tiles(rank)
+        call = RingCall(plan, rank, SymmetricMemory(), tiles, tiles, 1.0, torch.float32)
+        q, k, v, grad_out = tensors(rank, 4)
+        _, _, saved = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)
+        if backward:
+            call.backward(grad_out, NO_EXTRAS, saved, None)
+
+    return program
+
+
+def whole_keys(stages: int, layout: Layout, backward: bool) -> Program:
+    """K/V of all ranks for FlexAttention, and their gradients home."""
+
+    def program(rank: Rank) -> None:
+        length, heads = 8 * rank.size(), 4 * rank.size()
+        way = RowsInPlace(SymmetricMemory(), rank, *planned(layout, length, rank.size(), rank.rank(), heads, stages))
+        k, v = tensors(rank, 2)
+        whole = torch.zeros(1, heads, length, DIM), torch.zeros(1, heads, length, DIM)
+
+        def used(rows: torch.Tensor, *like: Any) -> Any:
+            rank.use(rows)
+            return unpack_rows(rows, *like)
+
+        with mock.patch.object(flex_in_place, "unpack_rows", used):
+            rank.use(*way.gather((k, v)))
+            if backward:
+                way.bring_home(whole, (k, v))
+
+    return program

@@ -1,0 +1,26 @@
+"""The rooms of the package, their floors, and what each may import. `test_house` holds every import to them."""
+
+# Room -> floor. Imports stay in their room or point to a lower floor. `attention` and `comm` never import each other.
+FLOORS = {
+    "_torch": 0,
+    "spec": 0,
+    "plan": 1,
+    "attention": 2,
+    "comm": 2,
+    "engine": 3,
+    "api": 4,
+    "integrations": 5,
+    "tools": 5,
+}
+
+WITHOUT_TORCH = ("spec", "plan")
+
+# Room -> the dotted prefixes of torch that it may not import.
+FORBIDDEN_TORCH = {
+    "attention": ("torch.distributed",),
+    "comm": ("torch.distributed.tensor",),
+    "engine": ("torch.distributed.tensor",),
+}
+
+# Modules (prefixes) that may import triton.
+TRITON = ("_torch", "attention.triton", "comm.triton_kernels", "tools")

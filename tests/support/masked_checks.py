@@ -1,0 +1,129 @@
+"""Masked attention on ranks that are threads, by every method, held against dense attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
+from support.masked_problems import MaskedProblem, Tensors, any_mask, fits
+from support.method_checks import place
+from support.problems import shard
+from support.ranks import run_ranks
+
+NAMES = ("out", "dq", "dk", "dv", "lse")
+BIASES = (
+    "",
+    "",
+    "",
+    "boolean bhs",
+    "boolean s",
+    "boolean b",
+    "additive bhs",
+    "additive hs",
+    "additive s",
+    "additive h",
+)
+LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(2))
+# Of one axis, of two that are rings, and of two of which the inner one exchanges heads.
+WAYS: dict[int, tuple[dict[str, str], ...]] = {
+    1: (
+        {"method": "ring", "rotate_method": "allgather"},
+        {"method": "ring", "rotate_method": "alltoall"},
+        {"method": "ulysses"},
+        {"method": "auto"},
+    ),
+    2: (
+        {"method": "ring", "rotate_method": "allgather"},
+        {"method": "ring", "rotate_method": "alltoall"},
+        {"method": "hybrid"},
+        {"method": "auto"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class MaskedCase:
+    """A problem, and how it is spread."""
+
+    problem: MaskedProblem
+    layout: Layout
+    options: tuple[tuple[str, Any], ...]
+    seed: int
+
+
+@st.composite
+def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -> MaskedCase:
+    q_len, batch = draw(st.integers(1, 26)), draw(st.integers(1, 2))
+    kv_len = draw(st.one_of(st.just(q_len), st.integers(1, 26)))
+    mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: fits(mask, q_len, kv_len, batch)))
+    q_heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (4, 1), (6, 2)]))
+    bias = draw(st.sampled_from(biases))
+    problem = MaskedProblem(
+        q_len, kv_len, mask, batch, q_heads, kv_heads, is_causal=draw(st.booleans()), bias=bias,
+        broadcast_keys=draw(st.integers(0, 5)) == 0, sinks=draw(st.booleans()),
+    )  # fmt: skip
+    options = draw(st.sampled_from(WAYS[axes]))
+    return MaskedCase(problem, draw(st.sampled_from(LAYOUTS)), tuple(options.items()), draw(st.integers(0, 1000)))
+
+
+def _attend_all(
+    rank: int, cases: list[tuple[MaskedCase, Tensors]], shape: tuple[int, ...], names: tuple[str, ...]
+) -> list[tuple[int, Tensors]]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    here = place(list(coordinate), names, shape)
+    results = []
+    for case, tensors in cases:
+        q, k, v, grad_out, *bias = case.problem.shard(tensors, case.layout, here, mesh.size())
+        leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
+        sinks = case.problem.draw_sinks(case.seed)
+        out, lse = context_parallel_attention(
+            *leaves[:3], mesh=mesh, layout=case.layout, mask=case.problem.mask, is_causal=case.problem.is_causal,
+            attn_mask=leaves[3] if bias else None, sinks=None if sinks is None else sinks.requires_grad_(),
+            enable_gqa=True, return_lse=True, **dict(case.options),
+        )  # fmt: skip
+        out.backward(grad_out)
+        grads = [leaf.grad for leaf in (*leaves, *([] if sinks is None else [sinks])) if leaf.requires_grad]
+        results.append((here, (out.detach(), *grads[:3], lse, *grads[3:])))
+    return results
+
+
+def check_masked(cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
+    """Several cases on one set of ranks, which takes longer to start than a case."""
+    drawn = [(case, case.problem.draw(case.seed)) for case in cases]
+    expected = [case.problem.reference(*tensors, sinks=case.problem.draw_sinks(case.seed)) for case, tensors in drawn]
+    size = torch.Size(shape).numel()
+    by_rank = run_ranks(size, _attend_all, drawn, shape, names)
+    for index, (case, wholes) in enumerate(zip(cases, expected, strict=True)):
+        results = [of_rank[index] for of_rank in by_rank]
+        for here, result in results:
+            for name, got, whole in zip(NAMES, result[:5], wholes[:5], strict=True):
+                _close(got, shard(whole, case.layout, here, size), f"{name} of place {here}, {case}")
+            if case.problem.sinks:  # of this rank's rows
+                own_share = shard(wholes[-1], case.layout, here, size).sum((0, 2))
+                _close(result[-1], own_share, f"dsinks of place {here}, {case}")
+        if case.problem.bias.startswith("additive"):
+            _check_gradient_of_bias(case, [(here, result[5]) for here, result in results], wholes[5], size)
+
+
+def _check_gradient_of_bias(
+    case: MaskedCase, by_place: list[tuple[int, torch.Tensor]], whole: torch.Tensor, size: int
+) -> None:
+    """Of rows: each rank's own. Of a bias that all rows share: the ranks' shares add up."""
+    if len(case.layout.batch_groups(case.problem.batch)) > 1:
+        return  # it was expanded before it was sharded
+    if whole.size(2) == 1 and case.problem.q_len != 1:
+        _close(torch.stack([grad for _, grad in by_place]).sum(0), whole, f"dbias, {case}")
+    else:
+        for here, grad in by_place:
+            _close(grad, shard(whole, case.layout, here, size), f"dbias of place {here}, {case}")
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")

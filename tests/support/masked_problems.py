@@ -1,0 +1,188 @@
+"""Masked problems: what masks mean, pair by pair, and what dense attention in float64 makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.masks import Batched, Causal, Full, Intersection, Mask, PrefixLM, SlidingWindow, Union, layers_of
+from support.problems import shard
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def shows(mask: Mask, query: int, key: int, q_len: int, kv_len: int) -> bool:
+    """Whether a query sees a key, by the words of the docstrings; shares nothing with `layers`."""
+    match mask:
+        case Full():
+            return True
+        case Causal(alignment):
+            return key <= query + _ahead(alignment, q_len, kv_len)
+        case SlidingWindow(left, right, alignment):
+            at = query + _ahead(alignment, q_len, kv_len)
+            return (left is None or key >= at - left) and (right is None or key <= at + right)
+        case PrefixLM(length):
+            return key <= query or key < length
+        case Documents():
+            for d in range(len(mask.cu_seqlens) - 1):
+                (q0, q1), (k0, k1) = mask.cu_seqlens[d : d + 2], mask.cu_seqlens_k[d : d + 2]
+                if q0 <= query < q1 and k0 <= key < k1:
+                    return shows(mask.within, query - q0, key - k0, q1 - q0, k1 - k0)
+            return False
+        case Intersection(masks):
+            return all(shows(each, query, key, q_len, kv_len) for each in masks)
+        case Union(masks):
+            return any(shows(each, query, key, q_len, kv_len) for each in masks)
+    raise AssertionError(f"what does {mask} mean?")
+
+
+def shown(mask: Mask, q_len: int, kv_len: int, batch: int) -> torch.Tensor:
+    """(B, 1, q_len, kv_len), boolean."""
+    seen = torch.zeros(batch if mask.batch_size else 1, 1, q_len, kv_len, dtype=torch.bool)
+    for b, _, query, key in product(*map(range, seen.shape)):
+        seen[b, 0, query, key] = shows(mask.of_batch_row(b), query, key, q_len, kv_len)
+    return seen.expand(batch, -1, -1, -1)
+
+
+def _ahead(alignment: str, q_len: int, kv_len: int) -> int:
+    return kv_len - q_len if alignment == "bottom_right" else 0
+
+
+alignments = st.sampled_from(["top_left", "bottom_right"])
+_ends = st.one_of(st.none(), st.integers(0, 8))
+
+
+@st.composite
+def documents(draw: st.DrawFn, q_len: int, kv_len: int, within: st.SearchStrategy[Mask]) -> Mask:
+    count = draw(st.integers(1, 5))
+    edges = [sorted(draw(st.lists(st.integers(0, n), min_size=count, max_size=count))) for n in (q_len, kv_len)]
+    if q_len == kv_len and draw(st.booleans()):
+        return Documents(edges[0], within=draw(within))
+    return Documents(*edges, within=draw(within))
+
+
+def masks(q_len: int, kv_len: int, depth: int = 2) -> st.SearchStrategy[Mask]:
+    """Any mask of so many queries and keys."""
+    simple = st.one_of(
+        st.just(Full()),
+        st.builds(Causal, alignments),
+        st.builds(SlidingWindow, _ends, _ends, alignments),
+        st.builds(PrefixLM, st.integers(0, q_len + 2)),
+    )
+    if not depth:
+        return st.one_of(simple, documents(q_len, kv_len, simple))
+    inner = masks(q_len, kv_len, depth - 1)
+    return st.one_of(
+        inner,
+        documents(q_len, kv_len, simple),
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a, b: a | b, inner, inner),
+    )
+
+
+@st.composite
+def any_mask(draw: st.DrawFn, q_len: int, kv_len: int, batch: int) -> Mask:
+    """Also one of its own for each batch row."""
+    of_one = masks(q_len, kv_len)
+    if batch > 1 and draw(st.booleans()):
+        return Batched(draw(st.lists(of_one, min_size=batch, max_size=batch)))
+    return draw(of_one)
+
+
+def fits(mask: Mask, q_len: int, kv_len: int, batch: int) -> bool:
+    """Whether a mask is one of so many queries, keys and batch rows."""
+    try:
+        layers_of(mask, q_len, kv_len, batch)
+    except ValueError:  # documents within documents that are too short for them
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class MaskedProblem:
+    """An attention problem in global terms, in float64."""
+
+    q_len: int
+    kv_len: int
+    mask: Mask
+    batch: int = 1
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    is_causal: bool = False
+    bias: str = ""
+    """"boolean" or "additive", and the dims it has of "bhs", such as "additive hs"; it has all keys."""
+    broadcast_keys: bool = False
+    sinks: bool = False
+
+    def draw(self, seed: int) -> Tensors:
+        """Fresh q, k, v, gradient of out, and the bias if there is one; the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        q = normal(self.batch, self.q_heads, self.q_len, self.head_dim)
+        k, v = (normal(self.batch, self.kv_heads, self.kv_len, self.head_dim) for _ in range(2))
+        grad_out = normal(*q.shape)
+        if not self.bias:
+            return q, k, v, grad_out
+        kind, _, dims = self.bias.partition(" ")
+        sizes = [size if dim in dims else 1 for dim, size in zip("bhs", q.shape[:3], strict=True)]
+        bias = normal(*sizes, 1 if self.broadcast_keys else self.kv_len)
+        return q, k, v, grad_out, bias > -0.5 if kind == "boolean" else bias
+
+    def draw_sinks(self, seed: int) -> torch.Tensor | None:
+        """Sinks (H,) if there are any, one of which counts nothing; the same on every rank."""
+        if not self.sinks:
+            return None
+        drawn = torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return drawn.index_fill(0, torch.tensor(seed % self.q_heads), float("-inf") if seed % 3 == 0 else 1.5)
+
+    def reference(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, *bias: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> Tensors:  # fmt: skip
+        """(out, dq, dk, dv, lse), the gradient of an additive bias, and each row's share (B, H, S) of that of sinks."""
+        leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
+        q, k, v, *bias = leaves
+        group = self.q_heads // self.kv_heads
+        seen = shown(self.mask, self.q_len, self.kv_len, self.batch)
+        if self.is_causal:
+            seen = seen & torch.ones(self.q_len, self.kv_len, dtype=torch.bool).tril()
+        logits = q @ k.repeat_interleave(group, 1).mT * self.head_dim**-0.5
+        if bias and bias[0].dtype == torch.bool:
+            seen = seen & bias[0]
+        elif bias:
+            logits = logits + bias[0]
+        logits = logits.masked_fill(~seen, float("-inf"))
+        if sinks is not None:  # one more column, that of a key whose value is 0
+            leaves.append(sinks[:, None].expand(q.shape[:3]).clone().requires_grad_())
+            counts = leaves[-1].masked_fill(leaves[-1].isinf() & ~seen.any(-1), float("-inf"))  # 0, not 0 times NaN
+            lse = torch.cat([logits, counts.unsqueeze(-1)], -1).logsumexp(-1)
+        else:
+            lse = logits.logsumexp(-1) if self.kv_len else q.new_full(q.shape[:3], float("-inf"))
+        weights = torch.where(seen, (logits - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp(), 0.0)
+        out = weights @ v.repeat_interleave(group, 1)
+        grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad_out)
+        return out.detach(), *grads[:3], lse.detach(), *grads[3:]
+
+    def shard(self, tensors: Tensors, layout: Layout, rank: int, size: int) -> Tensors:
+        """A rank's parts of what `draw` gives."""
+        q, k, v, grad_out, *bias = tensors
+        parts = [shard(tensor, layout, rank, size) for tensor in (q, k, v, grad_out)]
+        return *parts, *(self.shard_bias(each, layout, rank, size) for each in bias)
+
+    def shard_bias(self, bias: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
+        """A rank's query rows of a bias; its batch rows too where the layout divides them differently."""
+        if len(layout.batch_groups(self.batch)) > 1:
+            bias = bias.expand(self.batch, -1, -1, -1)
+        if bias.size(2) == 1 and self.q_len != 1:
+            return bias
+        return shard(bias, layout, rank, size)

@@ -1,0 +1,139 @@
+"""Problems of packed documents, and what attention of one document after the other makes of them, in float64."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from cp_dtensor import Documents
+from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.spec.layouts import Layout
+from support.masked_problems import fits
+
+Tensors = tuple[torch.Tensor, ...]
+NAMES = ("out", "dq", "dk", "dv", "lse")
+
+
+@dataclass(frozen=True)
+class PackedProblem:
+    """In global terms; tensors are (tokens, heads, head dim)."""
+
+    cu_seqlens: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...] | None = None
+    q_len: int = 0
+    """With padding behind the documents; if less, it is where they end."""
+    kv_len: int = 0
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    is_causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    scale: float | None = None
+
+    @property
+    def k_edges(self) -> tuple[int, ...]:
+        return self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        q_len = max(self.q_len, self.cu_seqlens[-1])
+        return q_len, q_len if self.cu_seqlens_k is None else max(self.kv_len, self.k_edges[-1])
+
+    def draw(self, seed: int) -> Tensors:
+        """Fresh q, k, v and gradient of out, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        q_len, kv_len = self.lengths
+        shapes = ((q_len, self.q_heads), (kv_len, self.kv_heads), (kv_len, self.kv_heads), (q_len, self.q_heads))
+        return tuple(torch.randn((*each, self.head_dim), generator=generator, dtype=torch.float64) for each in shapes)
+
+    def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
+        """(out, dq, dk, dv, lse): zeros (and an lse of -inf) outside of documents."""
+        q, k, v = leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        out, lse = torch.zeros_like(q), q.new_full((self.q_heads, q.size(0)), float("-inf"))
+        for (q0, q1), (k0, k1) in zip(pairwise(self.cu_seqlens), pairwise(self.k_edges), strict=True):
+            if q1 > q0 and k1 > k0:
+                out[q0:q1], lse[:, q0:q1] = self._document(q[q0:q1], k[k0:k1], v[k0:k1])
+        if out.requires_grad:
+            out.backward(grad_out)
+        grads = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+        return out.detach(), *grads, lse.detach()
+
+    def _document(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (tensor.repeat_interleave(self.q_heads // self.kv_heads, 1) for tensor in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q, k) * (self.head_dim**-0.5 if self.scale is None else self.scale)
+        at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
+        key = torch.arange(len(k))
+        left, right = self.window
+        hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
+        if self.is_causal:
+            hidden |= key > at
+        if left is not None:
+            hidden |= key < at - left
+        if right is not None:
+            hidden |= key > at + right
+        logits = logits.masked_fill(hidden, float("-inf"))
+        lse = logits.logsumexp(-1)
+        weights = torch.where(hidden, 0.0, (logits - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp())
+        return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+_ends = st.one_of(st.none(), st.integers(0, 5))
+
+
+@st.composite
+def packed_problems(draw: st.DrawFn) -> PackedProblem:
+    """Documents of any lengths, also empty; padding on either side; queries and keys of different lengths, or not."""
+    count = draw(st.integers(1, 6))
+    q_edges, k_edges = (_edges(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))) for _ in range(2))
+    first = draw(st.integers(0, 3))
+    q_heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 2)]))
+    problem = PackedProblem(
+        tuple(first + edge for edge in q_edges),
+        draw(st.sampled_from([None, k_edges])),
+        q_len=draw(st.integers(0, 30)),
+        kv_len=draw(st.integers(0, 30)),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        is_causal=draw(st.booleans()),
+        window=(draw(_ends), draw(_ends)),
+        scale=draw(st.sampled_from([None, 0.3])),
+    )
+    assume(fits(Documents(problem.cu_seqlens, problem.cu_seqlens_k), *problem.lengths, 1))
+    return problem
+
+
+def _edges(lengths: list[int]) -> tuple[int, ...]:
+    return (0, *accumulate(lengths))
+
+
+def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim: int = 0) -> torch.Tensor:
+    """A rank's tokens by the layout's own positions."""
+    segments = layout.segments(tensor.size(dim), rank, size)
+    return tensor.index_select(dim, torch.tensor([p for each in segments for p in each.positions()], dtype=torch.int64))
+
+
+def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
+@contextmanager
+def equal_generators() -> Iterator[None]:
+    """Every rank draws the same seed of dropout, as processes with equal generators do; threads share one."""
+    lock, original = threading.Lock(), Extras.drawn
+
+    def seeded(*args: Any) -> Any:
+        with lock:
+            torch.manual_seed(7)
+            return original(*args)
+
+    with mock.patch.object(Extras, "drawn", seeded):
+        yield

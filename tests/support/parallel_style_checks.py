@@ -1,0 +1,63 @@
+"""A small attention module and its result on one device, for tests of modules with ContextParallel."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+)
+from support.problems import shard
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 11, 2, 8
+WORLD = 2
+LAYOUTS = [Contiguous(), HeadTail(), Striped(2), MirroredBatch()]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+WHOLE, GRAD_OUT = normal(BATCH, LENGTH, WIDTH, seed=0), normal(BATCH, LENGTH, WIDTH, seed=1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; equal weights each time it is built."""
+
+    def __init__(self, is_causal: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(3, WIDTH, WIDTH, seed=2) / WIDTH**0.5)
+        self.is_causal = is_causal
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = ((hidden @ weight).unflatten(-1, (HEADS, -1)).transpose(1, 2) for weight in self.weight)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return out.transpose(1, 2).flatten(2)
+
+
+def assert_close(actual: Any, expected: torch.Tensor | None) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@functools.cache
+def alone(is_causal: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and gradients, of the input and of the weight, on one device."""
+    module, whole = Attention(is_causal), WHOLE.clone().requires_grad_()
+    out = module(whole)
+    out.backward(GRAD_OUT)
+    assert whole.grad is not None
+    assert module.weight.grad is not None
+    return out.detach(), whole.grad, module.weight.grad
+
+
+def check_forward(module: nn.Module, layout: Layout, rank: int, world_size: int = WORLD) -> None:
+    with torch.no_grad():
+        out = module(shard(WHOLE, layout, rank, world_size, 1))
+    assert_close(out, shard(alone()[0], layout, rank, world_size, 1))

@@ -1,0 +1,175 @@
+"""Ranks as real processes, over gloo or NCCL. One set of processes serves many bodies.
+
+Starting processes takes time, and what each compiles and imports stays: tests share the fixtures `two_processes` and
+`four_processes` where they can. torch.compile alone takes seconds to import, which is done once, before the forks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from support.nan_memory import poisoned_empty
+from support.ranks import RanksFailed
+
+T = TypeVar("T")
+_START_SECONDS = 120
+_IMPORTED_ONCE = ["torch.distributed.tensor.parallel", "torch._inductor.compile_fx", "pytest", "hypothesis"]
+
+
+class RemoteTraceback(Exception):
+    """The cause of an error that came from another process: its traceback there, as text."""
+
+
+class Processes:
+    """`world_size` processes with a default gloo group, started by the first `run` and kept until `stop`.
+
+    After a body has raised anywhere the processes end, since ranks that missed a collective are out of step; the next
+    `run` starts new ones.
+
+    Args:
+        world_size: number of processes.
+        timeout: seconds that a body may take, and that a collective waits for the other ranks.
+        backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then).
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60, backend: str = "gloo") -> None:
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the store, which every new group needs
+
+    def run(self, body: Callable[..., T], *args: Any) -> list[T]:
+        """Calls `body(rank, *args)` on every rank; returns the results in rank order.
+
+        Functions are found by name in the other processes, so `body` is defined at the top of a module.
+
+        Raises:
+            RanksFailed: a rank raised, died or did not finish in time (a TimeoutError among its `errors`).
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((body, args))
+        results, errors = self._answers(self.timeout)
+        if any(errors):
+            self.stop()
+            raise RanksFailed(errors) from next(error for error in errors if error)
+        return results
+
+    def stop(self) -> None:
+        """Ends the processes, whatever they are doing."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _start(self) -> None:
+        context = way_to_start(self.backend)
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name, "store"))
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, store, self.timeout, self.backend, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        _, errors = self._answers(_START_SECONDS)
+        if any(errors):
+            self.stop()
+            raise RanksFailed(errors)
+
+    def _answers(self, timeout: float) -> tuple[list[Any], list[BaseException | None]]:
+        """Results and errors, in rank order."""
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [None] * self.world_size
+        errors: list[BaseException | None] = [
+            TimeoutError(f"rank {rank} has not finished after {timeout} s") for rank in range(self.world_size)
+        ]
+        waiting = list(self._pipes)
+        while waiting:
+            ready = wait(waiting, max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                waiting.remove(pipe)
+                rank = self._pipes.index(pipe)
+                try:
+                    results[rank], errors[rank], text = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    errors[rank] = RuntimeError(f"the process of rank {rank} died")
+                else:
+                    if errors[rank] is not None:
+                        errors[rank].__cause__ = RemoteTraceback(f"rank {rank}:\n{text}")
+        return results, errors
+
+
+def way_to_start(backend: str) -> Any:
+    """By forks of a process that has imported torch, in a hundredth of the time; but CUDA may not survive a fork."""
+    if "nccl" in backend:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
+def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
+    """The life of a process: answers (result, error, traceback) to each body, until one raises or nobody asks."""
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+    )
+    dist.barrier()
+    pipe.send((None, None, ""))
+    with poisoned_empty():
+        while True:
+            try:
+                body, args = pipe.recv()
+            except EOFError:
+                return
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    # torch's word for the first matrix product in an autograd thread
+                    warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+                    result = body(rank, *args)
+            except BaseException as error:  # handed to the caller of `run`
+                pipe.send((None, _picklable(error), traceback.format_exc()))
+                return  # connections close, so that ranks that wait for this one raise as well
+            pipe.send((result, None, ""))
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))

@@ -1,0 +1,52 @@
+"""What Ulysses exchanges, and what its compiled code keeps for backward, as tests watch it."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cp_dtensor.comm.head_exchange import CollectiveHeads
+from cp_dtensor.engine import custom_op as kept_rows
+
+Rows = list[weakref.ref[torch.Tensor]]
+
+
+@contextmanager
+def watched() -> Iterator[tuple[list[int], Rows]]:
+    """Lists how many tensors each exchange brings to heads, or (negative) home, and all that is kept."""
+    exchanges: list[int] = []
+    rows: Rows = []
+    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.Kept.__init__
+
+    def counted(self: Any, bundles: Any, *args: Any) -> Any:
+        exchanges.append(sum(map(len, bundles)))
+        return to_heads(self, bundles, *args)
+
+    def counted_home(self: Any, bundles: Any, *args: Any) -> Any:
+        exchanges.append(-sum(map(len, bundles)))
+        return to_rows(self, bundles, *args)
+
+    def noted(self: Any, call: Any = None, kept: Any = ()) -> None:
+        rows.extend(map(weakref.ref, kept))
+        keep(self, call, kept)
+
+    with (
+        mock.patch.object(CollectiveHeads, "to_heads", counted),
+        mock.patch.object(CollectiveHeads, "to_rows", counted_home),
+        mock.patch.object(kept_rows.Kept, "__init__", noted),
+    ):
+        yield exchanges, rows
+
+
+FORWARD, BACKWARD = [3, -2], [1, -3]  # q, k and v, then out and LSE come home; the gradient of out, then the others
+FORWARD_WITHOUT_GRAD = [3, -1]
+AGAIN = [3, 2]  # q, k and v; out and LSE
+
+
+def alive(rows: Rows) -> int:
+    gc.collect()
+    return sum(each() is not None for each in rows)

@@ -1,0 +1,104 @@
+"""Calls as layouts see them, and a count of what tiles cover; shared by the tests of schedules and of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cp_dtensor.plan.tiles import Tile, TileMask
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
+from cp_dtensor.spec.masks import Causal, Full, Mask
+
+NOBODYS = -1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What decides the tiles of all ranks."""
+
+    layout: Layout
+    q_len: int
+    kv_len: int
+    batch: int
+    ranks: int
+    mask: Mask
+
+    @property
+    def groups(self) -> tuple[GroupSegments, ...]:
+        return group_segments(self.layout, self.q_len, self.kv_len, self.batch, self.ranks)
+
+    def allowed(self) -> np.ndarray:
+        """Which (query, key) pairs the mask allows, as 0 and 1."""
+        pairs = np.ones((self.q_len, self.kv_len), dtype=np.int64)
+        return np.tril(pairs) if self.mask == Causal() else pairs
+
+
+any_layout = st.one_of(
+    st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]),
+    st.builds(Striped, st.integers(1, 5)),
+)
+
+
+@st.composite
+def calls(draw: st.DrawFn, longest: int = 60) -> Call:
+    q_len = draw(st.integers(0, longest))
+    kv_len = draw(st.one_of(st.just(q_len), st.integers(0, longest)))
+    return Call(
+        draw(any_layout),
+        q_len,
+        kv_len,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from((Full(), Causal()))),
+    )
+
+
+def positions(segments: tuple[Segment, ...]) -> np.ndarray:
+    """Global positions of the rows of a shard, in their order."""
+    return np.array([p for segment in segments for p in segment.positions()], dtype=np.int64)
+
+
+def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
+    """Global positions in the gathered buffer, row by row as `GatheredRows` describes it."""
+    buffer = np.full(rows.total, NOBODYS)
+    for rank, segments in enumerate(group.kv_by_rank):
+        for part, segment in enumerate(segments):
+            place = slice(*rows.span(rank, part))
+            assert (buffer[place] == NOBODYS).all(), "shards overlap in the buffer"
+            buffer[place] = positions((segment,))
+    return buffer
+
+
+def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
+    """Which columns of a tile its rows see."""
+    seen = np.zeros((rows, columns), bool)
+    for row, (first, last) in enumerate(mask.intervals(rows, columns, batch_row)):
+        seen[row, first : max(first, last)] = True
+    return seen
+
+
+def count_covered(
+    count: np.ndarray, groups: tuple[GroupSegments, ...], rank: int, heads: Span, tiles: Iterable[Tile]
+) -> None:
+    """Adds to `count` (batch rows, heads, queries, keys) what the tiles of a rank cover, and checks each tile."""
+    by_batch = {group.batch: group for group in groups}
+    rows = gathered_rows(groups)
+    for tile in tiles:
+        group = by_batch[tile.batch]
+        q = positions(group.q_by_rank[rank])[slice(*tile.q)]
+        shard = gathered_positions(group, rows) if tile.source is None else positions(group.kv_by_rank[tile.source])
+        kv = shard[slice(*tile.kv)]
+        assert len(q) == tile.q[1] - tile.q[0], "the tile has queries that this rank does not own"
+        assert len(kv) == tile.kv[1] - tile.kv[0], "the tile has keys that its source does not own"
+        assert (kv != NOBODYS).all(), "the tile reads a gap in the buffer"
+        seen = seen_by(tile.mask, len(q), len(kv))
+        assert seen.size > 0, "the tile is empty"
+        assert seen.any(axis=1).all(), "a row of the tile sees nothing"
+        assert seen.any(axis=0).all(), "a column of the tile is seen by nothing"
+        assert not tile.mask.is_causal or len(q) == len(kv), "a causal tile is not square"
+        for head in range(*heads):
+            count[slice(*tile.batch), head, q[:, None], kv[None, :]] += seen

@@ -1,0 +1,40 @@
+"""What of the process and of a thread is the user's, and what the library keeps in them from call to call."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from cp_dtensor._torch.cache import KeptValues
+from cp_dtensor.api.flex import block_mask as flex_rows
+from cp_dtensor.api.flex import block_mask as flex_tables
+from cp_dtensor.attention import masked as tile_rows
+
+
+def cold_caches() -> None:
+    """Forgets what calls have left for later ones, as if the process were new."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cp_dtensor"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    tile_rows._kept = KeptValues(most=256)
+    flex_rows._kept = KeptValues(most=32)
+    flex_tables.cache = flex_tables._TableCache()
+
+
+def thread_state() -> list[object]:
+    """The settings of this thread and of the process, which are the user's."""
+    asked = (
+        torch.get_default_device, torch.get_default_dtype, torch.is_grad_enabled, torch.is_inference_mode_enabled,
+        torch.is_autocast_cache_enabled, torch.is_anomaly_enabled, torch.get_num_threads,
+        torch.get_deterministic_debug_mode, torch._C._is_multithreading_enabled, torch.get_float32_matmul_precision,
+        torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.math_sdp_enabled, _len_torch_function_stack,
+        _len_torch_dispatch_stack,
+    )  # fmt: skip
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    of_autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return [*(each() for each in asked), fill, of_autocast, F.scaled_dot_product_attention]

@@ -1,0 +1,291 @@
+"""CUDA streams that record what is submitted to them, for all ranks of a group, and run it later in any order.
+
+The library runs as it is, with torch's streams and events and the driver replaced. See `interleavings` for the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cp_dtensor._torch import SymmetricBuffer
+from cp_dtensor._torch import cuda_driver as device_streams
+from cp_dtensor.comm import head_exchange_symm_mem, symm_mem
+from cp_dtensor.comm import symm_mem_workspace as flags
+from cp_dtensor.comm import symm_mem_workspace as workspaces
+from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+
+Op = tuple[Any, ...]
+"""What it does, and to what; `interleavings` says what each means."""
+_WAIT = device_streams._WAIT_VALUE_32
+_ROOM = 1 << 16
+
+
+class Event:
+    """Stands for `torch.cuda.Event`. Waiting for one means its last record before the wait."""
+
+    def __init__(self) -> None:
+        self.mark: int | None = None
+        self.clock: dict[int, int] = {}
+        self.is_captured = False
+
+    def record(self, stream: Stream) -> None:
+        self.mark, self.is_captured = stream.rank.group.new_id(), stream.is_capturing
+        stream.submit("mark", self.mark)
+        self.clock = dict(stream.clock)
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`. What a graph captures has a lane of its own: only events order it."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.cuda_stream = rank, rank.group.new_id()
+        rank.group.streams[self.cuda_stream] = self
+        self.enter_lane(is_capturing=False)
+
+    def enter_lane(self, is_capturing: bool) -> None:
+        self.is_capturing, self.lane = is_capturing, self.rank.group.new_id()
+        self.clock: dict[int, int] = {}
+
+    def submit(self, *op: Any) -> None:
+        group = self.rank.group
+        group.lanes[self.lane].append(op)
+        self.rank.submitted.append(op)
+        self.clock[self.lane] = len(group.lanes[self.lane])
+
+    def wait_event(self, event: Event) -> None:
+        if event.mark is None:
+            return
+        if event.is_captured and not self.is_capturing:
+            self.eager = self.lane, self.clock
+            self.enter_lane(True)  # the stream joins the graph
+            self.rank.captured.append(self)
+        assert event.is_captured == self.is_capturing, "a graph waits for what is not in it"
+        self.submit("after", event.mark)
+        for lane, length in event.clock.items():
+            self.clock[lane] = max(self.clock.get(lane, 0), length)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+
+class Rank:
+    """One device, and what a process group is to one rank."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.group, self._rank = group, rank
+        self.submitted: list[Op] = []
+        self.told: Counter[str] = Counter()
+        """How often this rank has published K/V, and gradients."""
+        self.reads: list[tuple[int, int]] = []
+        """Target and number of each copy from published memory."""
+        self.captured: list[Stream] = []
+        self.kept: list[torch.Tensor] = []
+        self.current = Stream(self)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.group.ranks)
+
+    def write(self, kind: str) -> None:
+        version = self.told[kind] + 1
+        place = self._rank, kind
+        self.group.writes[place, version] += 1
+        self.current.submit("write", place, version)
+
+    def read(self, stream: Stream, source: int, target: int) -> None:
+        holder, kind, _ = self.group.place(source)
+        assert kind != "flags"
+        number = self.group.new_id()
+        self.reads.append((target, number))
+        stream.submit("read", (holder, kind), self.told[kind], number)
+
+    def use(self, *tensors: torch.Tensor) -> None:
+        """Computes with tensors: all that has been on its way to them must be there."""
+        self.kept += tensors  # so that no address has two meanings
+        for tensor in tensors:
+            memory = tensor.untyped_storage()
+            span = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+            self.current.submit("use", [number for target, number in self.reads if target in span])
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """What is submitted within is one graph, launched on the current stream."""
+        main = self.current
+        before, after = Event(), Event()
+        before.record(main)
+        eager_lane, eager_clock = main.lane, main.clock
+        main.enter_lane(True)
+        main.submit("after", before.mark)
+        yield
+        after.record(main)
+        for stream in self.captured:
+            length = len(self.group.lanes[stream.lane])
+            assert main.clock.get(stream.lane) == length, "captured work that the graph does not join"
+            stream.is_capturing = False
+            stream.lane, stream.clock = stream.eager
+        self.captured.clear()
+        main.is_capturing, main.lane, main.clock = False, eager_lane, eager_clock
+        main.submit("after", after.mark)
+
+
+class Group:
+    """All ranks, what they have submitted, and the memory that they share."""
+
+    def __init__(self, world_size: int) -> None:
+        self._ids = itertools.count(1)
+        self.streams: dict[int, Stream] = {}
+        self.lanes: defaultdict[int, list[Op]] = defaultdict(list)
+        self.writes: Counter[tuple[tuple[int, str], int]] = Counter()
+        self.active: Rank | None = None
+        self.buffer: SymmetricBuffer | None = None
+        self.ranks: list[Rank] = []
+        self.ranks += [Rank(self, rank) for rank in range(world_size)]
+        self.workspaces: list[Workspace] = []
+        with self.recording():
+            for rank in self.ranks:
+                self.active = rank
+                # Larger than any call needs, so that none maps another.
+                self.workspaces.append(workspaces.workspace(rank, torch.device("cpu"), _ROOM, _ROOM))
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def place(self, address: int) -> tuple[int, str, int]:
+        """Whose memory it is, of what kind, and the offset."""
+        for rank, start in enumerate(self.workspaces[0].addresses):
+            offset = address - start
+            if 0 <= offset < workspaces._FLAG_BYTES:
+                return rank, "flags", offset
+            offset -= workspaces._FLAG_BYTES
+            if 0 <= offset < self.workspaces[0].kv_bytes:
+                return rank, "kv", offset
+            offset -= self.workspaces[0].kv_bytes
+            if 0 <= offset < self.workspaces[0].grad_bytes:
+                return rank, "grads", offset
+        raise AssertionError(f"{address} is in nobody's memory")
+
+    def record(self, rank: Rank, program: Any) -> None:
+        """Runs a program as one rank does."""
+        self.active = rank
+        with self.recording():
+            program(rank)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            patches = [
+                (device_streams, "_driver", lambda: self),
+                (workspaces, "symmetric_buffer", self._symmetric_buffer),
+                (workspaces.dist, "barrier", lambda group: None),
+                (workspaces, "obstacle_to_sharing", lambda *_: None),
+                (flags, "flag_launch", self._flag_launch),
+                (head_exchange_symm_mem, "launch_copies", self._launch_copies),
+                (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
+                (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
+                (symm_mem._PulledGrads, "receive", self._received(symm_mem._PulledGrads.receive)),
+                (torch.cuda, "synchronize", lambda device: None),
+                (torch.cuda, "Stream", lambda device, priority=0: Stream(self.active)),
+                (torch.cuda, "Event", Event),
+                (torch.cuda, "current_stream", lambda device=None: self.active.current),
+                (torch.cuda, "is_current_stream_capturing", lambda: self.active.current.is_capturing),
+                (torch.cuda, "stream", self._on_stream),
+            ]
+            for owner, name, stand_in in patches:
+                stack.enter_context(mock.patch.object(owner, name, stand_in))
+            yield
+
+    @contextmanager
+    def _on_stream(self, stream: Stream | None) -> Iterator[None]:
+        rank, before = self.active, self.active.current
+        rank.current = before if stream is None else stream
+        yield
+        rank.current = before
+
+    def _symmetric_buffer(self, size: int, device: torch.device, group: Rank) -> SymmetricBuffer:
+        if self.buffer is None:
+            self.buffer = SymmetricBuffer(
+                tuple(torch.zeros(size, dtype=torch.uint8) for _ in range(group.size())), None
+            )
+        return self.buffer
+
+    # The calls into the driver and the kernel.
+
+    def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Sequence[Any], _: int) -> int:
+        for each in operations:
+            self.streams[stream].submit("wait" if each.operation == _WAIT else "set", each.address, each.value)
+        self._count_told([each.address for each in operations if each.operation != _WAIT and each.value == 1])
+        return 0
+
+    def _flag_launch(self, told: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
+        ops = [("set", told, 1), ("wait", awaited, 1), ("set", awaited, 0)]
+
+        def launch(stream: int) -> None:
+            assert self.streams[stream] is self.active.current, "kernels are launched on the current stream"
+            for op, addresses, value in ops:
+                for address in filter(None, addresses.tolist()):
+                    self.active.current.submit(op, address, value)
+            self._count_told([*filter(None, told.tolist())])
+
+        return launch
+
+    def _count_told(self, raised: list[int]) -> None:
+        flags_raised = {self.place(address)[2] // (4 * len(self.ranks)) for address in raised}
+        self.active.told["kv"] += Flag.KV_READY in flags_raised
+        self.active.told["grads"] += Flag.GRAD_READY in flags_raised
+
+    def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
+        memory = [(start, start + self.buffer.bytes_of[0].numel()) for start in self.workspaces[0].addresses]
+        with self._on_stream(self.streams[stream]):
+            if any(start <= target < stop for start, stop in memory):
+                holder, kind, _ = self.place(target)
+                assert holder == self.active.rank(), "a rank publishes in its own memory"
+                self.active.write(kind)
+            else:
+                self.active.read(self.active.current, source, target)
+        return 0
+
+    def cuMemcpy2DAsync_v2(self, reference: Any, stream: int) -> int:
+        copy = reference._obj
+        self.active.read(self.streams[stream], copy.source_address, copy.target_address)
+        return 0
+
+    def _launch_copies(self, pieces: torch.Tensor, _rows: int, _bytes: int, targets: Any, _programs: int) -> None:
+        for source, which, offset, *_ in pieces.tolist():
+            self.active.read(self.active.current, source, targets[which].data_ptr() + offset)
+
+    def _buffer_written(self, buffer: Any) -> Any:
+        def get(transfers: Any) -> torch.Tensor:
+            memory = buffer(transfers)
+            self.active.write("grads")
+            return memory
+
+        return get
+
+    def _received(self, receive: Any) -> Any:
+        def get(transfers: Any) -> Any:
+            contributions = receive(transfers)
+            self.active.use(*(each.stack for each in contributions))
+            return contributions
+
+        return get
+
+    def first_flags(self) -> dict[int, int]:
+        """Flags as the workspace was made, by address."""
+        assert self.buffer is not None
+        count = len(Flag) * len(self.ranks)
+        return {
+            address + 4 * index: word
+            for address, memory in zip(self.workspaces[0].addresses, self.buffer.bytes_of, strict=True)
+            for index, word in enumerate(memory[: 4 * count].view(torch.int32).tolist())
+        }

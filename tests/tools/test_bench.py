@@ -1,0 +1,230 @@
+"""The benchmark tool: cases, arithmetic, reports, and one run on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cp_dtensor.comm.select import ROTATIONS
+from cp_dtensor.tools.bench.cases import Case, Heads, grid
+from cp_dtensor.tools.bench.contestants import contestants_by_name
+from cp_dtensor.tools.bench.measure import Effort
+from cp_dtensor.tools.bench.options import parse_options
+from cp_dtensor.tools.bench.plot import draw
+from cp_dtensor.tools.bench.report import markdown
+from cp_dtensor.tools.bench.rows import Results, Row, quantile
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
+
+
+def row(contestant: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
+    return Row(CASE, "fwd", contestant, "measured", samples_ms=samples_ms, ranks=2, **changes)
+
+
+def results(*rows: Row) -> Results:
+    return Results("torch 2.11  \n8 x GPU visible", "torchrun ...", 2, rows)
+
+
+# Cases and options
+
+
+def test_heads() -> None:
+    assert Heads.parse("64:8") == Heads(64, 8)
+    for text in ("8", "8:3", "0:0", "a:b", "8:4:2"):
+        with pytest.raises(ValueError, match=r"expected .*heads"):
+            Heads.parse(text)
+
+
+def test_flops_count_what_is_not_masked() -> None:
+    full, window = (dataclasses.replace(CASE, mask=mask) for mask in ("full", "window 2"))
+    assert full.flops("fwd") == 2 * 2 * (2 * 4 * 32 * 32 * 8)  # two products of a multiply and an add
+    assert CASE.flops("fwd") == full.flops("fwd") * (32 * 33 / 2) / 32**2
+    assert window.flops("fwd") == full.flops("fwd") * (32 + 31) / 32**2
+    assert CASE.flops("fwdbwd") == 3.5 * CASE.flops("fwd")
+
+
+def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:
+    heads = [Heads(32, 8), Heads(32, 32)]
+    cases = grid(
+        [256, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
+    )
+    assert {(case.seq_len, case.heads, case.backend) for case in cases} == {
+        (seq_len, each, backend) for seq_len in (64, 256) for each in heads for backend in ("auto", "MATH")
+    }
+    keys = [case.seq_len * case.heads.kv for case in cases]
+    assert len(cases) == 8
+    assert keys == sorted(keys)
+
+
+def test_the_command_line() -> None:
+    options = parse_options([])
+    assert sorted({case.seq_len for case in options.cases}) == [8192, 32768, 65536, 131072, 262144]
+    assert {case.heads for case in options.cases} == {Heads(32, 8), Heads(32, 32), Heads(64, 8)}
+    assert {(case.mask, case.dtype, case.head_dim) for case in options.cases} == {("causal", "bfloat16", 128)}
+    names = [contestant.name for contestant in options.contestants]
+    assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in ROTATIONS)} <= set(names)
+
+    chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--contestants", "ideal", "ours-alltoall"])
+    assert [case.seq_len for case in chosen.cases] == [96]
+    assert chosen.cases[0].mask == "full"
+    assert [contestant.name for contestant in chosen.contestants] == ["ideal", "ours-alltoall"]
+    assert len(chosen.cases) == 1 < len(options.cases)  # --quick has fewer heads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--contestants", "ours-magic"],
+            "unknown contestant 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
+        ),
+        (["--mask", "windows"], "expected a mask such as causal, full, 'documents 2048'"),
+        (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
+        (["--seq-lens", "0"], "expected a positive integer, got 0"),
+        (["--trace", "x", "--trace-contestant", "ideal"], "--trace-contestant: expected one of ours-allgather"),
+    ],
+)
+def test_command_lines_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_graphs_are_contestants_of_their_own() -> None:
+    names = [contestant.name for contestant in contestants_by_name(["ideal", "ours-allgather"], graph=True)]
+    assert names == ["ideal", "ours-allgather", "ours-allgather graph"]
+    both = [each.name for each in contestants_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
+    assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
+
+
+# Numbers
+
+
+def test_quantiles_are_interpolated() -> None:
+    assert [quantile([3.0, 1.0, 2.0], fraction) for fraction in (0, 0.25, 0.5, 1)] == [1.0, 1.5, 2.0, 3.0]
+    assert quantile([7.0], 0.8) == 7.0
+
+
+def test_the_slowest_rank_counts_and_ideal_is_shared_among_the_ranks() -> None:
+    slow = row("ours-allgather", (1.0, 9.0, 1.0), (2.0, 2.5, 3.0))
+    ideal = row("ideal", (4.0, 4.0, 4.0))
+    torchs = row("torch-alltoall", (10.0,), (7.0,))
+    found = results(ideal, slow, torchs, row("torch-allgather", (20.0,)))
+    assert slow.median_ms == 2.5
+    assert slow.spread_ms == pytest.approx((2.2, 2.8))
+    assert slow.tflops == pytest.approx(CASE.flops("fwd") / 2 / 2.5e-3 / 1e12)
+    assert ideal.median_ms == 2.0
+    assert found.percent_of_ideal(slow) == pytest.approx(80)
+    assert found.percent_of_ideal(ideal) == 100
+    assert found.times_others(slow) == 4
+    assert results(slow).percent_of_ideal(slow) is None
+    assert results(slow).times_others(slow) is None
+    slower_ideal = row("ideal-kernels", (8.0, 8.0))
+    assert results(slower_ideal, ideal, slow).percent_of_ideal(slow) == pytest.approx(80)
+    assert results(slower_ideal, ideal, slow).percent_of_ideal(slower_ideal) == 50
+
+
+def test_json_comes_back() -> None:
+    found = results(
+        row("ideal", (4.0, 5.0), errors={"out": 1e-3}),
+        row("ours-allgather", (1.0,), (2.0,), note="n", cpu_us=3.5, extra_bytes=7, errors={"out": 2e-3}),
+        Row(CASE, "fwdbwd", "torch-allgather", "refused", "because"),
+    )
+    text = found.to_json()
+    assert Results.from_json(text) == found
+    derived = json.loads(text)["rows"][1]
+    assert (derived["median_ms"], derived["percent_of_ideal"], derived["error_ratios"]) == (2.0, 112.5, {"out": 2.0})
+
+
+def test_the_report_shows_every_row() -> None:
+    text = markdown(
+        results(
+            row("ideal", (4.0, 4.0), errors={"out": 1e-3}),
+            row(
+                "ours-allgather",
+                (2.5,),
+                (2.0,),
+                cpu_us=31.2,
+                predicted_ms=2.1,
+                extra_bytes=3 << 20,
+                errors={"out": 1.5e-3},
+            ),
+            Row(CASE, "fwd", "torch-allgather", "error", "a|b\nc"),
+            dataclasses.replace(row("ours-alltoall", (1234.0,)), pass_name="fwdbwd"),
+        )
+    )
+    lines = text.splitlines()
+    assert "`torchrun ...`" in lines
+    assert "## 4 query and 2 kv heads of 8, causal, forward, batch 2, float32, HeadTail" in lines
+    assert "## 4 query and 2 kv heads of 8, causal, forward + backward, batch 2, float32, HeadTail" in lines
+    flops = CASE.flops("fwd") / 2 / 1e12
+    assert f"| 32 | ideal | 2.00 | 2.00-2.00 | {flops / 2e-3:#.3g} | 100.0 | - | - | - | - | 1.0e-03 |" in lines
+    expected = (
+        f"| 32 | ours-allgather | 2.50 | 2.50-2.50 | {flops / 2.5e-3:#.3g} | 80.0 | - | 2.10 | 31 | 3 "
+        "| 1.5e-03 (1.50x) |"
+    )
+    assert expected in lines
+    assert r"| 32 | torch-allgather | error: a\|b c | - | - | - | - | - | - | - | - |" in lines
+    widths = {line.replace(r"\|", "").count("|") for line in lines if line.startswith("|")}
+    assert widths == {11, 12}  # the second table has no errors
+
+
+@pytest.mark.parametrize("lengths", [(64, 128), (64, 1024, 2048)], ids=["bars", "lines"])
+def test_pictures(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    cases = [dataclasses.replace(CASE, seq_len=length) for length in lengths]
+    rows = [dataclasses.replace(row(name, (4.0,)), case=case) for case in cases for name in ("ideal", "ours-auto")]
+    draw(results(*rows), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_slow_calls_are_repeated_less_often() -> None:
+    effort = Effort(repeats=20, seconds=2.0)
+    assert [effort.repeats_of(ms) for ms in (0.0, 10.0, 200.0, 5000.0)] == [20, 20, 10, 3]
+    assert Effort(repeats=1, seconds=2.0).repeats_of(5000.0) == 1
+
+
+# The command
+
+
+def test_a_run_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--seq-lens", "64", "--heads", "4:2", "--head-dim", "16", "--dtype", "float32", "--repeats", "3"]
+    arguments += ["--warm-ms", "5"]
+    arguments += ["--device", "cpu", "--graph", "--output", str(tmp_path / "out"), "--trace", str(tmp_path / "trace")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "cp_dtensor.tools.bench", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "out" / "bench.md").read_text()
+    assert report in done.stdout
+    assert "-m cp_dtensor.tools.bench --seq-lens 64 --heads 4:2" in report
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
+
+    found = Results.from_json((tmp_path / "out" / "bench.json").read_text())
+    expected = [each for each in contestants_by_name(None, graph=True) if each.suits(CASE)]
+    assert {(each.contestant, each.pass_name) for each in found.rows} == {
+        (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
+    }
+    assert f"[{len(found.rows)}/{len(found.rows)}]" in done.stderr
+    for each in found.rows:
+        assert each.contestant in report
+        if each.contestant.startswith("torch-"):  # which has nothing for CPUs
+            assert each.status == "refused"
+            assert "NotImplementedError" in each.message
+        elif each.contestant.startswith(("ours-hybrid", "ours-two-level")):
+            assert each.status == "refused"
+            assert "2 ranks are no mesh of several times" in each.message
+        elif each.contestant.endswith(" graph"):
+            assert each.message == "NotImplementedError: CUDA graphs need a GPU"
+        else:
+            assert each.status == "measured", each
+            assert list(each.errors) == (["out"] if each.pass_name == "fwd" else ["out", "dq", "dk", "dv"])
+            assert max(each.errors.values()) < 1e-6
+            assert found.percent_of_ideal(each) is not None
