@@ -22,12 +22,12 @@ from cp_dtensor.api.buffers import LocalContents
 from cp_dtensor.api.dtensor.attention import local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend
-from cp_dtensor.engine.compiled_spec import AmbientSettings
-from cp_dtensor.engine.config import AttentionSettings, check_batch_size
+from cp_dtensor.engine.compiled_spec import ActiveConfig
+from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.validation import check_qkv, checked_mask
 from cp_dtensor.spec.masks import Mask
 
-REGION_STATE = "cp_dtensor_region"
+CONTEXT_STATE = "cp_dtensor_region"
 LOCAL_STRETCH = "cp_dtensor_local_sdpa"
 """Where `local_sdpa`, further up, leaves the stretch of this thread; its `region` is that in which it was opened."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
@@ -40,54 +40,54 @@ _AMBIGUOUS = (
 
 
 @dataclass(frozen=True)
-class Region:
+class ActiveContext:
     """The settings of an open region."""
 
-    settings: AttentionSettings
+    settings: AttentionConfig
     buffers: tuple[LocalContents, ...] = ()
 
     @cached_property
-    def ambient(self) -> AmbientSettings:
+    def ambient(self) -> ActiveConfig:
         """What code that was compiled in such a region finds when it runs."""
-        return AmbientSettings(self.settings)
+        return ActiveConfig(self.settings)
 
 
-def attends_alone(region: Region) -> bool:
+def attends_alone(context: ActiveContext) -> bool:
     """Whether attention that belongs to the region is left to each rank alone in this thread."""
     stretch = _torch.get_thread_state(LOCAL_STRETCH)
-    return stretch is not None and stretch.region is region
+    return stretch is not None and stretch.context is context
 
 
-def innermost_region() -> Region | None:
+def innermost_context() -> ActiveContext | None:
     """The region that was opened last in this thread and is still open, whether or not calls here belong to it."""
-    state = _torch.get_thread_state(REGION_STATE)
+    state = _torch.get_thread_state(CONTEXT_STATE)
     return None if state is None else state[0]
 
 
-def current_region() -> Region | None:
+def current_context() -> ActiveContext | None:
     """The innermost open region of this thread.
 
     Raises:
         RuntimeError: this is a backward, and the region was opened outside of it. What runs here is a recompute that is
             not torch.utils.checkpoint's, or of a checkpoint made outside of the region: it cannot be told which.
     """
-    state = _torch.get_thread_state(REGION_STATE)
+    state = _torch.get_thread_state(CONTEXT_STATE)
     if state is None:
-        if unseen_regions and _torch.in_autograd_thread():
+        if unseen_contexts and _torch.in_autograd_thread():
             raise RuntimeError(_AMBIGUOUS)
         return None
-    region, entered_in = state
+    context, entered_in = state
     if entered_in != _torch.current_backward():
         raise RuntimeError(_AMBIGUOUS)
-    return region
+    return context
 
 
-def sdpa_in_region(call: SdpaArguments) -> torch.Tensor | None:
+def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
     """SDPA of this rank's shards, or None outside of regions and for DTensors that span the region's ranks."""
     if call.q.is_meta:
         return None
-    region = current_region()
-    if region is None:
+    context = current_context()
+    if context is None:
         return None
     if call.under_vmap:
         raise NotImplementedError(
@@ -99,29 +99,29 @@ def sdpa_in_region(call: SdpaArguments) -> torch.Tensor | None:
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
-        result = local_only_sdpa(call, region.settings.ranks.global_ranks(), partial(sdpa_of_shards, region))
-        if result is None and region.settings.mask is not None:
+        result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
+        if result is None and context.settings.mask is not None:
             raise NotImplementedError(
-                f"the mask of this context ({region.settings.mask}) is for plain tensors: got DTensors over the ranks "
+                f"the mask of this context ({context.settings.mask}) is for plain tensors: got DTensors over the ranks "
                 "of the context; pass their local shards"
             )
         return result
-    return sdpa_of_shards(region, call)
+    return sdpa_of_shards(context, call)
 
 
-def sdpa_of_shards(region: Region, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
+def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
     """SDPA of plain tensors, which are shards of the region; with `mask`, besides what the call masks."""
-    if call.q.dim() != 4 and len(region.settings.layout.batch_groups(2)) > 1:
+    if call.q.dim() != 4 and len(context.settings.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
-            f"{region.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+            f"{context.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
     if not _torch.is_traced(call.q):  # traced: at run time, by the recipe
-        check_batch_size(call.q, region.settings)
+        check_batch_size(call.q, context.settings)
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
-        q, k, v, region.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
+        q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
         attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, first=call.first,
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
@@ -147,7 +147,7 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
 
 
-class _UnseenRegions:
+class _UnseenContexts:
     """Counts open regions of threads whose state autograd does not carry over to its own."""
 
     def __init__(self) -> None:
@@ -170,4 +170,4 @@ class _UnseenRegions:
                 self._open -= unseen
 
 
-unseen_regions = _UnseenRegions()
+unseen_contexts = _UnseenContexts()

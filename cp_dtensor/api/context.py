@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import Region, innermost_region
+from cp_dtensor.api.active_context import ActiveContext, innermost_context
 from cp_dtensor.api.buffers import (
     Buffer,
     LocalContents,
@@ -23,7 +23,7 @@ from cp_dtensor.api.buffers import (
 )
 from cp_dtensor.api.patches import entered
 from cp_dtensor.api.sharding import check_whole_lengths, checked_buffers, checked_sequence
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import Mesh, checked_length, checked_mask, refuse_other_lengths
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -100,7 +100,7 @@ class context_parallel(ContextDecorator):
         seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
-        settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug)
+        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug)
         self._settings = settings if mask is None else replace(settings, mask=checked_mask(mask, False))
         layout = self._settings.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
@@ -120,7 +120,7 @@ class context_parallel(ContextDecorator):
         for length in self._seq_lens:
             refuse_other_lengths(layout, length, "seq_lens")
         self._open: ExitStack | None = None
-        self._region: Region | None = None
+        self._context: ActiveContext | None = None
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
@@ -152,10 +152,10 @@ class context_parallel(ContextDecorator):
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
-        region = Region(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
+        context = ActiveContext(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
         with ExitStack() as stack:
-            stack.enter_context(entered(region))
-            self._open, self._region = stack.pop_all(), region
+            stack.enter_context(entered(context))
+            self._open, self._context = stack.pop_all(), context
         self._entered_before = True
 
     def __exit__(
@@ -163,11 +163,11 @@ class context_parallel(ContextDecorator):
     ) -> None:
         if self._open is None:
             raise RuntimeError("this context_parallel is not entered")
-        if innermost_region() is not self._region:
+        if innermost_context() is not self._context:
             raise RuntimeError(
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
-        stack, self._open, self._region = self._open, None, None
+        stack, self._open, self._context = self._open, None, None
         stack.__exit__(kind, error, trace)
 
 

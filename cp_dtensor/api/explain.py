@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.modifiers import NO_EXTRAS
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.select import rotation_by_name
+from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
 from cp_dtensor.engine.planner import axes_of, masking_of
 from cp_dtensor.engine.validation import (
@@ -21,10 +21,10 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
 )
 from cp_dtensor.plan.cost import Hardware
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, layers_of
+from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, interval_sets_of
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks); what `explain` takes where there is no GPU."""
@@ -52,7 +52,7 @@ class Explanation:
         rows = [
             (
                 f"{name}{' *' if name == self.chosen else ''}",
-                each.rotation,
+                each.transport,
                 f"{1e3 * each.forward:.3g} ms",
                 f"{1e3 * each.seconds:.3g} ms",
                 *self._over_axes(each),
@@ -136,14 +136,14 @@ def explain(
         raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    layout, rotation_method = checked_layout(layout), rotation_by_name(rotate_method)
+    layout, transport_method = checked_layout(layout), transport_by_name(rotate_method)
     names, ranks = _axes_of_several(mesh)
     lengths = checked_seq_len(seq_len)
-    division = LayoutDivision(layout, *lengths, batch_size, ranks.size)
+    partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    masking = masking_of(shown, NO_EXTRAS, lengths, deterministic=False, layout=layout, world_size=ranks.size)
+    masking = masking_of(shown, NO_MODIFIERS, lengths, deterministic=False, layout=layout, world_size=ranks.size)
     shape = CallShape(
-        division=division,
+        partition=partition,
         mask=as_plain(shown) if masking is Masking.BY_SHAPE else shown,
         batch_size=batch_size,
         q_heads=q_heads,
@@ -153,7 +153,7 @@ def explain(
         itemsize=dtype.itemsize,
         masking=masking,
     )
-    layers_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
+    interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -164,7 +164,7 @@ def explain(
     else:
         axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
         assumption = "assumed: " + ("the hardware that was given" if hardware else "NVIDIA H200s that share NVLink")
-    found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, rotation_method)
+    found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, transport_method)
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "

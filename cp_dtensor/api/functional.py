@@ -6,10 +6,10 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor.api.left_out import refuse_left_out
-from cp_dtensor.comm.select import rotation_by_name
-from cp_dtensor.engine.attend import attend, extras_of
-from cp_dtensor.engine.compiled_spec import Parts, ShardRecipe, made_of, mask_tokens, parts_of, token_of
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.attend import attend, modifiers_of
+from cp_dtensor.engine.compiled_spec import Parts, ShardCallSpec, made_of, mask_tokens, parts_of, token_of
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.custom_op import backends_token, traced_attention_by_tokens
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -104,18 +104,18 @@ def context_parallel_attention(
     q, k, v = _as_autocast_says(q), _as_autocast_says(k), _as_autocast_says(v)
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling():
-        rotate_method = rotation_by_name(rotate_method).name  # the default is read here, and guarded
+        rotate_method = transport_by_name(rotate_method).name  # the default is read here, and guarded
         token, backends, shown = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        extras = extras_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
+        modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
         out, lse = traced_attention_by_tokens(
-            q, k, v, extras, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
+            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-    settings = AttentionSettings.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+    settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     out, lse = attend(
         q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
@@ -198,12 +198,12 @@ def _constants(
     mask: Parts | None, is_causal: bool,
 ) -> tuple[str, str, str]:  # fmt: skip
     """The tokens of recipe, backends and mask, for compiled code."""
-    settings = AttentionSettings.of(
+    settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     shown = checked_mask(made_of(mask), is_causal)
-    return token_of(ShardRecipe.of(settings)), backends_token(), mask_tokens.token_of(shown)
+    return token_of(ShardCallSpec.of(settings)), backends_token(), mask_tokens.token_of(shown)
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import AMBIENT_SETTINGS
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.layouts import HeadTail
 from cp_dtensor.spec.masks import Full
 
@@ -36,18 +36,18 @@ def refuse_left_out(owner: str, ranks: SequenceRanks, *, layout: bool, mask: boo
         )
 
 
-def _context_over(ranks: SequenceRanks) -> AttentionSettings | None:
+def _context_over(ranks: SequenceRanks) -> AttentionConfig | None:
     """The innermost context or module of this thread, if it is over these ranks.
 
     None in a backward that runs inside of a context: what is computed again there may belong to another.
     """
-    state = _torch.get_thread_state(AMBIENT_SETTINGS)
+    state = _torch.get_thread_state(ACTIVE_CONFIG)
     if state is None:
         return None
     ambient, entered_in = state
     if entered_in != _torch.current_backward():
         return None
-    settings: AttentionSettings = ambient.settings
+    settings: AttentionConfig = ambient.settings
     return settings if settings.ranks.global_ranks() == ranks.global_ranks() else None
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import CAPTURED_BEFORE, Region
+from cp_dtensor.api.active_context import CAPTURED_BEFORE, ActiveContext
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.api.patches import entered
-from cp_dtensor.comm.select import rotation_by_name
-from cp_dtensor.engine.compiled_spec import ShardRecipe, recipe_of
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.compiled_spec import ShardCallSpec, call_spec_of
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import (
     Mesh,
     checked_layout,
@@ -76,19 +76,19 @@ class ContextParallel(ParallelStyle):
         self._method = checked_method(method)
         self._mask = None if mask is None else checked_mask(mask, False)
         self._rotate_method = rotate_method
-        rotation_by_name(rotate_method)  # refuses unknown names here already
+        transport_by_name(rotate_method)  # refuses unknown names here already
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._debug = debug
         if seq_len is not None:
             refuse_other_lengths(checked_layout(layout), seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
-        if isinstance(module.forward, _RegionForward):
+        if isinstance(module.forward, _ContextForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
-        settings = AttentionSettings.of(device_mesh, self._method, self._layout, self._rotate_method, debug=self._debug)
-        region = Region(replace(settings, declared_lengths=self._lengths, mask=self._mask))
-        module.forward = _RegionForward(
-            module, vars(module).get("forward"), region, _Said(self._layout is not None, self._mask is not None)
+        settings = AttentionConfig.of(device_mesh, self._method, self._layout, self._rotate_method, debug=self._debug)
+        context = ActiveContext(replace(settings, declared_lengths=self._lengths, mask=self._mask))
+        module.forward = _ContextForward(
+            module, vars(module).get("forward"), context, _Said(self._layout is not None, self._mask is not None)
         )
         return module
 
@@ -101,21 +101,21 @@ class _Said:
     mask: bool
 
 
-class _RegionForward:
+class _ContextForward:
     """A module's forward, run in a region. An object and not a closure, so that a copy of the module has its own."""
 
     def __init__(
         self,
         module: nn.Module,
         replaced: Callable[..., Any] | None,
-        region: Region,
+        context: ActiveContext,
         said: _Said,
     ) -> None:
         self._module = module
         self._replaced = replaced  # a forward that the module had as an instance attribute before
-        self._region = region
+        self._context = context
         self._said = said
-        self._token = region.ambient.token
+        self._token = context.ambient.token
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +124,10 @@ class _RegionForward:
             _refuse_left_out_of(self._token, self._said.layout, self._said.mask)
             # The token is what code is compiled for; the region itself is entered when what Dynamo captures of forward
             # is traced further.
-            enter = functools.partial(_in_region_of, self._token)
+            enter = functools.partial(_in_context_of, self._token)
             return _torch.traced_inside(enter, forward, *args, **kwargs)
-        refuse_left_out("ContextParallel", self._region.settings.ranks, layout=self._said.layout, mask=self._said.mask)
-        return _run_in_region(self._region, forward, *args, **kwargs)
+        refuse_left_out("ContextParallel", self._context.settings.ranks, layout=self._said.layout, mask=self._said.mask)
+        return _run_in_context(self._context, forward, *args, **kwargs)
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -138,35 +138,35 @@ class _RegionForward:
             "save its state_dict(), and parallelize the module that is made to load it"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RegionForward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
         # The region is shared: it holds a process group and no tensors.
-        return _RegionForward(
-            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._region, self._said
+        return _ContextForward(
+            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context, self._said
         )
 
 
 @_torch.constant_in_trace
 def _refuse_left_out_of(token: str, layout: bool, mask: bool) -> None:
-    recipe = recipe_of(token)
-    assert isinstance(recipe, ShardRecipe)
-    refuse_left_out("ContextParallel", recipe.settings().ranks, layout=layout, mask=mask)
+    call_spec = call_spec_of(token)
+    assert isinstance(call_spec, ShardCallSpec)
+    refuse_left_out("ContextParallel", call_spec.settings().ranks, layout=layout, mask=mask)
 
 
-def _in_region_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a region of the settings that `token` stands for."""
-    recipe = recipe_of(token)
-    assert isinstance(recipe, ShardRecipe)
-    return functools.partial(_run_captured, Region(recipe.settings()), function)
+    call_spec = call_spec_of(token)
+    assert isinstance(call_spec, ShardCallSpec)
+    return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)
 
 
 @_torch.never_compiled
-def _run_in_region(region: Region, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with entered(region):
+def _run_in_context(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with entered(context):
         return function(*args, **kwargs)
 
 
 @_torch.never_compiled
-def _run_captured(region: Region, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `_run_in_region`, for what was captured outside of the region: FlexAttention in it is that of local shards."""
-    with entered(region), _torch.thread_state(CAPTURED_BEFORE, region):
+def _run_captured(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `_run_in_context`, for code captured outside of the context: FlexAttention in it sees local shards only."""
+    with entered(context), _torch.thread_state(CAPTURED_BEFORE, context):
         return function(*args, **kwargs)

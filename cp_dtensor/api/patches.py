@@ -14,21 +14,21 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import (
-    REGION_STATE,
-    Region,
+    CONTEXT_STATE,
+    ActiveContext,
     attends_alone,
-    current_region,
-    innermost_region,
-    sdpa_in_region,
+    current_context,
+    innermost_context,
+    sdpa_in_context,
     sdpa_of_shards,
-    unseen_regions,
+    unseen_contexts,
 )
 from cp_dtensor.api.buffers import is_shard_now
 from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.api.flex.frontend import flex_replacements
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.varlen_attn import varlen_replacements
-from cp_dtensor.engine.compiled_spec import AMBIENT_SETTINGS
+from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG
 from cp_dtensor.spec.masks import Causal
 
 
@@ -39,8 +39,8 @@ def _redirected(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        region = current_region()
-        if region is None or attends_alone(region):
+        context = current_context()
+        if context is None or attends_alone(context):
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
             raise NotImplementedError(
@@ -48,7 +48,7 @@ def _redirected(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
                 "rank's shards; got DTensors"
             )
         call = SdpaArguments(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
-        return sdpa_of_shards(region, call, Causal("bottom_right"))
+        return sdpa_of_shards(context, call, Causal("bottom_right"))
 
     return attend
 
@@ -56,8 +56,8 @@ def _redirected(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _replacements() -> Iterator[AbstractContextManager[None]]:
 
     yield dispatcher_installation.held()
-    yield intercepted(sdpa_in_region)
-    yield _torch.checkpointed_functions_bound(_bound_to_region)
+    yield intercepted(sdpa_in_context)
+    yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
     yield _torch.lower_right_bias_redirected(_redirected)
     yield from flex_replacements()
@@ -70,45 +70,47 @@ _installation = SharedInstallation(_replacements)
 
 
 @contextmanager
-def entered(region: Region) -> Iterator[None]:
+def entered(context: ActiveContext) -> Iterator[None]:
     """Makes this the region of the current thread, and its buffers their shards, while open.
 
     Regions nest, and may be entered again later, for a recompute.
     """
     with ExitStack() as stack:  # takes everything back if a part fails
         stack.enter_context(_installation.held())
-        stack.enter_context(unseen_regions.counted())
-        for buffer in region.buffers:
+        stack.enter_context(unseen_contexts.counted())
+        for buffer in context.buffers:
             stack.enter_context(buffer.standing_in())
         entered_in = _torch.current_backward()
-        stack.enter_context(_torch.thread_state(REGION_STATE, (region, entered_in)))
-        stack.enter_context(_torch.thread_state(AMBIENT_SETTINGS, (region.ambient, entered_in)))
-        for buffer in region.buffers:
+        stack.enter_context(_torch.thread_state(CONTEXT_STATE, (context, entered_in)))
+        stack.enter_context(_torch.thread_state(ACTIVE_CONFIG, (context.ambient, entered_in)))
+        for buffer in context.buffers:
             buffer.release_whole()  # last, since it cannot be undone
         yield
 
 
-def _bound_to_region(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpointed function that runs in the present region whenever it runs: also recomputed after exit."""
-    region = current_region()
-    if region is None:
+    context = current_context()
+    if context is None:
         return function
 
-    def in_region(*args: Any, **kwargs: Any) -> Any:
-        with entered(region):
+    def in_context(*args: Any, **kwargs: Any) -> Any:
+        with entered(context):
             return function(*args, **kwargs)
 
-    return in_region
+    return in_context
 
 
 def _variant_of_compiled_code() -> str:
     """What functions are compiled for in this thread: attention over local shards only would be wrong in a region."""
-    region = innermost_region()
-    return "" if region is None else f"cp_dtensor: {region.ambient.token}{', each rank alone' * attends_alone(region)}"
+    context = innermost_context()
+    return (
+        "" if context is None else f"cp_dtensor: {context.ambient.token}{', each rank alone' * attends_alone(context)}"
+    )
 
 
 def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
-    if not (need_weights or extra_keys) or current_region() is None:
+    if not (need_weights or extra_keys) or current_context() is None:
         return
     if extra_keys:
         raise NotImplementedError(

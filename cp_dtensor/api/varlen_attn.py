@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import Region, attends_alone, current_region
+from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context
 from cp_dtensor.api.varlen import Window, bottom_right_mask, heads_first_of_packed
 from cp_dtensor.engine.attend import attend_packed
 
@@ -29,8 +29,8 @@ def varlen_replacements() -> Iterator[AbstractContextManager[None]]:
 
 def _varlen_attn(call: dict[str, Any]) -> Any:
     """Attention within the documents of the whole sequences of this rank's tokens; None outside of regions."""
-    region = _region_of(call)
-    if region is None:
+    context = _context_of(call)
+    if context is None:
         return None
     tensors = q, _, _ = call["query"], call["key"], call["value"]
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in tensors):
@@ -46,7 +46,7 @@ def _varlen_attn(call: dict[str, Any]) -> Any:
     if call["cu_seq_k"] is None:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
     out, lse = attend_packed(
-        *heads_first_of_packed(*tensors), region.settings, (call["cu_seq_q"], call["cu_seq_k"]),
+        *heads_first_of_packed(*tensors), context.settings, (call["cu_seq_q"], call["cu_seq_k"]),
         within=bottom_right_mask(call["is_causal"], _window(call["window_size"])), scale=call["scale"],
     )  # fmt: skip
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
@@ -54,18 +54,18 @@ def _varlen_attn(call: dict[str, Any]) -> Any:
 
 
 def _varlen_attn_out(call: dict[str, Any]) -> None:
-    if _region_of(call) is not None:
+    if _context_of(call) is not None:
         raise NotImplementedError(
             "varlen_attn_out is not supported inside of a context-parallel region, where nothing is written in place: "
             "call varlen_attn"
         )
 
 
-def _region_of(call: dict[str, Any]) -> Region | None:
+def _context_of(call: dict[str, Any]) -> ActiveContext | None:
     if call["query"].is_meta:
         return None
-    region = current_region()
-    return None if region is None or attends_alone(region) else region
+    context = current_context()
+    return None if context is None or attends_alone(context) else context
 
 
 def _window(window_size: Any) -> Window:

@@ -19,17 +19,17 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import KeptValues
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
-from cp_dtensor.attention.backends.base import LocalAttention, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.merge import sinks_gradient
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.attention.triton.arguments import check_attention
-from cp_dtensor.attention.triton.bias_gradient import bias_gradient_twin
+from cp_dtensor.attention.triton.bias_gradient import bias_gradient_reference
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.intervals import Intervals
-from cp_dtensor.attention.triton.reference import attention_backward_twin, attention_forward_twin
+from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
-from cp_dtensor.spec.intervals import Layer
+from cp_dtensor.spec.intervals import IntervalSet
 from cp_dtensor.spec.layouts import Segment
 
 
@@ -150,7 +150,7 @@ def attention_forward(
     else:
         out = _empty_in_order_of(q, v.size(3), out_dtype)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
-    forward = launch_attention_forward if uses_triton(q, v) else attention_forward_twin
+    forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
     forward(
         out, lse, q, k, v, scale, **mask.arguments(), bias=bias, sinks=sinks, state=state, dropout=_effective(dropout)
     )
@@ -193,7 +193,7 @@ def attention_backward(
     grad_out, q, k, v = _last_dim_contiguous(grad_out, q, k, v)
     delta = attention_delta(grad_out, out) if delta is None else delta
     dq, dk, dv = (_empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
-    backward = launch_attention_backward if uses_triton(q, v) else attention_backward_twin
+    backward = launch_attention_backward if uses_triton(q, v) else attention_backward_reference
     backward(
         dq, dk, dv, grad_out, q, k, v, lse, delta, scale, **mask.arguments(), bias=bias, dropout=_effective(dropout)
     )
@@ -228,7 +228,7 @@ def attention_bias_gradient(
     check_attention(q, k, v, scale, mask.intervals, bias, None, dropout)
     if not bias.is_floating_point():
         raise ValueError(f"a bias of {bias.dtype} has no gradient")
-    gradient = bias_gradient_twin(
+    gradient = bias_gradient_reference(
         grad_out, q, k, v, lse, delta, scale, bias=bias, **mask.arguments(), dropout=_effective(dropout)
     )
     return gradient.to(grad_dtype or bias.dtype)
@@ -274,20 +274,20 @@ def _last_dim_contiguous(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class ByRowAttention(LocalAttention):
+class IntervalAttention(AttentionBackend):
     """Any dtype and head dim. Triton on GPUs up to head dim 256 (float32: 128), torch operations elsewhere.
 
     Deterministic, forward and backward.
     """
 
-    extras: Extras = NO_EXTRAS
+    modifiers: Modifiers = NO_MODIFIERS
     """Of the tile that is computed."""
     delta: torch.Tensor | None = None
     """(B, H, S) of its rows, for backward: the same for all tiles of a row, so the ring computes it, once."""
 
     @property
     def name(self) -> str:
-        return "BY_ROW"
+        return "INTERVALS"
 
     def refusal(self, problem: Problem) -> str | None:
         return None
@@ -340,14 +340,15 @@ class ByRowAttention(LocalAttention):
         rows.add_to_bias_columns(total, share)
 
     def _bias(self, rows: TileRows) -> torch.Tensor | None:
-        return None if self.extras.bias is None else rows.bias_columns(self.extras.bias)
+        return None if self.modifiers.bias is None else rows.bias_columns(self.modifiers.bias)
 
     def _dropout(self, rows: TileRows) -> Dropout | None:
-        extras = self.extras
-        if extras.seed is None:
+        modifiers = self.modifiers
+        if modifiers.seed is None:
             return None
         return Dropout(
-            extras.dropout_p, extras.seed, rows.q_positions, rows.kv_positions, extras.first_batch, extras.first_head,
+            modifiers.dropout_p, modifiers.seed, rows.q_positions, rows.kv_positions, modifiers.first_batch,
+            modifiers.first_head,
             rows.in_runs,
         )  # fmt: skip
 
@@ -413,7 +414,7 @@ class TileRows:
             return slice(first, last + 1, stripe.period)
         return self.kv_positions
 
-    def _row_mask(self, layers: Sequence[Layer]) -> RowMask:
+    def _row_mask(self, layers: Sequence[IntervalSet]) -> RowMask:
         lo, hi = zip(*(self._intervals(layer) for layer in layers), strict=True)
         return RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
 
@@ -425,7 +426,7 @@ class TileRows:
         """Positions of the columns, on the host."""
         return positions_of(self._keys.segments, "cpu")[slice(*self._kv)]
 
-    def _intervals(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    def _intervals(self, layer: IntervalSet) -> tuple[torch.Tensor, torch.Tensor]:
         positions = self._rows()
         if not layer:
             return torch.zeros_like(positions), torch.zeros_like(positions)

@@ -12,7 +12,7 @@ from cp_dtensor.spec.layouts import Span
 
 
 @dataclass(frozen=True, eq=False)
-class Extras:
+class Modifiers:
     """What belongs to the local queries and all keys.
 
     Where batch rows and heads are cut, `first_batch` and `first_head` say where they stood: dropout depends on it.
@@ -33,10 +33,10 @@ class Extras:
     def of(
         cls, bias: torch.Tensor | None, dropout_p: float, seed: torch.Tensor | None, first_batch: int,
         first_head: int, sinks: torch.Tensor | None,
-    ) -> Extras:  # fmt: skip
-        """Of these; `NO_EXTRAS` itself where there are none, which is all that most calls need to see."""
+    ) -> Modifiers:  # fmt: skip
+        """Of these; `NO_MODIFIERS` itself where there are none, which is all that most calls need to see."""
         if bias is None and not dropout_p and sinks is None:
-            return NO_EXTRAS
+            return NO_MODIFIERS
         return cls(bias, dropout_p, seed, first_batch, first_head, sinks)
 
     @property
@@ -49,7 +49,7 @@ class Extras:
         """Whether backward reads the lse of this rank's own rows."""
         return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
 
-    def drawn(self, device: torch.device) -> Extras:
+    def drawn(self, device: torch.device) -> Modifiers:
         """With a seed, if there is dropout.
 
         Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another each time.
@@ -83,7 +83,7 @@ class Extras:
         elements = self.sinks.detach().cpu().contiguous().view(torch.uint8)
         return f"{kind} {zlib.crc32(bytes(elements.tolist())):08x}"
 
-    def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Extras:
+    def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Modifiers:
         """Of some batch rows, query heads and queries."""
         return replace(
             self,
@@ -94,7 +94,7 @@ class Extras:
         )
 
 
-NO_EXTRAS = Extras()
+NO_MODIFIERS = Modifiers()
 
 
 def bias_part(bias: torch.Tensor, batch: Span, heads: Span, rows: Span | None) -> torch.Tensor:

@@ -19,7 +19,7 @@ from cp_dtensor.comm.transport import (
     Contribution,
     GradTransfers,
     KvTransfers,
-    Rotation,
+    KVTransport,
     pack_rows,
     row_width,
 )
@@ -167,10 +167,10 @@ class ExchangedGrads(GradTransfers):
         return contributions
 
 
-class ExchangedRotation(Rotation):
+class CollectiveTransport(KVTransport):
     """What rotations by exchange have in common; they differ in their plans."""
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self
 
     @property
@@ -288,7 +288,7 @@ DEFAULT_STAGING = Staging()
 
 
 @dataclass(frozen=True)
-class AllGather(ExchangedRotation):
+class AllGather(CollectiveTransport):
     """Gather K/V by groups of heads, and bring dK/dV home likewise."""
 
     staging: Staging = DEFAULT_STAGING
@@ -322,7 +322,7 @@ _MOST_HEAD_GROUPS = 4
 
 
 @dataclass(frozen=True)
-class AllToAll(ExchangedRotation):
+class AllToAll(CollectiveTransport):
     """One hop after the other, and the gradients after them."""
 
     shard_bytes: int = 32 << 20
@@ -355,5 +355,5 @@ class AllToAll(ExchangedRotation):
         return ring_plan(tiling, rank, shape.kv_heads, *groups)
 
 
-OUTER_ROTATION = AllToAll(transfers_ahead=1)
+OUTER_TRANSPORT = AllToAll(transfers_ahead=1)
 """Of rings of rings: every hop travels under a whole inner ring."""

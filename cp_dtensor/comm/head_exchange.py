@@ -33,7 +33,7 @@ class HeadRows:
     heads: tuple[Span, ...]
     """Before, a rank has all of them; after, `heads[rank]`, counted in units: heads, or copies of heads."""
     copies: int = 1
-    """Units that each head is copied to on its way (see `HeadDivision`)."""
+    """Units that each head is copied to on its way (see `HeadPartition`)."""
 
     @property
     def head_counts(self) -> list[int]:

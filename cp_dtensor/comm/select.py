@@ -15,7 +15,7 @@ from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import why_unshared
-from cp_dtensor.comm.transport import Rotation, RotationMethod
+from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
 from cp_dtensor.plan.partition import CallShape
 from cp_dtensor.plan.plan import Plan
@@ -104,7 +104,7 @@ _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
 
 
 @dataclass(frozen=True)
-class Auto(RotationMethod):
+class Auto(TransportMethod):
     """Symmetric memory where the ranks share it, otherwise all-gather or all-to-all, by predicted time.
 
     On CPUs all-gather: a cost model of a GPU says nothing there.
@@ -114,7 +114,7 @@ class Auto(RotationMethod):
     def name(self) -> str:
         return "auto"
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         if device.type != "cuda":
             return AllGather()
         shares_memory = workspaces.why_unshared(group, device) is None
@@ -127,36 +127,37 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 
 
 @lru_cache(maxsize=4096)
-def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> Rotation:
+def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
     """Symmetric memory if ranks share it, else the rotation of (nearly) the least predicted time on the slowest rank.
 
     Of forward and backward together.
     """
     if shares_memory:  # never predicted to be slower than all-gather: predicting takes as long as planning the call
         return SymmetricMemory()
-    rotations: list[Rotation] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
-    seconds = [slowest_seconds(rotation, shape, world_size, hardware, backward=True) for rotation in rotations]
-    return nearly_fastest(rotations, seconds)
+    transports: list[KVTransport] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
+    seconds = [slowest_seconds(transport, shape, world_size, hardware, backward=True) for transport in transports]
+    return nearly_fastest(transports, seconds)
 
 
 def slowest_seconds(
-    rotation: Rotation, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
+    transport: KVTransport, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Predicted time of forward (with `backward`: and backward) on the slowest rank."""
-    plans = plans_of_some_ranks(rotation, shape, world_size)
+    plans = plans_of_some_ranks(transport, shape, world_size)
     passes = (False, True) if backward else (False,)
     return max(
-        sum(predicted_seconds(plan, shape, hardware, each, rotation.slows_compute) for each in passes) for plan in plans
+        sum(predicted_seconds(plan, shape, hardware, each, transport.slows_compute) for each in passes)
+        for plan in plans
     )
 
 
 @lru_cache(maxsize=64)
-def plans_of_some_ranks(rotation: Rotation, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
+def plans_of_some_ranks(transport: KVTransport, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
     """The plans from which the slowest rank's time is predicted; every rank asks about the same ones."""
     # The first and the last rank have the most and the least to receive. What masks by shape is alike on the others.
     busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank
     between = world_size // 2 if busiest is None else busiest
-    return tuple(rotation.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
+    return tuple(transport.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
 
 
 @lru_cache(maxsize=64)
@@ -168,10 +169,10 @@ def _hardware(itemsize: int, links: Links) -> Hardware:
 
 # The rotations that a caller can name, and the default of the process.
 
-ROTATIONS: dict[str, Rotation] = {
-    rotation.name: rotation for rotation in (AllGather(), AllToAll(), SymmetricMemory())
+TRANSPORTS: dict[str, KVTransport] = {
+    transport.name: transport for transport in (AllGather(), AllToAll(), SymmetricMemory())
 }  # fmt: skip
-ROTATE_METHODS: dict[str, RotationMethod] = {**ROTATIONS, "auto": Auto()}
+ROTATE_METHODS: dict[str, TransportMethod] = {**TRANSPORTS, "auto": Auto()}
 _CHOICES = ", ".join(map(repr, ROTATE_METHODS))
 
 
@@ -185,7 +186,7 @@ class _ProcessDefault:
 _process_default = _ProcessDefault()
 
 
-def rotation_by_name(name: str | None) -> RotationMethod:
+def transport_by_name(name: str | None) -> TransportMethod:
     """The rotation (or the way to choose one) called `name`; None means the default of the process.
 
     Raises:
@@ -198,7 +199,7 @@ def rotation_by_name(name: str | None) -> RotationMethod:
     return ROTATE_METHODS[name]
 
 
-def rotation_of_all_rows(method: RotationMethod, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+def transport_of_all_rows(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
     """The rotation for somebody who needs all rows of all ranks at once, so that there is no ring; alike on all ranks.
 
     The first call for a group may be a collective.
@@ -223,4 +224,4 @@ def set_rotate_method(rotate_method: str) -> None:
     """
     if rotate_method is None:
         raise ValueError(f"unknown rotate method: got None, expected one of {_CHOICES}")
-    _process_default.name = rotation_by_name(rotate_method).name
+    _process_default.name = transport_by_name(rotate_method).name

@@ -33,13 +33,13 @@ from cp_dtensor._torch.tensors import current_stream, cut
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
-from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, Rotation, pack_stages, row_width
+from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_stages, row_width
 from cp_dtensor.plan.partition import CallShape
 from cp_dtensor.plan.plan import Plan, Step
 
 
 @dataclass(frozen=True)
-class SymmetricMemory(Rotation):
+class SymmetricMemory(KVTransport):
     """All-gather by copy engines where the ranks can share memory; all-gather by NCCL elsewhere."""
 
     staging: Staging = DEFAULT_STAGING
@@ -52,10 +52,10 @@ class SymmetricMemory(Rotation):
     def transfers_ahead(self) -> int:
         return 1  # as of all-gather
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self.where_shared(group, device)
 
-    def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+    def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         """This rotation if the ranks share memory, else all-gather, and that is logged once; alike on all ranks.
 
         The first call for a group may be a collective.

@@ -63,7 +63,7 @@ class GradTransfers(ABC):
         """Waits for the contributions to this rank's own rows."""
 
 
-class RotationMethod(ABC):
+class TransportMethod(ABC):
     """What a caller asks for by name: a rotation, or a way to choose one."""
 
     @property
@@ -72,11 +72,11 @@ class RotationMethod(ABC):
         """The name that `set_rotate_method` knows."""
 
     @abstractmethod
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> Rotation:
+    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         """The rotation of a call; the same on all ranks of the group."""
 
 
-class Rotation(RotationMethod):
+class KVTransport(TransportMethod):
     """A way to move rows around a context-parallel axis. A value without state; all state is in the transfers."""
 
     @property

@@ -8,10 +8,10 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import joined_rows, split_rows
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
-from cp_dtensor.engine.compiled_spec import ShardRecipe, token_of
-from cp_dtensor.engine.config import AttentionSettings, check_batch_size, with_ambient_mask
+from cp_dtensor.engine.compiled_spec import ShardCallSpec, token_of
+from cp_dtensor.engine.config import AttentionConfig, check_batch_size, with_context_mask
 from cp_dtensor.engine.custom_op import CuSeqlens, backends_token, traced_attention
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.planner import decide_call
@@ -31,7 +31,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: AttentionSettings,
+    settings: AttentionConfig,
     *,
     mask: Mask,
     scale: float | None,
@@ -48,21 +48,23 @@ def attend(
     """
     ranks = settings.ranks
     q, scale = positive_scale(q, softmax_scale(q, scale))
-    extras = extras_of(q, attn_mask, dropout_p, sinks)
+    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks)
     if any(first):
-        extras = replace(extras, first_batch=first[0], first_head=first[1])
+        modifiers = replace(modifiers, first_batch=first[0], first_head=first[1])
     if _torch.is_traced(q):
-        recipe = ShardRecipe.of(settings)
-        mask = mask if recipe.finds_mask else with_ambient_mask(settings.mask, mask)
-        extras = extras.drawn(q.device)
-        return traced_attention(q, k, v, extras, token_of(recipe), backends_token(), mask, scale, lengths, needs_lse)
-    mask = with_ambient_mask(settings.mask, mask)
-    needs_lse = needs_lse or extras.need_lse
-    lengths = global_lengths(q, k, v, settings, mask, extras, scale, lengths, gives_lse=needs_lse)
-    check_bias(q, extras.bias, lengths, settings.layout, ranks.size)
-    call = decide_call(q, k, v, settings.splitting, lengths, mask, extras, scale, ranks)
+        call_spec = ShardCallSpec.of(settings)
+        mask = mask if call_spec.finds_mask else with_context_mask(settings.mask, mask)
+        modifiers = modifiers.drawn(q.device)
+        return traced_attention(
+            q, k, v, modifiers, token_of(call_spec), backends_token(), mask, scale, lengths, needs_lse
+        )
+    mask = with_context_mask(settings.mask, mask)
+    needs_lse = needs_lse or modifiers.need_lse
+    lengths = global_lengths(q, k, v, settings, mask, modifiers, scale, lengths, gives_lse=needs_lse)
+    check_bias(q, modifiers.bias, lengths, settings.layout, ranks.size)
+    call = decide_call(q, k, v, settings.splitting, lengths, mask, modifiers, scale, ranks)
     # Nothing can be refused now.
-    out, lse, _ = Attention.apply(q, k, v, extras.bias, extras.sinks, extras.drawn(q.device), call, needs_lse)
+    out, lse, _ = Attention.apply(q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse)
     return out, lse
 
 
@@ -70,7 +72,7 @@ def attend_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: AttentionSettings,
+    settings: AttentionConfig,
     cu_seqlens: CuSeqlens,
     *,
     within: Mask,
@@ -86,10 +88,10 @@ def attend_packed(
     """
     if _torch.is_traced(q):
         checked_lengths(settings.declared_lengths)
-        token = token_of(ShardRecipe.of(settings))
+        token = token_of(ShardCallSpec.of(settings))
         q, scale = positive_scale(q, softmax_scale(q, scale))
         return traced_attention(
-            q, k, v, NO_EXTRAS, token, backends_token(), within, scale, None, needs_lse=True, cu_seqlens=cu_seqlens
+            q, k, v, NO_MODIFIERS, token, backends_token(), within, scale, None, needs_lse=True, cu_seqlens=cu_seqlens
         )
     packed = PackedEdges.of(*cu_seqlens).in_rows(settings.declared_lengths)
     q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
@@ -98,12 +100,12 @@ def attend_packed(
     return joined_rows(out, packed.rows), joined_rows(lse, packed.rows)
 
 
-def extras_of(
+def modifiers_of(
     q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None = None
-) -> Extras:
+) -> Modifiers:
     """What a call has besides q, k, v and a mask by positions, as far as a rank can check it; no seed is drawn."""
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p and sinks is None:
-        return NO_EXTRAS
+        return NO_MODIFIERS
     bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
-    return Extras(bias, dropout_p, sinks=None if sinks is None else checked_sinks(sinks, q))
+    return Modifiers(bias, dropout_p, sinks=None if sinks is None else checked_sinks(sinks, q))

@@ -17,7 +17,7 @@ from cp_dtensor._torch.autograd import (
 from cp_dtensor._torch.tensors import no_autocast, on_device_of
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 
 
 class AttentionCall(ABC):
@@ -25,7 +25,7 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         """Attention of this rank's queries to the keys of all ranks.
 
@@ -44,7 +44,7 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def backward(
-        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of this rank's q, k and v. That of the bias is added to `grad_bias`, unless that is None."""
 
@@ -74,23 +74,23 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        extras: Extras,
+        modifiers: Modifiers,
         call: AttentionCall,
         needs_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`bias` and `sinks` are those of `extras`, here so that autograd sees them. Returns out, lse and `origin`."""
         # A minus sign that torch leaves for later, as in `x.conj().imag`, is not in the memory that kernels read.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-        if extras.bias is not None and extras.bias.is_neg():
-            extras = replace(extras, bias=extras.bias.resolve_neg())
+        if modifiers.bias is not None and modifiers.bias.is_neg():
+            modifiers = replace(modifiers, bias=modifiers.bias.resolve_neg())
         # Casting has happened before the call; inside, dtypes are chosen with care.
         with no_autocast(q), _torch.below_autograd():
-            out, lse, saved = call.forward(q, k, v, extras, needs_lse)
+            out, lse, saved = call.forward(q, k, v, modifiers, needs_lse)
         of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         # Stands for the inputs, in `differentiated_once`, where nothing of these is saved.
         origin = q.new_empty(0) if call.saves_rows_of_others else None
-        ctx.save_for_backward(extras.bias, extras.seed, *of_sinks, origin, *saved)
-        ctx.extras = extras if extras is NO_EXTRAS else replace(extras, bias=None, seed=None, sinks=None)
+        ctx.save_for_backward(modifiers.bias, modifiers.seed, *of_sinks, origin, *saved)
+        ctx.modifiers = modifiers if modifiers is NO_MODIFIERS else replace(modifiers, bias=None, seed=None, sinks=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse, origin
@@ -102,11 +102,11 @@ class Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         refuse_batches(grad_out)
         bias, seed, sinks, out, lse, _origin, *saved = of_forward
-        extras = ctx.extras if ctx.extras is NO_EXTRAS else replace(ctx.extras, bias=bias, seed=seed)
+        modifiers = ctx.modifiers if ctx.modifiers is NO_MODIFIERS else replace(ctx.modifiers, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         with no_autocast(grad_out), _torch.below_autograd():
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
-            grads = ctx.call.backward(grad_out.resolve_neg(), extras, tuple(saved), grad_bias)
+            grads = ctx.call.backward(grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias)
         return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), grad_sinks, None, None, None)
 
 

@@ -16,10 +16,10 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import split_rows
 from cp_dtensor.attention.backends.select import Allowed
-from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.autograd import AttentionCall
-from cp_dtensor.engine.config import AttentionSettings, Splitting, check_batch_size, with_ambient_mask
+from cp_dtensor.engine.config import AttentionConfig, Splitting, check_batch_size, with_context_mask
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.planner import Decision, decide_call, decision_on, remembered
 from cp_dtensor.engine.validation import check_bias
@@ -208,7 +208,7 @@ found_numbers = FoundNumbers()
 outstanding = Outstanding()
 
 
-class Recipe(ABC):
+class CompiledCallSpec(ABC):
     """How to decide calls of one kind, in any process that has the same groups. A value.
 
     `repr` is its token, the same in every process, so that compiled code can be kept on disk.
@@ -226,7 +226,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
         known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate.
@@ -237,14 +237,16 @@ class Recipe(ABC):
 
     @abstractmethod
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
+        modifiers: Modifiers,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         """The call on local shards; communicates nothing, and says the same in backward as in forward."""
 
     @abstractmethod
     def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
+        modifiers: Modifiers,
         scale: float, allowed: Allowed, constants: Hashable,
     ) -> AttentionCall:  # fmt: skip
         """`resolve` and `decide` of a call that finds and compares nothing; of equal `constants`, looked up."""
@@ -254,39 +256,39 @@ _OPERATORS = 5
 """Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
 
 
-_recipes = Tokens[Recipe]("attention by", f"operators {_OPERATORS}, ")
+_call_specs = Tokens[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
 
 
-def token_of(recipe: Recipe) -> str:
+def token_of(call_spec: CompiledCallSpec) -> str:
     """What stands for a recipe in compiled code."""
-    return _recipes.token_of(recipe)
+    return _call_specs.token_of(call_spec)
 
 
-def recipe_of(token: str) -> Recipe:
+def call_spec_of(token: str) -> CompiledCallSpec:
     """What the token stands for."""
-    return _recipes.of(token)
+    return _call_specs.of(token)
 
 
-AMBIENT_SETTINGS = "cp_dtensor_settings"
-"""Where a region leaves `AmbientSettings` of its thread for compiled code, which holds none."""
+ACTIVE_CONFIG = "cp_dtensor_settings"
+"""Where a region leaves `ActiveConfig` of its thread for compiled code, which holds none."""
 _FOUND_LAYOUT = Contiguous()  # in the place of one that is found where code runs
 
 
 @dataclass(frozen=True)
-class AmbientSettings:
+class ActiveConfig:
     """The settings of an open region."""
 
-    settings: AttentionSettings
+    settings: AttentionConfig
 
     @cached_property
     def token(self) -> str:
         """Of its recipe."""
-        return token_of(ShardRecipe.of(self.settings))
+        return token_of(ShardCallSpec.of(self.settings))
 
 
 @dataclass(frozen=True)
-class ShardRecipe(Recipe):
-    """How to decide calls on shards of one kind: `AttentionSettings`, with groups by their names.
+class ShardCallSpec(CompiledCallSpec):
+    """How to decide calls on shards of one kind: `AttentionConfig`, with groups by their names.
 
     Lengths that a region knows of its buffers, its mask, and a layout made for it are not part of it, or code would be
     compiled for each: they are looked up in the region that is open when the code runs.
@@ -302,7 +304,7 @@ class ShardRecipe(Recipe):
     """Of the layout that is found."""
 
     @classmethod
-    def of(cls, settings: AttentionSettings) -> ShardRecipe:
+    def of(cls, settings: AttentionConfig) -> ShardCallSpec:
         """The recipe of some settings."""
         groups = tuple(
             _torch.name_of_group(group) for group in (settings.ranks.outer, settings.ranks.inner) if group is not None
@@ -321,7 +323,7 @@ class ShardRecipe(Recipe):
         splitting = self.splitting
         lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
         return (
-            f"{splitting.method} ({splitting.rotation.name}) over {' x '.join(self.groups)}, {splitting.layout}"
+            f"{splitting.method} ({splitting.transport.name}) over {' x '.join(self.groups)}, {splitting.layout}"
             f"{lengths}{', deterministic' * splitting.deterministic}{', debug' * self.debug}"
             f"{', masked' * self.finds_mask}"
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
@@ -333,61 +335,67 @@ class ShardRecipe(Recipe):
         return self.debug
 
     def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
         known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        state = _torch.get_thread_state(AMBIENT_SETTINGS)
+        state = _torch.get_thread_state(ACTIVE_CONFIG)
         ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
-        of_region = None
+        of_context = None
         if self.finds_mask or (edges is not None and self.fixed_lengths is None):
             again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
-            of_region = _of_recompute() if again else _of_open_region(ambient)
-        if ambient is not None and (known is None or self.finds_mask) and of_region in (None, _of_open_region(ambient)):
+            of_context = _of_recompute() if again else _of_open_context(ambient)
+        if (
+            ambient is not None
+            and (known is None or self.finds_mask)
+            and of_context in (None, _of_open_context(ambient))
+        ):
             settings = ambient.settings
         else:
-            settings = self.settings() if of_region is None else self._settings_with(of_region)
+            settings = self.settings() if of_context is None else self._settings_with(of_context)
         rows = 1
         if edges is not None:
             packed = edges.in_rows(settings.declared_lengths)
             rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
-            mask = with_ambient_mask(self.fixed_mask, mask)
-        if of_region is not None:
-            mask = with_ambient_mask(of_region.mask, mask)
+            mask = with_context_mask(self.fixed_mask, mask)
+        if of_context is not None:
+            mask = with_context_mask(of_context.mask, mask)
         check_batch_size(q, settings)
         lengths = global_lengths(
-            q, k, v, settings, mask, extras, scale, known, gives_lse=gives_lse, compiled=True
+            q, k, v, settings, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True
         )  # fmt: skip
-        check_bias(q, extras.bias, lengths, settings.layout, settings.ranks.size)
-        return lengths, Found(mask, None if of_region is None else of_region.layout, of_region, rows)
+        check_bias(q, modifiers.bias, lengths, settings.layout, settings.ranks.size)
+        return lengths, Found(mask, None if of_context is None else of_context.layout, of_context, rows)
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
+        modifiers: Modifiers,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
         splitting = self.splitting if found.layout is None else replace(self.splitting, layout=found.layout)
-        return decide_call(q, k, v, splitting, lengths, found.mask, extras, scale, self._ranks(), allowed)
+        return decide_call(q, k, v, splitting, lengths, found.mask, modifiers, scale, self._ranks(), allowed)
 
     def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
+        modifiers: Modifiers,
         scale: float, allowed: Allowed, constants: Hashable,
     ) -> AttentionCall:  # fmt: skip
         ranks = self._ranks()
-        bias = None if extras.bias is None else extras.bias.shape
-        of_extras = (bias, extras.dropout_p > 0)
-        key = (constants, q.shape, k.shape, v.shape, q.dtype, q.device, lengths, of_extras, ranks.rank, ranks.size)
+        bias = None if modifiers.bias is None else modifiers.bias.shape
+        of_modifiers = (bias, modifiers.dropout_p > 0)
+        key = (constants, q.shape, k.shape, v.shape, q.dtype, q.device, lengths, of_modifiers, ranks.rank, ranks.size)
 
         def make() -> Decision:
-            self.resolve(q, k, v, mask, extras, scale, lengths)  # refuses what does not fit
-            return decision_on(q, k, v, self.splitting, lengths, mask, extras, ranks, allowed)
+            self.resolve(q, k, v, mask, modifiers, scale, lengths)  # refuses what does not fit
+            return decision_on(q, k, v, self.splitting, lengths, mask, modifiers, ranks, allowed)
 
         return remembered(ranks.outer, key, make).call(ranks, scale)
 
-    def settings(self) -> AttentionSettings:
+    def settings(self) -> AttentionConfig:
         """The settings, on this process's groups."""
-        return AttentionSettings(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
+        return AttentionConfig(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
 
-    def _settings_with(self, found: Ambient) -> AttentionSettings:
+    def _settings_with(self, found: Ambient) -> AttentionConfig:
         splitting = replace(self.splitting, layout=found.layout)
         return replace(self.settings(), splitting=splitting, declared_lengths=found.lengths)
 
@@ -395,7 +403,7 @@ class ShardRecipe(Recipe):
         return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
 
 
-def _of_open_region(ambient: AmbientSettings | None) -> Ambient:
+def _of_open_context(ambient: ActiveConfig | None) -> Ambient:
     if ambient is None:
         raise RuntimeError(
             "this code was compiled in a context_parallel region with a mask, a layout or packed documents of its own, "

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.select import rotation_by_name
-from cp_dtensor.comm.transport import RotationMethod
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.validation import Mesh, checked_layout, ranks_and_method
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask, shown_by_both
@@ -21,14 +21,14 @@ class Splitting:
     layout: Layout
     method: str
     """One of `arguments.METHODS`."""
-    rotation: RotationMethod
+    transport: TransportMethod
     """How K/V travel in rings."""
     deterministic: bool = False
     """Whether results must be the same in every run, whatever torch's switch says."""
 
 
 @dataclass(frozen=True)
-class AttentionSettings:
+class AttentionConfig:
     """How a sequence is divided and the work is spread: what a context, a module or a call decides once."""
 
     ranks: SequenceRanks
@@ -48,15 +48,15 @@ class AttentionSettings:
     def of(
         cls, mesh: Mesh, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
         deterministic: bool = False,
-    ) -> AttentionSettings:  # fmt: skip
+    ) -> AttentionConfig:  # fmt: skip
         """From what callers pass.
 
         Raises:
             TypeError, ValueError, NotImplementedError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        rotation = rotation_by_name(rotate_method)
-        return cls(ranks, Splitting(checked_layout(layout), method, rotation, bool(deterministic)), debug=debug)
+        transport = transport_by_name(rotate_method)
+        return cls(ranks, Splitting(checked_layout(layout), method, transport, bool(deterministic)), debug=debug)
 
     @property
     def layout(self) -> Layout:
@@ -64,7 +64,7 @@ class AttentionSettings:
         return self.splitting.layout
 
 
-def check_batch_size(q: torch.Tensor, settings: AttentionSettings) -> None:
+def check_batch_size(q: torch.Tensor, settings: AttentionConfig) -> None:
     """Refuses batches of another size than the region's buffers, where the layout divides batch rows differently."""
     if settings.batch_size not in (None, q.size(0)):
         raise ValueError(
@@ -73,6 +73,6 @@ def check_batch_size(q: torch.Tensor, settings: AttentionSettings) -> None:
         )
 
 
-def with_ambient_mask(ambient: Mask | None, mask: Mask) -> Mask:
+def with_context_mask(ambient: Mask | None, mask: Mask) -> Mask:
     """What a call's mask and that of its settings, if they have one, show together."""
     return mask if ambient is None else shown_by_both(ambient, mask)

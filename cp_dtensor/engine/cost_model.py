@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cp_dtensor.comm.collective import OUTER_ROTATION, AllGather
+from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.transport import Rotation, RotationMethod
+from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
-from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING, HeadDivision, divide_heads, hides_exchanges, with_heads
-from cp_dtensor.plan.partition import CallShape, OuterDivision, UnitedDivision, inner_divisions
+from cp_dtensor.plan.head_partition import (
+    DEFAULT_HEAD_STAGING,
+    HeadPartition,
+    hides_exchanges,
+    partition_heads,
+    with_heads,
+)
+from cp_dtensor.plan.partition import CallShape, MergedPartition, OuterPartition, inner_partitions
 from cp_dtensor.plan.plan import Plan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
@@ -38,7 +44,7 @@ class Estimate:
     """Of one call, on the slowest rank."""
 
     method: str
-    rotation: str
+    transport: str
     """How K/V travel in its rings, "-" if it has none."""
     forward: float
     backward: float
@@ -56,17 +62,17 @@ class Estimate:
 
 
 def estimates(
-    shape: CallShape, outer: Axis, inner: Axis | None, rotation_method: RotationMethod
+    shape: CallShape, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
     """By the name of the method, of all that the axes can do; the one to prefer if times are equal comes first."""
     if inner is None:
         return {
-            "ring": ring_estimate(shape, outer, rotation_method),
-            "ulysses": ulysses_estimate(shape, outer, None, rotation_method),
+            "ring": ring_estimate(shape, outer, transport_method),
+            "ulysses": ulysses_estimate(shape, outer, None, transport_method),
         }
     return {
-        "hybrid": ulysses_estimate(shape, inner, outer, rotation_method),
-        "ring": two_level_estimate(shape, outer, inner, rotation_method),
+        "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
+        "ring": nested_ring_estimate(shape, outer, inner, transport_method),
     }
 
 
@@ -75,37 +81,37 @@ def fastest(found: dict[str, Estimate]) -> str:
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
-def ring_estimate(shape: CallShape, axis: Axis, rotation_method: RotationMethod) -> Estimate:
+def ring_estimate(shape: CallShape, axis: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over one axis."""
-    rotation = _rotation(rotation_method, shape, axis)
-    forward, backward = (seconds + _begun(axis) for seconds in _passes(rotation, shape, axis))
-    plans = plans_of_some_ranks(rotation, shape, axis.size)
+    transport = _transport(transport_method, shape, axis)
+    forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
+    plans = plans_of_some_ranks(transport, shape, axis.size)
     received = max(_received(plan, shape) for plan in plans)
     return Estimate(
         method="ring",
-        rotation=rotation.name,
+        transport=transport.name,
         forward=forward,
         backward=backward,
         outer_bytes=received,
         inner_bytes=0.0,
-        memory=max(_ring_memory(plan, shape, rotation) for plan in plans),
+        memory=max(_ring_memory(plan, shape, transport) for plan in plans),
     )
 
 
-def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation_method: RotationMethod) -> Estimate:
+def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
-    heads = divide_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
-    united = replace(shape, division=UnitedDivision(shape.division, inner.size))
+    heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
+    merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # The first rank's heads, which has the most.
-    by_stage = [with_heads(united, heads, heads.units(0, stage)) for stage in range(heads.stages)]
+    by_stage = [with_heads(merged, heads, heads.units(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
-    ring = _rotation(rotation_method, by_stage[0], around)
+    ring = _transport(transport_method, by_stage[0], around)
     if outer is None:  # what is computed has been launched when it has been exchanged
         around = replace(around, hardware=replace(inner.hardware, launch=0.0))
     computed = [_passes(ring, each, around) for each in by_stage]
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
-        together = _passes(ring, with_heads(united, heads, heads.units(0)), around)
+        together = _passes(ring, with_heads(merged, heads, heads.units(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
     hides = hides_exchanges(shape, inner.shares_memory)
@@ -125,7 +131,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     forward, backward = times
     return Estimate(
         method="ulysses" if outer is None else "hybrid",
-        rotation="-" if outer is None else ring.name,
+        transport="-" if outer is None else ring.name,
         forward=forward,
         backward=backward,
         outer_bytes=over_ring,
@@ -134,56 +140,58 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, rotation
     )
 
 
-def two_level_estimate(shape: CallShape, outer: Axis, inner: Axis, rotation_method: RotationMethod) -> Estimate:
+def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over the outer axis of rings over the inner one."""
     worst: Estimate | None = None
     for place in sorted({0, outer.size - 1}):
         plan = ring_plan(
-            replace(shape, division=OuterDivision(shape.division, inner.size, 0)).tiling, place, shape.kv_heads
+            replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling, place, shape.kv_heads
         )
         passes, inner_received, inner_memory = [0.0, 0.0], 0.0, 0.0
         name = "-"
-        for step, division in zip(plan.forward, inner_divisions(shape.division, plan, inner.size), strict=True):
-            within = replace(shape, division=division)
-            rotation = _rotation(rotation_method, within, inner)
+        for step, partition in zip(plan.forward, inner_partitions(shape.partition, plan, inner.size), strict=True):
+            within = replace(shape, partition=partition)
+            transport = _transport(transport_method, within, inner)
             travels = 0.0
             if step.transfer is not None:
                 travels = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
-            for index, seconds in enumerate(_passes(rotation, within, inner)):
+            for index, seconds in enumerate(_passes(transport, within, inner)):
                 passes[index] += max(seconds, travels * (1 + index))
-            plans = plans_of_some_ranks(rotation, within, inner.size)
+            plans = plans_of_some_ranks(transport, within, inner.size)
             inner_received += max(_received(each, within) for each in plans)
-            inner_memory = max(inner_memory, *(_ring_memory(each, within, rotation) for each in plans))
-            name = rotation.name
+            inner_memory = max(inner_memory, *(_ring_memory(each, within, transport) for each in plans))
+            name = transport.name
         found = Estimate(
             method="ring of rings",
-            rotation=name,
+            transport=name,
             forward=passes[0] + _begun(inner),
             backward=passes[1] + _begun(inner),
             outer_bytes=_received(plan, shape),
             inner_bytes=inner_received,
-            memory=inner_memory + _ring_memory(plan, shape, OUTER_ROTATION),
+            memory=inner_memory + _ring_memory(plan, shape, OUTER_TRANSPORT),
         )
         worst = found if worst is None or found.seconds > worst.seconds else worst
     assert worst is not None
     return worst
 
 
-def _rotation(rotation_method: RotationMethod, shape: CallShape, axis: Axis) -> Rotation:
+def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) -> KVTransport:
     """What the method takes there, without asking the ranks."""
     if axis.size == 1:
         return AllGather()
-    if isinstance(rotation_method, Rotation):
+    if isinstance(transport_method, KVTransport):
         return (
-            AllGather() if isinstance(rotation_method, SymmetricMemory) and not axis.shares_memory else rotation_method
+            AllGather()
+            if isinstance(transport_method, SymmetricMemory) and not axis.shares_memory
+            else transport_method
         )
     return choose(shape, axis.size, axis.hardware, axis.shares_memory)
 
 
-def _passes(rotation: Rotation, shape: CallShape, axis: Axis) -> tuple[float, float]:
+def _passes(transport: KVTransport, shape: CallShape, axis: Axis) -> tuple[float, float]:
     """Seconds of forward and of backward."""
-    forward = slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=False)
-    return forward, slowest_seconds(rotation, shape, axis.size, axis.hardware, backward=True) - forward
+    forward = slowest_seconds(transport, shape, axis.size, axis.hardware, backward=False)
+    return forward, slowest_seconds(transport, shape, axis.size, axis.hardware, backward=True) - forward
 
 
 def _begun(axis: Axis) -> float:
@@ -199,23 +207,23 @@ def _received(plan: Plan, shape: CallShape) -> float:
     return float(forward + 2 * backward)
 
 
-def _ring_memory(plan: Plan, shape: CallShape, rotation: Rotation) -> float:
+def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
     """K/V of a step and of those ahead, two transfers of gradients, one of what others contribute to them, and this
     rank's own K/V: all that it publishes, or the heads that it has packed."""
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
     if not transfers:
         return 0.0
     packed = (
-        shape.kv_heads if isinstance(rotation, SymmetricMemory) else max(x.heads[1] - x.heads[0] for x in transfers)
+        shape.kv_heads if isinstance(transport, SymmetricMemory) else max(x.heads[1] - x.heads[0] for x in transfers)
     )
     own = plan.rows.longest * shape.head_bytes * packed
-    held = min(1 + rotation.transfers_ahead, len(transfers)) + 3
+    held = min(1 + transport.transfers_ahead, len(transfers)) + 3
     return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
 
 
-def _exchanged(shape: CallShape, heads: HeadDivision) -> tuple[tuple[float, float], tuple[float, float]]:
+def _exchanged(shape: CallShape, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
     """Bytes of a rank's tensors, in forward and in backward, on the way to heads and on the way to rows."""
-    group = shape.division.groups()[0]
+    group = shape.partition.groups()[0]
     queries, keys = (
         rows_in_order(by_rank).longest * shape.batch_size * shape.itemsize
         for by_rank in (group.q_by_rank, group.kv_by_rank)

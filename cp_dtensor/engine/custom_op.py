@@ -20,11 +20,11 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends
-from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.autograd import AttentionCall, gradient_of_sinks, new_grad_bias
 from cp_dtensor.engine.compiled_spec import (
     Found,
-    _recipes,
+    _call_specs,
     found_numbers,
     mask_tokens,
     outstanding,
@@ -90,22 +90,22 @@ def _backends(token: str) -> Allowed:
 
 
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: Mask,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, token: str, backends: str, mask: Mask,
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
 
     With `cu_seqlens`, of packed tokens: see `Recipe.resolve`.
     """
-    recipe = _recipes.of(token)
+    call_spec = _call_specs.of(token)
     return traced_attention_by_tokens(
-        q, k, v, extras, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
-        finds_more=recipe.finds_mask or recipe.compares, cu_seqlens=cu_seqlens,
+        q, k, v, modifiers, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
+        finds_more=call_spec.finds_mask or call_spec.compares, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
 def traced_attention_by_tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, token: str, backends: str, mask: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, token: str, backends: str, mask: str,
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds_more: bool,
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -116,8 +116,9 @@ def traced_attention_by_tokens(
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or finds_more else overloads.default)(
-        q, k, v, extras.bias, extras.seed, extras.sinks, *(cu_seqlens or (None, None)), token, backends, mask,
-        extras.dropout_p, extras.first_batch, extras.first_head, scale, q_len, kv_len, needs_lse or extras.need_lse,
+        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, *(cu_seqlens or (None, None)), token, backends, mask,
+        modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len, kv_len,
+        needs_lse or modifiers.need_lse,
         torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
@@ -125,25 +126,25 @@ def traced_attention_by_tokens(
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, recipe: str,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, call_spec: str,
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    decider, known = _recipes.of(recipe), None if q_len < 0 else (q_len, kv_len)
-    extras = Extras.of(bias, dropout_p, seed, first_batch, first_head, sinks)
+    decider, known = _call_specs.of(call_spec), None if q_len < 0 else (q_len, kv_len)
+    modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
-    shown, allowed, finds = mask_tokens.of(mask), _backends(backends), _finds(recipe, q_len, edges is not None)
+    shown, allowed, finds = mask_tokens.of(mask), _backends(backends), _finds(call_spec, q_len, edges is not None)
     # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
     gives_lse = needs_lse or needs_backward
     if known is None or finds or decider.compares:
-        lengths, found = decider.resolve(q, k, v, shown, extras, scale, known, edges, gives_lse=gives_lse)
+        lengths, found = decider.resolve(q, k, v, shown, modifiers, scale, known, edges, gives_lse=gives_lse)
         q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-        call = decider.decide(q, k, v, lengths, found, extras, scale, allowed)
+        call = decider.decide(q, k, v, lengths, found, modifiers, scale, allowed)
     else:
         lengths, found = known, Found(shown, None)
-        call = decider.decide_known(q, k, v, known, shown, extras, scale, allowed, (recipe, backends, mask))
+        call = decider.decide_known(q, k, v, known, shown, modifiers, scale, allowed, (call_spec, backends, mask))
     with no_autocast(q), _torch.below_autograd():
-        out, lse, saved = call.forward(q, k, v, extras, gives_lse)
+        out, lse, saved = call.forward(q, k, v, modifiers, gives_lse)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
     begun_in = outstanding.begin(found, needs_backward)
@@ -157,28 +158,30 @@ def _forward(
     return out, lse, numbers
 
 
-def _finds(recipe: str, q_len: int, has_edges: bool) -> bool:
+def _finds(call_spec: str, q_len: int, has_edges: bool) -> bool:
     """Whether lengths or mask are not known before the call runs."""
-    return has_edges or (isinstance(q_len, int) and q_len < 0) or _recipes.of(recipe).finds_mask
+    return has_edges or (isinstance(q_len, int) and q_len < 0) or _call_specs.of(call_spec).finds_mask
 
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, recipe: str,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, call_spec: str,
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
-    finds = _finds(recipe, q_len, cu_seq_q is not None)
+    finds = _finds(call_spec, q_len, cu_seq_q is not None)
     found = torch.empty(4 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
     return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
 
 
 def _backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None, recipe: str,
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor,
+    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
+    call_spec: str,
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_grad_bias: bool, needs_grad_sinks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
@@ -188,17 +191,17 @@ def _backward(
         what = found_numbers.of(number)
         outstanding.end(what, begun_in)
         q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
-    extras = Extras.of(bias, dropout_p, seed, first_batch, first_head, sinks)
+    modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     of_forward = kept(found)
-    call = of_forward.call or _recipes.of(recipe).decide(
-        q, k, v, (q_len, kv_len), what, extras, scale, _backends(backends)
+    call = of_forward.call or _call_specs.of(call_spec).decide(
+        q, k, v, (q_len, kv_len), what, modifiers, scale, _backends(backends)
     )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = of_forward.rows if keeps_rows(call, q) else ()
         saved = rows or call.saved_again(q, k, v, out, lse)
-        grads = call.backward(grad_out, extras, saved, grad_bias)
+        grads = call.backward(grad_out, modifiers, saved, grad_bias)
         of_qkv = [joined_rows(_row_after_row(grad), what.rows) for grad in grads]
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
@@ -210,8 +213,11 @@ def _fake_backward(
     *settings: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     grads = (_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
-    of_extras = zip((bias, sinks), settings[-2:], strict=True)
-    return (*grads, *(torch.empty_like(x) if needed and x is not None else q.new_empty(0) for x, needed in of_extras))
+    of_modifiers = zip((bias, sinks), settings[-2:], strict=True)
+    return (
+        *grads,
+        *(torch.empty_like(x) if needed and x is not None else q.new_empty(0) for x, needed in of_modifiers),
+    )
 
 
 def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
@@ -236,21 +242,21 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
         *grads, grad_bias, grad_sinks = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
             grad_out, *saved, *ctx.settings, needs_grad_bias, needs_grad_sinks
         )
-        of_extras = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
-        return (*grads, *of_extras, *[None] * (len(ctx.settings) + 4))
+        of_modifiers = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
+        return (*grads, *of_modifiers, *[None] * (len(ctx.settings) + 4))
 
     return gradients
 
 
 def _defined() -> torch.library.Library:
-    extras = "Tensor? bias, Tensor? seed, Tensor? sinks"
+    modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks"
     settings = "str recipe, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
     settings += "float scale, SymInt q_len, SymInt kv_len"
-    forward = f"(Tensor q, Tensor k, Tensor v, {extras}, Tensor? cu_seq_q, Tensor? cu_seq_k, {settings}, "
+    forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {settings}, "
     forward += "bool needs_lse, bool needs_backward) "
     forward += "-> (Tensor out, Tensor lse, Tensor found)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
-    backward += f"{extras}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
+    backward += f"{modifiers}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
     backward += "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
     library = torch.library.Library("cp_dtensor", "DEF")
     for overload, tags in (("default", ()), ("found", (torch.Tag.cudagraph_unsafe,))):

@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
-from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import refuse_other_lengths
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -252,9 +252,9 @@ def global_lengths(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    settings: AttentionSettings,
+    settings: AttentionConfig,
     mask: Mask,
-    extras: Extras,
+    modifiers: Modifiers,
     scale: float,
     lengths: tuple[int, int] | None,
     *,
@@ -282,14 +282,14 @@ def global_lengths(
     facts = CallFacts(
         q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
         head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), mask=repr(mask),
-        attn_mask=extras.described(q), sinks=extras.described_sinks(values=settings.debug),
-        dropout_p=extras.dropout_p, scale=scale,
-        layout=repr(layout), method=splitting.method, rotate_method=splitting.rotation.name,
+        attn_mask=modifiers.described(q), sinks=modifiers.described_sinks(values=settings.debug),
+        dropout_p=modifiers.dropout_p, scale=scale,
+        layout=repr(layout), method=splitting.method, rotate_method=splitting.transport.name,
         deterministic=is_deterministic(q, allowed_backends(), splitting.deterministic),
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
         returns_lse=gives_lse and _may_exchange_heads(q, settings), compiled=compiled,
-        attn_mask_has_rows=extras.has_rows and splitting.method in ("ulysses", "hybrid"),  # "auto" is a ring then
+        attn_mask_has_rows=modifiers.has_rows and splitting.method in ("ulysses", "hybrid"),  # "auto" is a ring then
     )  # fmt: skip
     everyone = exchange(facts, settings.ranks, q.device)
     found = (
@@ -303,7 +303,7 @@ def global_lengths(
     return found
 
 
-def _may_exchange_heads(q: torch.Tensor, settings: AttentionSettings) -> bool:
+def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
     """Whether lse may travel. In rings it does not, which is what "auto" takes over one axis of CPUs."""
     method = settings.splitting.method
     return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))

@@ -14,9 +14,9 @@ import torch
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator
-from cp_dtensor.attention.masked import ByRowAttention
+from cp_dtensor.attention.masked import IntervalAttention
 from cp_dtensor.attention.merge import with_sinks
-from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.transport import KvTransfers
 from cp_dtensor.engine.autograd import AttentionCall
 from cp_dtensor.engine.ring import (
@@ -31,7 +31,7 @@ from cp_dtensor.plan.plan import Step
 
 
 @dataclass(frozen=True)
-class TwoLevelCall(AttentionCall):
+class NestedRingCall(AttentionCall):
     """Each step of the outer ring is a call of the inner one."""
 
     outer: RingCall
@@ -40,7 +40,7 @@ class TwoLevelCall(AttentionCall):
     """For each step of the outer plan; None where no query of the inner axis sees any of the keys."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         outer = self.outer
         assert outer.group is not None
@@ -48,18 +48,18 @@ class TwoLevelCall(AttentionCall):
         everything = (0, q.size(0)), (0, q.size(2))
         with on_device_of(q), abandoned_on_error(outer):
             result = output_accumulator(q, v.size(3), outer.state_dtype)
-            transfers = outer.rotation.start_kv(k, v, outer.plan, False, outer.group)
+            transfers = outer.transport.start_kv(k, v, outer.plan, False, outer.group)
             for step, inner in zip(outer.plan.forward, self.inner, strict=True):
                 step_k, step_v = self._keys_and_values(step, transfers, k, v)
-                parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner, extras))]
+                parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner, modifiers))]
                 transfers.tiles_launched()
                 result.add((0, q.size(1)), parts, step.is_last)
             out, lse = result.result()
-        out, lse = with_sinks(out, lse, extras.sinks)
+        out, lse = with_sinks(out, lse, modifiers.sinks)
         return out, lse, (q, k, v, out, lse)
 
     def backward(
-        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, out, lse = saved
         outer = self.outer
@@ -69,12 +69,12 @@ class TwoLevelCall(AttentionCall):
             grad_out = in_order_of(out, grad_out)
             grad_q = gradient_accumulator(q, outer.state_dtype)
             grad_kv = KeyValueGradients(k, v, outer.state_dtype, outer.start_grads(k, v))
-            transfers = outer.rotation.start_kv(k, v, outer.plan, True, outer.group)
+            transfers = outer.transport.start_kv(k, v, outer.plan, True, outer.group)
             for step, inner in zip(outer.plan.backward, self.inner, strict=True):
                 step_k, step_v = self._keys_and_values(step, transfers, k, v)
                 parts_q, parts_k, parts_v = [], [], []
                 if inner is not None:
-                    step_grads = ring_backward(grad_out, q, step_k, step_v, out, lse, inner, extras, grad_bias)
+                    step_grads = ring_backward(grad_out, q, step_k, step_v, out, lse, inner, modifiers, grad_bias)
                     rows = (0, q.size(0)), (0, step_k.size(2))
                     parts_q.append(Part(*everything, step_grads[:1]))
                     parts_k.append(Part(*rows, step_grads[1:2]))
@@ -99,7 +99,7 @@ class TwoLevelCall(AttentionCall):
         """The K/V of a step. Zeros where nobody of the inner axis looks: tiles by row may multiply it by zero."""
         step_k, step_v = keys_and_values(step, transfers, k, v)
         plan = self.outer.plan
-        if step.transfer is not None and isinstance(self.outer.backend, ByRowAttention):
+        if step.transfer is not None and isinstance(self.outer.backend, IntervalAttention):
             (source,) = step.transfer.sources(plan.rank, plan.world_size)
             for part in range(len(plan.rows.lengths[source])):
                 if part not in plan.wanted[source]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import on_device
-from cp_dtensor.attention.backends.base import LocalAttention, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.backends.select import (
     Allowed,
     allowed_backends,
@@ -21,33 +21,33 @@ from cp_dtensor.attention.backends.select import (
     is_deterministic,
     with_wide_gradients,
 )
-from cp_dtensor.attention.modifiers import Extras
-from cp_dtensor.comm.collective import OUTER_ROTATION, AllGather
+from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadExchange, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.select import hardware_of
 from cp_dtensor.comm.symm_mem_workspace import why_unshared
-from cp_dtensor.comm.transport import Rotation, RotationMethod
+from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.autograd import AttentionCall
 from cp_dtensor.engine.config import Splitting
 from cp_dtensor.engine.cost_model import Axis, estimates, fastest
-from cp_dtensor.engine.nested_ring import TwoLevelCall
+from cp_dtensor.engine.nested_ring import NestedRingCall
 from cp_dtensor.engine.ring import RingCall
 from cp_dtensor.engine.ulysses import UlyssesCall
 from cp_dtensor.plan.head_partition import (
     DEFAULT_HEAD_STAGING,
-    HeadDivision,
-    divide_heads,
+    HeadPartition,
+    partition_heads,
     with_heads,
 )
 from cp_dtensor.plan.partition import (
     CallShape,
-    Division,
-    LayoutDivision,
-    OuterDivision,
-    UnitedDivision,
-    inner_divisions,
+    LayoutPartition,
+    MergedPartition,
+    OuterPartition,
+    Partition,
+    inner_partitions,
 )
 from cp_dtensor.plan.plan import Plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
@@ -73,22 +73,22 @@ class RingDecision(Decision):
     plan: Plan
     shape: CallShape
     """What the plan was made for."""
-    rotation: Rotation
-    backend: LocalAttention
-    own_backward: LocalAttention
+    transport: KVTransport
+    backend: AttentionBackend
+    own_backward: AttentionBackend
     """What computes the gradients of this rank's own keys' tiles."""
     state_dtype: torch.dtype
 
     def call(self, ranks: SequenceRanks | None, scale: float) -> RingCall:
         ring = ranks.outer if ranks is not None and self.plan.world_size > 1 else None
-        return RingCall(self.plan, ring, self.rotation, self.backend, self.own_backward, scale, self.state_dtype)
+        return RingCall(self.plan, ring, self.transport, self.backend, self.own_backward, scale, self.state_dtype)
 
 
 @dataclass(frozen=True)
 class UlyssesDecision(Decision):
     """Ulysses over the inner axis around a ring over the outer one; or over the only axis there is."""
 
-    heads: HeadDivision
+    heads: HeadPartition
     stages: tuple[tuple[HeadRows, HeadRows], ...]
     """What the ranks have of each stage's heads: of queries, and of keys and values."""
     inner: tuple[RingDecision, ...]
@@ -105,26 +105,26 @@ class UlyssesDecision(Decision):
 
 
 @dataclass(frozen=True)
-class TwoLevelDecision(Decision):
+class NestedRingDecision(Decision):
     """A ring over the outer axis whose every step is a ring over the inner one."""
 
     outer: RingDecision
     inner: tuple[RingDecision | None, ...]
     """One for each step of the outer ring, None where there is nothing to compute."""
 
-    def call(self, ranks: SequenceRanks | None, scale: float) -> TwoLevelCall:
+    def call(self, ranks: SequenceRanks | None, scale: float) -> NestedRingCall:
         assert ranks is not None
         assert ranks.inner is not None
         within = SequenceRanks(ranks.inner)
         inner = tuple(None if decision is None else decision.call(within, scale) for decision in self.inner)
-        return TwoLevelCall(self.outer.call(ranks, scale), inner)
+        return NestedRingCall(self.outer.call(ranks, scale), inner)
 
 
 @dataclass(frozen=True)
 class CallRequest:
     """A call before it is decided how its work is spread; the same on every rank."""
 
-    division: Division
+    partition: Partition
     """Over all ranks of the sequence."""
     mask: Mask
     problem: Problem
@@ -132,8 +132,8 @@ class CallRequest:
     itemsize: int
     """Bytes of an element."""
     device: torch.device
-    backend: LocalAttention
-    rotation: RotationMethod
+    backend: AttentionBackend
+    transport: TransportMethod
     """How K/V travel in rings."""
     masking: Masking = Masking.BY_SHAPE
 
@@ -142,7 +142,7 @@ class CallRequest:
         """The facts that plans and costs depend on."""
         problem = self.problem
         return CallShape(
-            division=self.division,
+            partition=self.partition,
             mask=self.mask,
             batch_size=self.batch_size,
             q_heads=problem.q_heads,
@@ -172,10 +172,10 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
         obstacle = obstacle_to_shared_memory(shape, axis, request.device)
     # Not in a hybrid, whose ring has ranks of other groups in it, which may share no memory but need the same stages.
     stage_count = DEFAULT_HEAD_STAGING.stages(shape, axis.size(), publishes=ring is None and obstacle is None)
-    heads = divide_heads(shape.q_heads, shape.kv_heads, axis.size(), stage_count)
-    united = UnitedDivision(request.division, axis.size())
-    united_shape = replace(shape, division=united)
-    stages = exchange_stages(heads, united, ring_rank)
+    heads = partition_heads(shape.q_heads, shape.kv_heads, axis.size(), stage_count)
+    merged = MergedPartition(request.partition, axis.size())
+    united_shape = replace(shape, partition=merged)
+    stages = exchange_stages(heads, merged, ring_rank)
     return UlyssesDecision(
         heads=heads,
         stages=stages,
@@ -191,10 +191,10 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
 
 @lru_cache(maxsize=4096)  # one object for equal ones: what is kept on devices is looked up by identity
 def exchange_stages(
-    heads: HeadDivision, united: UnitedDivision, ring_rank: int
+    heads: HeadPartition, merged: MergedPartition, ring_rank: int
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage what the ranks have: of queries, and of keys and values."""
-    query_rows, key_rows = united.query_rows(ring_rank), united.key_rows(ring_rank)
+    query_rows, key_rows = merged.query_rows(ring_rank), merged.key_rows(ring_rank)
     by_stage = [tuple(heads.units(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)]
     return tuple(
         (HeadRows(query_rows, tuple(map(heads.query_heads, units))), HeadRows(key_rows, units, heads.copies))
@@ -202,35 +202,35 @@ def exchange_stages(
     )
 
 
-def decide_two_level(request: CallRequest, ranks: SequenceRanks) -> TwoLevelDecision:
+def decide_nested_ring(request: CallRequest, ranks: SequenceRanks) -> NestedRingDecision:
     """A ring over the outer axis of rings over the inner one."""
     assert ranks.inner is not None
     shape, inner_size = request.shape, ranks.inner_size
     outer_rank, inner_rank = ranks.outer.rank(), ranks.inner.rank()
     # Direct hops between ranks of the same place. All heads at once: each hop is a whole inner ring.
-    division = OuterDivision(request.division, inner_size, inner_rank)
-    plan = ring_plan(replace(shape, division=division).tiling, outer_rank, shape.kv_heads)
+    partition = OuterPartition(request.partition, inner_size, inner_rank)
+    plan = ring_plan(replace(shape, partition=partition).tiling, outer_rank, shape.kv_heads)
     backend = request.backend
-    outer = RingDecision(plan, shape, OUTER_ROTATION, backend, backend, request.problem.state_dtype)
+    outer = RingDecision(plan, shape, OUTER_TRANSPORT, backend, backend, request.problem.state_dtype)
     inner: list[RingDecision | None] = []
-    for within in inner_divisions(request.division, plan, inner_size):
-        inner_shape = replace(shape, division=within)
+    for within in inner_partitions(request.partition, plan, inner_size):
+        inner_shape = replace(shape, partition=within)
         if _has_tiles(inner_shape):
             inner.append(_ring(inner_shape, request, ranks.inner, inner_rank))
         else:
             inner.append(None)
-    return TwoLevelDecision(outer, tuple(inner))
+    return NestedRingDecision(outer, tuple(inner))
 
 
 def _ring(shape: CallShape, request: CallRequest, group: dist.ProcessGroup | None, rank: int) -> RingDecision:
     with on_device(request.device):
         alone = group is None or group.size() == 1
-        rotation = AllGather() if group is None or alone else request.rotation.for_call(shape, group, request.device)
+        transport = AllGather() if group is None or alone else request.transport.for_call(shape, group, request.device)
     own = None
-    if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and rotation.keeps_own_gradients_wide:
+    if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and transport.keeps_own_gradients_wide:
         own = with_wide_gradients(request.backend, request.problem)
-    plan, state_dtype = _plan(rotation, shape, rank), request.problem.state_dtype
-    return RingDecision(plan, shape, rotation, request.backend, own or request.backend, state_dtype)
+    plan, state_dtype = _plan(transport, shape, rank), request.problem.state_dtype
+    return RingDecision(plan, shape, transport, request.backend, own or request.backend, state_dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -242,8 +242,8 @@ def _has_tiles(shape: CallShape) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _plan(rotation: Rotation, shape: CallShape, rank: int) -> Plan:
-    return rotation.plan(shape, rank)
+def _plan(transport: KVTransport, shape: CallShape, rank: int) -> Plan:
+    return transport.plan(shape, rank)
 
 
 def describe_problem(
@@ -288,7 +288,7 @@ def decide_call(
     splitting: Splitting,
     lengths: tuple[int, int],
     mask: Mask,
-    extras: Extras,
+    modifiers: Modifiers,
     scale: float,
     ranks: SequenceRanks,
     allowed: Allowed | None = None,
@@ -298,7 +298,7 @@ def decide_call(
     `allowed` are the backends that may be used, None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    return decision_on(q, k, v, splitting, lengths, mask, extras, ranks, allowed).call(ranks, scale)
+    return decision_on(q, k, v, splitting, lengths, mask, modifiers, ranks, allowed).call(ranks, scale)
 
 
 def decision_on(
@@ -308,31 +308,31 @@ def decision_on(
     splitting: Splitting,
     lengths: tuple[int, int],
     mask: Mask,
-    extras: Extras,
+    modifiers: Modifiers,
     ranks: SequenceRanks,
     allowed: Allowed,
 ) -> Decision:
     """What `decide_call` decides, remembered."""
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
     # All that masking depends on is here too, so that a known call need not find out how it is masked.
-    asks = (extras.bias is None, extras.dropout_p > 0, allowed, ranks.rank, ranks.size, inner)
+    asks = (modifiers.bias is None, modifiers.dropout_p > 0, allowed, ranks.rank, ranks.size, inner)
     key = (q.shape, k.shape, v.shape, q.dtype, q.device, splitting, lengths, mask, asks)
 
     def make() -> Decision:
         deterministic = is_deterministic(q, allowed, splitting.deterministic)
-        masking = masking_of(mask, extras, lengths, deterministic, splitting.layout, ranks.size)
+        masking = masking_of(mask, modifiers, lengths, deterministic, splitting.layout, ranks.size)
         by_row = masking is not Masking.BY_SHAPE
         staircase = not by_row and mask != Full() and has_stairs(splitting.layout, lengths[1], ranks.size)
         problem = describe_problem(q, k, v, staircase, by_row)
         request = CallRequest(
-            division=LayoutDivision(splitting.layout, *lengths, q.size(0), ranks.size),
+            partition=LayoutPartition(splitting.layout, *lengths, q.size(0), ranks.size),
             mask=mask if by_row else as_plain(mask),
             problem=problem,
             batch_size=q.size(0),
             itemsize=q.element_size(),
             device=q.device,
             backend=choose_backend(problem, allowed),
-            rotation=splitting.rotation,
+            transport=splitting.transport,
             masking=masking,
         )
         return decide(request, splitting.method, ranks)
@@ -346,7 +346,7 @@ _MOST_SHAPED_SEGMENTS = 16
 
 def masking_of(
     mask: Mask,
-    extras: Extras,
+    modifiers: Modifiers,
     lengths: tuple[int, int],
     deterministic: bool,
     layout: Layout | None = None,
@@ -356,15 +356,15 @@ def masking_of(
 
     `layout` None: every rank has one range of positions. `deterministic` is what `is_deterministic` says.
     """
-    if extras.bias is not None:
-        return Masking.BY_ROW_UNBROKEN
-    if extras.dropout_p:
-        return Masking.BY_ROW_IN_RUNS
+    if modifiers.bias is not None:
+        return Masking.INTERVALS_UNBROKEN
+    if modifiers.dropout_p:
+        return Masking.INTERVALS_IN_RUNS
     # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
     if deterministic or not is_plain(mask, *lengths):
-        return Masking.BY_ROW
+        return Masking.INTERVALS
     has_few_segments = layout is None or _segment_count(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
-    return Masking.BY_SHAPE if has_few_segments else Masking.BY_ROW
+    return Masking.BY_SHAPE if has_few_segments else Masking.INTERVALS
 
 
 @lru_cache(maxsize=1024)
@@ -376,13 +376,13 @@ def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:
     """The decision for a method that fits the ranks; "auto" takes the one that is predicted to be fastest."""
     if ranks.size == 1:
         return decide_ring(request, None, 0)
-    if method == "auto" and request.masking is Masking.BY_ROW_UNBROKEN:
+    if method == "auto" and request.masking is Masking.INTERVALS_UNBROKEN:
         method = "ring"  # by heads, the rows of a bias would have to travel
     if method == "auto":
         method = _predicted_fastest(request, ranks)
     if method == "ring":
         one_axis = ranks.inner is None
-        return decide_ring(request, ranks.outer, ranks.rank) if one_axis else decide_two_level(request, ranks)
+        return decide_ring(request, ranks.outer, ranks.rank) if one_axis else decide_nested_ring(request, ranks)
     return decide_ulysses(request, ranks)
 
 
@@ -391,7 +391,7 @@ def _predicted_fastest(request: CallRequest, ranks: SequenceRanks) -> str:
         return "ring" if ranks.inner is None else "hybrid"
     with on_device(request.device):
         outer, inner = axes_of(ranks, request.device, request.itemsize)
-    return fastest(estimates(request.shape, outer, inner, request.rotation))
+    return fastest(estimates(request.shape, outer, inner, request.transport))
 
 
 _MOST_DECISIONS = 1024

@@ -16,11 +16,11 @@ from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import cleaned_up_on_error
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator, place_sums
-from cp_dtensor.attention.backends.base import LocalAttention
-from cp_dtensor.attention.masked import ByRowAttention, attention_delta
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.masked import IntervalAttention, attention_delta
 from cp_dtensor.attention.merge import with_sinks
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras, bias_part
-from cp_dtensor.comm.transport import GradTransfers, KvTransfers, Rotation, unpack_rows
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
+from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
 from cp_dtensor.engine.autograd import AttentionCall
 from cp_dtensor.plan.plan import Plan, Step
 from cp_dtensor.plan.tiles import Tile
@@ -92,24 +92,28 @@ class RingCall(AttentionCall):
     plan: Plan
     group: dist.ProcessGroup | None
     """None where nothing travels."""
-    rotation: Rotation
-    backend: LocalAttention
-    own_backward: LocalAttention
+    transport: KVTransport
+    backend: AttentionBackend
+    own_backward: AttentionBackend
     """The backend of those tiles, in backward, whose keys are this rank's own."""
     scale: float
     state_dtype: torch.dtype
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        out, lse = with_sinks(*ring_forward(q, k, v, self, extras), extras.sinks)
+        out, lse = with_sinks(*ring_forward(q, k, v, self, modifiers), modifiers.sinks)
         return out, lse, (q, k, v, out, lse)
 
     def backward(
-        self, grad_out: torch.Tensor, extras: Extras, saved: tuple[torch.Tensor, ...], grad_bias: torch.Tensor | None
+        self,
+        grad_out: torch.Tensor,
+        modifiers: Modifiers,
+        saved: tuple[torch.Tensor, ...],
+        grad_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, out, lse = saved
-        return ring_backward(grad_out, q, k, v, out, lse, self, extras, grad_bias)
+        return ring_backward(grad_out, q, k, v, out, lse, self, modifiers, grad_bias)
 
     @property
     def saves_rows_of_others(self) -> bool:
@@ -117,7 +121,7 @@ class RingCall(AttentionCall):
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor) -> GradTransfers | None:
         """The transfers of dK and dV; None where nothing travels."""
-        return None if self.group is None else self.rotation.start_grads(k, v, self.plan, self.group)
+        return None if self.group is None else self.transport.start_grads(k, v, self.plan, self.group)
 
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -126,7 +130,7 @@ class RingCall(AttentionCall):
 
 
 def ring_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, extras: Extras = NO_EXTRAS
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, modifiers: Modifiers = NO_MODIFIERS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to the keys of all ranks.
 
@@ -144,17 +148,17 @@ def ring_forward(
     if nothing_to_do(q):
         return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
     with on_device_of(q), abandoned_on_error(call):
-        return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call, extras)
+        return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call, modifiers)
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, extras: Extras
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, modifiers: Modifiers
 ) -> tuple[torch.Tensor, torch.Tensor]:
     result = output_accumulator(q, v.size(3), call.state_dtype)
-    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, False, call.group)
+    transfers = None if call.group is None else call.transport.start_kv(k, v, call.plan, False, call.group)
     for step in call.plan.forward:
         heads = _query_heads(step.heads, q, k)
-        parts = _forward_step(step, heads, transfers, q, k, v, call, extras)
+        parts = _forward_step(step, heads, transfers, q, k, v, call, modifiers)
         with label("merge"):
             result.add(heads, parts, step.is_last)
         del parts  # the memory is needed for the next step
@@ -170,7 +174,7 @@ def _forward_step(
     k: torch.Tensor,
     v: torch.Tensor,
     call: RingCall,
-    extras: Extras,
+    modifiers: Modifiers,
 ) -> list[Part]:
     """The partial results of a step's tiles. A function of its own, so that nothing else of the step lives on."""
     step_k, step_v = keys_and_values(step, transfers, k, v)
@@ -179,7 +183,7 @@ def _forward_step(
         tile_q = cut(q, tile.batch, heads, tile.q)
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            backend = _with_extras(call.backend, tile, heads, extras)
+            backend = _with_modifiers(call.backend, tile, heads, modifiers)
             partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
         parts.append(Part(tile.batch, tile.q, partial))
     if transfers is not None:
@@ -195,7 +199,7 @@ def ring_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: RingCall,
-    extras: Extras = NO_EXTRAS,
+    modifiers: Modifiers = NO_MODIFIERS,
     grad_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's q, k and v, from `ring_forward`'s results and the gradient of out.
@@ -209,7 +213,7 @@ def ring_backward(
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with on_device_of(q), abandoned_on_error(call):
         grad_out = in_order_of(out, grad_out)
-        return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call, extras, grad_bias)
+        return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call, modifiers, grad_bias)
 
 
 def _backward(
@@ -220,20 +224,20 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: RingCall,
-    extras: Extras,
+    modifiers: Modifiers,
     grad_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_q = gradient_accumulator(q, call.state_dtype)
     grad_kv = KeyValueGradients(k, v, call.state_dtype, call.start_grads(k, v))
-    transfers = None if call.group is None else call.rotation.start_kv(k, v, call.plan, True, call.group)
+    transfers = None if call.group is None else call.transport.start_kv(k, v, call.plan, True, call.group)
     delta = None
-    if isinstance(call.backend, ByRowAttention):  # torch's kernels compute it themselves, for each tile
+    if isinstance(call.backend, IntervalAttention):  # torch's kernels compute it themselves, for each tile
         delta = attention_delta(grad_out, out)
     for step in call.plan.backward:
         heads = _query_heads(step.heads, q, k)
         of_queries = (grad_out, q, out, lse)
         parts_q, parts_k, parts_v = _backward_step(
-            step, heads, transfers, of_queries, delta, k, v, call, extras, grad_bias
+            step, heads, transfers, of_queries, delta, k, v, call, modifiers, grad_bias
         )
         grad_kv.add(step, parts_k, parts_v)
         with label("sum dQ"):
@@ -251,7 +255,7 @@ def _backward_step(
     k: torch.Tensor,
     v: torch.Tensor,
     call: RingCall,
-    extras: Extras,
+    modifiers: Modifiers,
     grad_bias: torch.Tensor | None,
 ) -> tuple[list[Part], list[Part], list[Part]]:
     """What a step's tiles contribute to dQ, dK and dV; `of_queries` are grad_out, q, out and lse."""
@@ -262,11 +266,11 @@ def _backward_step(
         tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
         with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
             backend = call.own_backward if step.transfer is None else call.backend
-            backend = _with_extras(backend, tile, heads, extras, delta)
+            backend = _with_modifiers(backend, tile, heads, modifiers, delta)
             inputs = (tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale)
             grads = backend.backward(*inputs)
             if grad_bias is not None:
-                assert isinstance(backend, ByRowAttention)
+                assert isinstance(backend, IntervalAttention)
                 backend.add_bias_gradient(bias_part(grad_bias, tile.batch, heads, tile.q), *inputs)
         parts_q.append(Part(tile.batch, tile.q, grads[:1]))
         parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
@@ -276,16 +280,16 @@ def _backward_step(
     return parts_q, parts_k, parts_v
 
 
-def _with_extras(
-    backend: LocalAttention, tile: Tile, heads: Span, extras: Extras, delta: torch.Tensor | None = None
-) -> LocalAttention:
+def _with_modifiers(
+    backend: AttentionBackend, tile: Tile, heads: Span, modifiers: Modifiers, delta: torch.Tensor | None = None
+) -> AttentionBackend:
     """The backend, with what a tile has besides its mask."""
-    if not isinstance(backend, ByRowAttention):
-        assert not extras.concern_tiles, "calls with a bias or dropout mask by row"
+    if not isinstance(backend, IntervalAttention):
+        assert not modifiers.concern_tiles, "calls with a bias or dropout mask by row"
         return backend
     return replace(
         backend,
-        extras=extras.part(tile.batch, heads, tile.q) if extras.concern_tiles else extras,
+        modifiers=modifiers.part(tile.batch, heads, tile.q) if modifiers.concern_tiles else modifiers,
         delta=None if delta is None else cut(delta, tile.batch, heads, tile.q),
     )
 
@@ -311,7 +315,7 @@ def _query_heads(kv_heads: Span, q: torch.Tensor, k: torch.Tensor) -> Span:
 def abandoned_on_error(call: RingCall) -> AbstractContextManager[None]:
     """Forgets the transfers of a call that raises."""
     group = call.group
-    return nullcontext() if group is None else cleaned_up_on_error(lambda: call.rotation.abandon(group))
+    return nullcontext() if group is None else cleaned_up_on_error(lambda: call.transport.abandon(group))
 
 
 def nothing_to_do(q: torch.Tensor) -> bool:

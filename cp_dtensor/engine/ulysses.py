@@ -16,10 +16,10 @@ import torch.distributed as dist
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error
 from cp_dtensor._torch.tensors import current_stream, on_device_of
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras, bias_part
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
 from cp_dtensor.engine.autograd import AttentionCall, new_grad_bias
-from cp_dtensor.plan.head_partition import HeadDivision
+from cp_dtensor.plan.head_partition import HeadPartition
 
 # The bias of queries under Ulysses: its rows travel with the queries, to the heads that read them and back.
 
@@ -77,7 +77,7 @@ class UlyssesCall(AttentionCall):
     """Attention by heads. The next stage of heads travels while one is computed, and so does the result of the last."""
 
     group: dist.ProcessGroup
-    heads: HeadDivision
+    heads: HeadPartition
     stages: tuple[tuple[HeadRows, HeadRows], ...]
     """What the ranks have of each stage's heads: of queries, and of keys and values."""
     inner: tuple[AttentionCall, ...]
@@ -88,28 +88,28 @@ class UlyssesCall(AttentionCall):
     state_dtype: torch.dtype
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         with on_device_of(q), self._abandoned_on_error():
-            return self._forward(q, k, v, extras, needs_lse)
+            return self._forward(q, k, v, modifiers, needs_lse)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
         out = _row_after_row(q, v.size(3))
         lse = _row_after_row(q, self._lse_copies, self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
-        extras_by_stage = [self._stage_extras(extras, queries, q.size(0))[0] for queries, _ in self.stages]
+        modifiers_by_stage = [self._stage_modifiers(modifiers, queries, q.size(0))[0] for queries, _ in self.stages]
         arriving = self.exchange.to_heads([[q], [k, v]], self.stages, self.group)
         leaving: list[Departure] = []
         with self._streams(q) as streams:
-            for index, ((queries, _), inner, stage_extras) in enumerate(
-                zip(self.stages, self.inner, extras_by_stage, strict=True)
+            for index, ((queries, _), inner, stage_modifiers) in enumerate(
+                zip(self.stages, self.inner, modifiers_by_stage, strict=True)
             ):
                 is_last = index == len(self.stages) - 1
                 with _on_stream(streams[index % 2]):
                     (stage_q,), (stage_k, stage_v) = arriving.receive()
-                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, stage_extras, True)
+                    stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, stage_modifiers, True)
                     saved += stage_saved  # among them what it allocates: kept until both streams have met again
                     if streams[0] is streams[1]:
                         _finish(leaving)
@@ -141,13 +141,13 @@ class UlyssesCall(AttentionCall):
             main.wait_stream(side)
 
     def backward(
-        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with on_device_of(grad_out), self._abandoned_on_error():
-            return self._backward(grad_out, extras, saved, grad_bias)
+            return self._backward(grad_out, modifiers, saved, grad_bias)
 
     def _backward(
-        self, grad_out: torch.Tensor, extras: Extras, saved: Tensors, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         saved_by_stage = self._by_stage(saved)
         q_like, k_like, v_like = saved_by_stage[0][:3]  # some heads of all rows
@@ -157,9 +157,9 @@ class UlyssesCall(AttentionCall):
         leaving: list[Departure] = []
         for index, (stage, inner, stage_saved) in enumerate(zip(self.stages, self.inner, saved_by_stage, strict=True)):
             ((stage_grad_out,),) = arriving.receive()
-            stage_extras, stage_bias = self._stage_extras(extras, stage[0], grad_out.size(0))
+            stage_modifiers, stage_bias = self._stage_modifiers(modifiers, stage[0], grad_out.size(0))
             stage_grad_bias = None if grad_bias is None or stage_bias is None else new_grad_bias(stage_bias.bias)
-            stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_extras, stage_saved, stage_grad_bias)
+            stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_modifiers, stage_saved, stage_grad_bias)
             if grad_bias is not None and stage_bias is not None and stage_grad_bias is not None:
                 stage_bias.add_home(stage_grad_bias, grad_bias)
             _finish(leaving)
@@ -201,13 +201,15 @@ class UlyssesCall(AttentionCall):
         """(B, H, S) to (B, H, S, copies), which is exchanged."""
         return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
 
-    def _stage_extras(self, extras: Extras, queries: HeadRows, batch: int) -> tuple[Extras, StageBias | None]:
+    def _stage_modifiers(
+        self, modifiers: Modifiers, queries: HeadRows, batch: int
+    ) -> tuple[Modifiers, StageBias | None]:
         """What a stage's heads of all rows have of the extras. With a bias, a collective."""
-        if extras is NO_EXTRAS:
-            return extras, None
+        if modifiers is NO_MODIFIERS:
+            return modifiers, None
         heads = queries.heads[self.group.rank()]
-        bias = None if extras.bias is None else StageBias(extras.bias, queries, self.group)
-        placed = replace(extras, bias=None).part((0, batch), heads)
+        bias = None if modifiers.bias is None else StageBias(modifiers.bias, queries, self.group)
+        placed = replace(modifiers, bias=None).part((0, batch), heads)
         return replace(placed, bias=None if bias is None else bias.bias), bias
 
     def _abandoned_on_error(self) -> AbstractContextManager[None]:

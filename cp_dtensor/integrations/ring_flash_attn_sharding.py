@@ -18,9 +18,9 @@ from cp_dtensor.integrations.flash_attn_arguments import (
 from cp_dtensor.spec.balanced_layouts import PerDocument
 from cp_dtensor.spec.documents import ascending
 from cp_dtensor.spec.layouts import (
+    CachedHash,
     Contiguous,
     Layout,
-    RememberedHash,
     Segment,
     Span,
     chunk_length,
@@ -32,7 +32,7 @@ CHUNKS: Mapping[str, int] = MappingProxyType({"ring": 1, "zigzag_ring": 2})
 
 
 @dataclass(frozen=True)
-class ContiguousPerDocument(RememberedHash, Layout):
+class ContiguousPerDocument(CachedHash, Layout):
     """Of every document, rank r owns the r-th of n adjacent chunks, whose lengths differ by at most one.
 
     Tokens before the first and after the last document are divided in the same way.
@@ -48,7 +48,7 @@ class ContiguousPerDocument(RememberedHash, Layout):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
-    __hash__ = RememberedHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         if seq_len != self.seq_len:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import LOCAL_STRETCH, Region, current_region, innermost_region
+from cp_dtensor.api.active_context import LOCAL_STRETCH, ActiveContext, current_context, innermost_context
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
@@ -297,7 +297,7 @@ def init_context_parallel_mesh(
 
 @dataclass(frozen=True)
 class _LocalStretch:
-    region: Region
+    context: ActiveContext
     """The region in which it was opened; one that is opened inside of it has its own meaning of SDPA."""
     queries_are_shards: bool
 
@@ -311,18 +311,18 @@ def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
     Args:
         queries_are_shards: refuse `is_causal`, since the positions of the queries are not known here.
     """
-    region = innermost_region()
-    if region is None:
+    context = innermost_context()
+    if context is None:
         yield
         return
     # The installation is held for less long than that of regions always, so its parts come before those of regions.
-    with _installation.held(), _torch.thread_state(LOCAL_STRETCH, _LocalStretch(region, queries_are_shards)):
+    with _installation.held(), _torch.thread_state(LOCAL_STRETCH, _LocalStretch(context, queries_are_shards)):
         yield
 
 
 def _current() -> _LocalStretch | None:
     stretch = _torch.get_thread_state(LOCAL_STRETCH)
-    return stretch if stretch is not None and stretch.region is current_region() else None
+    return stretch if stretch is not None and stretch.context is current_context() else None
 
 
 def _sdpa(call: SdpaArguments) -> torch.Tensor | None:

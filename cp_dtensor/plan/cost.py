@@ -61,7 +61,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
         shape: what it was made for.
         hardware: of every rank.
         backward: which pass.
-        slows_compute: whether transfers are kernels, which take multiprocessors (see `Rotation.slows_compute`) and
+        slows_compute: whether transfers are kernels, which take multiprocessors (see `KVTransport.slows_compute`) and
             another launch.
     """
     steps = plan.backward if backward else plan.forward

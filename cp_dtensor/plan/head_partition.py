@@ -13,13 +13,13 @@ from cp_dtensor.spec.layouts import Span, share
 
 
 @dataclass(frozen=True)
-class HeadDivision:
+class HeadPartition:
     """Heads in units of one key/value head and the query heads that read it there.
 
     A key/value head that several ranks need is copied: it is `copies` units, each with a part of its query heads.
     Ranks take consecutive units, and work on them in consecutive stages.
 
-    >>> division = divide_heads(q_heads=8, kv_heads=2, world_size=4)
+    >>> division = partition_heads(q_heads=8, kv_heads=2, world_size=4)
     >>> division.copies, [division.units(rank) for rank in range(4)]
     (2, [(0, 1), (1, 2), (2, 3), (3, 4)])
     >>> [division.query_heads(division.units(rank)) for rank in range(4)]
@@ -49,7 +49,7 @@ class HeadDivision:
 
 
 @lru_cache(maxsize=4096)
-def divide_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadDivision:
+def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
     """The division that loads the busiest rank least, with the fewest copies of key/value heads.
 
     Heads that do not divide by the ranks leave some ranks with fewer heads, or none.
@@ -61,7 +61,7 @@ def divide_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) 
         stages: how many stages there should be, if every rank has so many units (made by copies where it must be).
     """
     if kv_heads == 0:  # as uneven shards of heads over another axis may leave it
-        return HeadDivision(q_heads, kv_heads, world_size, copies=1, stages=1)
+        return HeadPartition(q_heads, kv_heads, world_size, copies=1, stages=1)
     group = q_heads // kv_heads
     divisors = [copies for copies in range(1, group + 1) if group % copies == 0]
 
@@ -78,7 +78,7 @@ def divide_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) 
     if units_of_each(copies) < stages:
         stages = max(1, units_of_each(copies))
         copies = next((copies for copies in balanced if units_of_each(copies) >= stages), balanced[0])
-    return HeadDivision(q_heads, kv_heads, world_size, copies, stages)
+    return HeadPartition(q_heads, kv_heads, world_size, copies, stages)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class HeadStaging:
 
     def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
         """As many as are worthwhile and divide a rank's query heads."""
-        groups = shape.division.groups()
+        groups = shape.partition.groups()
         least = self.flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else self.more_unhidden)
         worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
         heads = max(shape.q_heads // world_size, 1)
@@ -112,7 +112,7 @@ def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
 DEFAULT_HEAD_STAGING = HeadStaging()
 
 
-def with_heads(shape: CallShape, heads: HeadDivision, units: Span) -> CallShape:
+def with_heads(shape: CallShape, heads: HeadPartition, units: Span) -> CallShape:
     """The shape of attention with some units of heads."""
     first, last = heads.query_heads(units)
     return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])

@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, Tile, rows_before, runs_of
-from cp_dtensor.plan.tiling import RUN, GatheredRows, GroupSegments, Masking, Tiling, TilingByShape
-from cp_dtensor.spec.intervals import Band, Layer, within
+from cp_dtensor.plan.tiling import RUN, GatheredRows, GroupSegments, Masking, ShapeTiling, Tiling
+from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, within
 from cp_dtensor.spec.layouts import Segment, Span
-from cp_dtensor.spec.masks import Mask, layers_of
+from cp_dtensor.spec.masks import Mask, interval_sets_of
 
 _MOST_PARTS = 64
 """Each part is a transfer of its own; shards of more pieces travel whole."""
@@ -27,9 +27,9 @@ _MOST_PARTS = 64
 def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]) -> Tiling:
     """The tiling of one call over one axis; `lengths` are those of all queries and keys, which the mask speaks of."""
     if masking is Masking.BY_SHAPE:
-        return TilingByShape(groups, mask)
-    run = RUN if masking is Masking.BY_ROW_IN_RUNS else 1
-    return TilingByRow(groups, mask, lengths, masking is Masking.BY_ROW_UNBROKEN, run)
+        return ShapeTiling(groups, mask)
+    run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
+    return IntervalTiling(groups, mask, lengths, masking is Masking.INTERVALS_UNBROKEN, run)
 
 
 _NOTHING: Span = (1 << 62, 0)
@@ -43,10 +43,10 @@ class _Entry:
     segment: Segment
     first_row: int
     """Of the segment, in the shard."""
-    band: Band
+    band: IntervalBand
 
 
-class TilingByRow(Tiling):
+class IntervalTiling(Tiling):
     """See above. With `unbroken`, runs of keys have neighbouring positions.
 
     Interests, and so what travels, are of whole multiples of `run` positions, and tiles begin at multiples of as many
@@ -57,10 +57,10 @@ class TilingByRow(Tiling):
         self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool, run: int = 1
     ) -> None:
         self._groups, self._unbroken, self._run = groups, unbroken, run
-        by_row = layers_of(mask, *lengths, groups[-1].batch[1])
+        by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
         count = max(map(len, by_row))
         padded = [(*layers, *[()] * (count - len(layers))) for layers in by_row]
-        self._layers: tuple[tuple[Layer, ...], ...] = tuple(zip(*padded, strict=True))
+        self._layers: tuple[tuple[IntervalSet, ...], ...] = tuple(zip(*padded, strict=True))
         """Of each layer, that of every batch row (or one for all)."""
         self._seen: dict[tuple[int, int], list[Span]] = {}
         self._pieces_of: dict[tuple[int, int], list[list[Segment]]] = {}
@@ -186,7 +186,7 @@ class TilingByRow(Tiling):
         return keys[0] // self._run * self._run, -(-keys[1] // self._run) * self._run
 
 
-def _of_batch(layers: tuple[Layer, ...], batch: Span) -> tuple[Layer, ...]:
+def _of_batch(layers: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:
     """Those of some batch rows, of one for each batch row or one for all."""
     return layers[slice(*batch)] if len(layers) > 1 else layers
 
@@ -215,7 +215,7 @@ def _placed(pieces: Iterable[Segment], row: int) -> Iterator[tuple[int, Segment]
         row += piece.length
 
 
-def _entries(segments: Sequence[Segment], layer: Layer, keys: Span | None = None) -> Iterator[_Entry]:
+def _entries(segments: Sequence[Segment], layer: IntervalSet, keys: Span | None = None) -> Iterator[_Entry]:
     row = 0
     for segment in segments:
         queries = (segment.start, segment.last + 1)
@@ -230,7 +230,7 @@ def _tile_against(
     source: int | None,
     row: int,
     run: KeyRun,
-    layers: tuple[Layer, ...],
+    layers: tuple[IntervalSet, ...],
     multiple: int,
 ) -> Tile | None:
     """The smallest tile of all that a rank's queries see of a run, whose first row is given; None if nothing.

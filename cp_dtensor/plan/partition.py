@@ -13,7 +13,7 @@ from cp_dtensor.plan.interval_tiling import tiling_of
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
 from cp_dtensor.spec.layouts import Layout, Segment
-from cp_dtensor.spec.load_balance import areas_of, areas_of_segments
+from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
 from cp_dtensor.spec.masks import Mask
 
 # How a sequence is divided, as small values by which decisions can be looked up.
@@ -22,7 +22,7 @@ BACKWARD_FLOPS = 2.5
 """Operations of backward over those of forward: five matrix products instead of two."""
 
 
-class Division(ABC):
+class Partition(ABC):
     """Where all ranks' rows stand in the sequence. Frozen and quick to hash."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Division(ABC):
 
 
 @dataclass(frozen=True)
-class LayoutDivision(Division):
+class LayoutPartition(Partition):
     """Queries and keys divided by a layout."""
 
     layout: Layout
@@ -57,7 +57,7 @@ class LayoutDivision(Division):
 class CallShape:
     """What plans and costs of a call depend on; equal on every rank."""
 
-    division: Division
+    partition: Partition
     mask: Mask
     batch_size: int
     q_heads: int
@@ -71,7 +71,7 @@ class CallShape:
     @property
     def tiling(self) -> Tiling:
         """Which tiles each rank computes."""
-        return tiling_of(self.division.groups(), self.mask, self.masking, self.division.lengths)
+        return tiling_of(self.partition.groups(), self.mask, self.masking, self.partition.lengths)
 
     def flops(self, groups: Sequence[GroupSegments]) -> float:
         """Operations of forward, all ranks together; what is masked does not count."""
@@ -79,23 +79,23 @@ class CallShape:
             sum(segment.length for segments in by_rank for segment in segments)
             for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
         )
-        pairs = float(self.mask.pairs(*self.division.lengths))
-        if (q_len, kv_len) != self.division.lengths:  # a part of the sequence: as if it were like the rest
-            pairs *= q_len * kv_len / max(self.division.lengths[0] * self.division.lengths[1], 1)
+        pairs = float(self.mask.pairs(*self.partition.lengths))
+        if (q_len, kv_len) != self.partition.lengths:  # a part of the sequence: as if it were like the rest
+            pairs *= q_len * kv_len / max(self.partition.lengths[0] * self.partition.lengths[1], 1)
         return 2.0 * self.batch_size * self.q_heads * pairs * (self.head_dim + self.v_head_dim)
 
     @property
     def busiest_rank(self) -> int | None:
         """The rank whose queries see the most keys; None for cross attention, and where it would take long to say."""
-        groups, (q_len, kv_len) = self.division.groups(), self.division.lengths
+        groups, (q_len, kv_len) = self.partition.groups(), self.partition.lengths
         segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
         if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
             return None
         pairs = [0] * len(groups[0].q_by_rank)
         for group in groups:
             rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
-            areas = areas_of(self.mask, q_len, group.batch)
-            for rank, seen in enumerate(areas_of_segments(group.q_by_rank, areas)):
+            workloads = workload_of(self.mask, q_len, group.batch)
+            for rank, seen in enumerate(workload_of_segments(group.q_by_rank, workloads)):
                 pairs[rank] += rows * seen
         return pairs.index(max(pairs))
 
@@ -109,10 +109,10 @@ Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
-class UnitedDivision(Division):
+class MergedPartition(Partition):
     """To the outer axis, after the inner one has brought its ranks' rows together (Ulysses inside of a ring)."""
 
-    whole: Division
+    whole: Partition
     inner_size: int
 
     @property
@@ -142,14 +142,14 @@ class UnitedDivision(Division):
 
         Where there are stripes, all segments stay stripes, short ones too: causal tiles are between equal stripes.
         """
-        united = []  # by outer rank, then by segment, then by batch group
+        merged = []  # by outer rank, then by segment, then by batch group
         for outer_rank in range(len(of_groups[0]) // self.inner_size):
             blocks = [self._block(by_rank, outer_rank) for by_rank in of_groups]
             segments = [[block[i][part] for block in blocks] for i, part in rows_in_order(blocks[0]).places]
-            united.append(_joined(segments) if unbroken else segments)
-        most = max(map(len, united))  # as many on every rank
+            merged.append(_joined(segments) if unbroken else segments)
+        most = max(map(len, merged))  # as many on every rank
         nothing = [replace(by_rank[0][0], length=0) for by_rank in of_groups]
-        padded = [segments + [nothing] * (most - len(segments)) for segments in united]
+        padded = [segments + [nothing] * (most - len(segments)) for segments in merged]
         return [
             tuple(tuple(of_group[index] for of_group in segments) for segments in padded)
             for index in range(len(of_groups))
@@ -160,13 +160,13 @@ class UnitedDivision(Division):
 
 
 @dataclass(frozen=True)
-class OuterDivision(Division):
+class OuterPartition(Partition):
     """To the outer axis of a two-level ring: keys go to the one rank of each inner axis that has the same place in it.
 
     There they are seen by the queries of that whole inner axis.
     """
 
-    whole: Division
+    whole: Partition
     inner_size: int
     inner_rank: int
 
@@ -190,10 +190,10 @@ class OuterDivision(Division):
 
 
 @dataclass(frozen=True)
-class InnerDivision(Division):
+class InnerPartition(Partition):
     """To an inner axis of a two-level ring: its own queries, and the keys of an inner axis that came from `source`."""
 
-    whole: Division
+    whole: Partition
     inner_size: int
     outer_rank: int
     source: int
@@ -213,10 +213,10 @@ class InnerDivision(Division):
         )
 
 
-def inner_divisions(whole: Division, plan: Plan, inner_size: int) -> list[InnerDivision]:
-    """For each step of the outer ring what the inner axis does in it; `plan` is one of an `OuterDivision`."""
+def inner_partitions(whole: Partition, plan: Plan, inner_size: int) -> list[InnerPartition]:
+    """For each step of the outer ring what the inner axis does in it; `plan` is one of an `OuterPartition`."""
     hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
-    return [InnerDivision(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
+    return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
 
 
 def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> tuple[Segments, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 
-from cp_dtensor.spec.intervals import Band, Layer, pairs_of, within
+from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, pairs_of, within
 from cp_dtensor.spec.layouts import Segment, Span
 
 # Runs of keys: rows whose positions ascend, so that an interval of positions is an interval of rows.
@@ -163,7 +163,7 @@ class IntervalMask(TileMask):
     Looked up by identity: what devices keep of it goes with it.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[IntervalSet, ...]
     """One, or one for each of the tile's batch rows."""
     queries: tuple[Segment, ...]
     """The shard whose rows `q` are the tile's."""
@@ -201,7 +201,7 @@ class IntervalMask(TileMask):
                     total += share * self._pairs_of(band)
         return int(total) // len(self.layers)
 
-    def _pairs_of(self, band: Band) -> float:
+    def _pairs_of(self, band: IntervalBand) -> float:
         """With all queries of a clipped band."""
         if len(self.keys.segments) > _FEW_SEGMENTS:
             lo, hi = band.shown

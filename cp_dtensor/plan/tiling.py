@@ -131,7 +131,7 @@ def gathered_tiles(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tu
     return tuple(tiles)
 
 
-def wanted_parts(groups: Iterable[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[int, ...]:
+def recv_parts(groups: Iterable[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[int, ...]:
     """The parts of `source`'s shard of which `rank`'s queries see anything: only these need to travel.
 
     Under head-tail causal a rank wants the tails of later ranks only.
@@ -262,11 +262,11 @@ class Masking(Enum):
 
     BY_SHAPE = "by shape"
     """Rectangles and triangles, of which every backend has fast kernels. For plain masks."""
-    BY_ROW = "by row"
+    INTERVALS = "by row"
     """Every row sees an interval of columns. For any mask."""
-    BY_ROW_IN_RUNS = "by row, in runs of positions"
+    INTERVALS_IN_RUNS = "by row, in runs of positions"
     """Likewise, and where shards are in runs of `RUN` positions, so are tiles: dropout is faster."""
-    BY_ROW_UNBROKEN = "by row, of unbroken columns"
+    INTERVALS_UNBROKEN = "by row, of unbroken columns"
     """Likewise, and the columns of a tile have neighbouring positions, so that a bias can be cut."""
 
 
@@ -305,7 +305,7 @@ class Tiling(ABC):
 
 
 @dataclass(frozen=True)
-class TilingByShape(Tiling):
+class ShapeTiling(Tiling):
     """Rectangles and triangles; parts are segments. Every rank's buffer has room for all keys."""
 
     _groups: tuple[GroupSegments, ...]
@@ -329,4 +329,4 @@ class TilingByShape(Tiling):
         return gathered_rows(self._groups)
 
     def wanted(self, rank: int, source: int) -> tuple[int, ...]:
-        return wanted_parts(self._groups, rank, source, self.mask) if rank != source else ()
+        return recv_parts(self._groups, rank, source, self.mask) if rank != source else ()

@@ -12,12 +12,12 @@ from operator import add
 from typing import Any
 
 from cp_dtensor.spec.documents import ascending
-from cp_dtensor.spec.layouts import Layout, RememberedHash, Segment, Span, chunk_length
-from cp_dtensor.spec.load_balance import Dealing, areas_of, imbalance
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk_length
+from cp_dtensor.spec.load_balance import Dealing, imbalance, workload_of
 from cp_dtensor.spec.masks import Mask, is_integer
 
 
-class OneLength(RememberedHash, Layout):
+class OneLength(CachedHash, Layout):
     """Layouts of contiguous blocks for one length, alike in all rows of the batch.
 
     Subclasses are frozen dataclasses.
@@ -92,7 +92,7 @@ class PerDocument(_EvenShards):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
-    __hash__ = RememberedHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, *, seq_len: int | None = None) -> None:
         edges = ascending(cu_seqlens, "PerDocument", "cu_seqlens")
@@ -117,7 +117,9 @@ class PerDocument(_EvenShards):
             turn = (turn + for_some) % world_size
             cuts = [_chunks(shortest, more, to_tails) for to_tails in ((False, True) if 1 in more else (False,))]
             works = [list(map(add, work, _causal_work(chunks))) for chunks in cuts]
-            work, chunks = min(zip(works, cuts, strict=True), key=lambda choice: sum(area**2 for area in choice[0]))
+            work, chunks = min(
+                zip(works, cuts, strict=True), key=lambda choice: sum(workload**2 for workload in choice[0])
+            )
             for rank, length in chunks:
                 if length:
                     _append(by_rank[rank], (start, start + length))
@@ -187,7 +189,7 @@ class Balanced(_EvenShards):
     mask: Mask
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
-    __hash__ = RememberedHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -195,7 +197,7 @@ class Balanced(_EvenShards):
         if not is_integer(self.seq_len) or self.seq_len < 0:
             raise ValueError(f"Balanced expects seq_len to be an integer >= 0, got {self.seq_len!r}")
         check_tolerance("Balanced", self.tolerance)
-        areas_of(self.mask, self.seq_len)
+        workload_of(self.mask, self.seq_len)
 
     @property
     def only_length(self) -> int:
@@ -203,7 +205,7 @@ class Balanced(_EvenShards):
 
     def blocks(self, world_size: int) -> list[list[Span]]:
         lengths = tuple(chunk_length(self.seq_len, world_size, rank) for rank in range(world_size))
-        return Dealing(areas_of(self.mask, self.seq_len), lengths, self.tolerance).blocks()
+        return Dealing(workload_of(self.mask, self.seq_len), lengths, self.tolerance).blocks()
 
     def imbalance(self, world_size: int) -> float:
         """How many more (query, key) pairs the busiest rank has than the mean, as a fraction of it.
@@ -251,7 +253,7 @@ class BalancedBlocks(OneLength):
     block: int
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
-    __hash__ = RememberedHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     def __post_init__(self) -> None:
         if not is_integer(self.seq_len) or self.seq_len < 0:

@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from cp_dtensor.spec.intervals import FAR, Band, Layers
-from cp_dtensor.spec.layouts import RememberedHash, Span
-from cp_dtensor.spec.masks import Batched, Full, Mask, clipped_layers, is_integer
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets
+from cp_dtensor.spec.layouts import CachedHash, Span
+from cp_dtensor.spec.masks import Batched, Full, Mask, clipped_interval_sets, is_integer
 
 
 @dataclass(frozen=True, init=False)
-class Documents(RememberedHash, Mask):
+class Documents(CachedHash, Mask):
     """Query and key see each other iff they are of one document, and `within` shows them there.
 
     Document d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Positions before the first and after the last
@@ -39,7 +39,7 @@ class Documents(RememberedHash, Mask):
     within: Mask
     only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
     """Of the sequence, if the mask was made of an id for each of its tokens."""
-    __hash__ = RememberedHash.__hash__
+    __hash__ = CachedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
         queries = ascending(cu_seqlens, "Documents", "cu_seqlens")
@@ -94,7 +94,7 @@ class Documents(RememberedHash, Mask):
         """Queries of each document."""
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
         if self.cu_seqlens[-1] > q_len or self.cu_seqlens_k[-1] > kv_len:
             raise ValueError(
                 f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
@@ -107,20 +107,20 @@ class Documents(RememberedHash, Mask):
             )
         refuse_no_edges(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
         refuse_no_edges(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
-        by_layer: list[list[Band]] = []
+        by_layer: list[list[IntervalBand]] = []
         for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
-            for index, layer in enumerate(clipped_layers(self.within, last - first, hi - lo)):
+            for index, layer in enumerate(clipped_interval_sets(self.within, last - first, hi - lo)):
                 if index == len(by_layer):
                     by_layer.append([])
                 by_layer[index] += [_moved(band, first, lo) for band in layer]
         return tuple(map(tuple, by_layer))
 
 
-def _moved(band: Band, first: int, lo: int) -> Band:
+def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
     """A band whose queries begin at `first` and whose keys begin at `lo`."""
     left = band.left if band.left >= FAR else band.left + first - lo
     right = band.right if band.right >= FAR else band.right + lo - first
-    return Band(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
+    return IntervalBand(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
 
 
 def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:

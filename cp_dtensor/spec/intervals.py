@@ -17,7 +17,7 @@ FAR = 1 << 60
 """Beyond every position: an end that does not move with the query has this distance."""
 
 
-class Band(NamedTuple):
+class IntervalBand(NamedTuple):
     """Query i, first <= i < last, sees the keys j with max(lo, i - left) <= j < min(hi, i + right + 1).
 
     `left` and `right` may be negative: queries may be numbered otherwise than keys.
@@ -34,7 +34,7 @@ class Band(NamedTuple):
         """The interval that a query of the band sees; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
-    def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> Band | None:
+    def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
         """The band within some queries and some keys, without queries that see nothing; None if nothing is left.
 
         Every query of the result sees something, and the intervals of neighbours touch or overlap.
@@ -45,7 +45,7 @@ class Band(NamedTuple):
         # i + right + 1 > lo and i - left < hi; then the moving ends leave something too.
         first = max(self.first, queries[0], lo - self.right)
         last = min(self.last, queries[1], hi + self.left)
-        return Band(first, last, lo, hi, self.left, self.right) if first < last else None
+        return IntervalBand(first, last, lo, hi, self.left, self.right) if first < last else None
 
     @property
     def shown(self) -> Span:
@@ -59,8 +59,8 @@ class Band(NamedTuple):
         return _sum_of_smaller(queries, self.right + 1, self.hi) + _sum_of_smaller(queries, self.left, -self.lo, -1)
 
 
-Layer = tuple[Band, ...]
-Layers = tuple[Layer, ...]
+IntervalSet = tuple[IntervalBand, ...]
+IntervalSets = tuple[IntervalSet, ...]
 
 
 def _sum_of_smaller(queries: Span, shift: int, limit: int, sign: int = 1) -> int:
@@ -71,7 +71,7 @@ def _sum_of_smaller(queries: Span, shift: int, limit: int, sign: int = 1) -> int
     return moving + limit * (last - turn)
 
 
-def within(layer: Layer, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[Band]:
+def within(layer: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[IntervalBand]:
     """The bands of a layer within some queries and keys, clipped."""
     index = max(bisect_right(layer, queries[0], key=lambda band: band.first) - 1, 0)
     while index < len(layer) and layer[index].first < queries[1]:
@@ -81,26 +81,26 @@ def within(layer: Layer, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[Ba
         index += 1
 
 
-def pairs_of(layers: Layers, queries: Span, keys: Span = (-FAR, FAR)) -> int:
+def pairs_of(layers: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
     """How many (query, key) pairs there are within some queries and keys."""
     return sum(band.pairs for layer in layers for band in within(layer, queries, keys))
 
 
-def intersected(ours: Layers, theirs: Layers) -> Layers:
+def intersected(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
     """The pairs that both show."""
     met = (_met(one, other) for one in ours for other in theirs)
     return tuple(layer for layer in met if layer)
 
 
-def united(ours: Layers, theirs: Layers) -> Layers:
+def merged(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
     """The pairs that either shows."""
-    added: list[Layer] = list(theirs)
+    added: list[IntervalSet] = list(theirs)
     for layer in ours:
         added = [part for other in added for part in _without(other, layer) if part]
     return (*ours, *added)
 
 
-def _met(one: Layer, other: Layer) -> Layer:
+def _met(one: IntervalSet, other: IntervalSet) -> IntervalSet:
     bands = []
     for band in one:
         for piece in within(other, (band.first, band.last), (band.lo, band.hi)):
@@ -111,10 +111,10 @@ def _met(one: Layer, other: Layer) -> Layer:
     return tuple(bands)
 
 
-def _without(layer: Layer, other: Layer) -> tuple[Layer, Layer]:
+def _without(layer: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
     """What a layer shows and another one does not: the keys below, and those above, of what the other one shows."""
-    below: list[Band] = []
-    above: list[Band] = []
+    below: list[IntervalBand] = []
+    above: list[IntervalBand] = []
     for band in layer:
         reached = band.first
         for hidden in within(other, (band.first, band.last)):
@@ -133,6 +133,6 @@ def _without(layer: Layer, other: Layer) -> tuple[Layer, Layer]:
     return _clipped(below), _clipped(above)
 
 
-def _clipped(bands: list[Band]) -> Layer:
+def _clipped(bands: list[IntervalBand]) -> IntervalSet:
     clipped = (band.clipped((band.first, band.last)) for band in bands)
     return tuple(band for band in clipped if band is not None)

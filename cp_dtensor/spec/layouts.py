@@ -14,8 +14,8 @@ from typing import Any
 # Values of many numbers, such as the edges of documents, that are looked up at every call of attention.
 
 
-class RememberedHash:
-    """Of frozen dataclasses, computed once. They say `__hash__ = RememberedHash.__hash__`, or are given another."""
+class CachedHash:
+    """Of frozen dataclasses, computed once. They say `__hash__ = CachedHash.__hash__`, or are given another."""
 
     @cached_property
     def _hash(self) -> int:

@@ -19,26 +19,26 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import Protocol
 
-from cp_dtensor.spec.intervals import Band, Layer, Layers, within
+from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, IntervalSets, within
 from cp_dtensor.spec.layouts import Layout, Segment, Span
-from cp_dtensor.spec.masks import Mask, is_integer, layers_of
+from cp_dtensor.spec.masks import Mask, interval_sets_of, is_integer
 
 # How many (query, key) pairs the first queries of a mask have: by the band in closed form, never by the token.
 
 
-class Areas:
+class Workload:
     """The area of a mask, a prefix sum over its queries: of any range of queries in the time of a binary search.
 
     Between two edges of bands the number of keys that a query sees grows along a straight line, so its sum is a
     polynomial. Rows of the batch with masks of their own are added.
 
     >>> from cp_dtensor.spec.masks import Causal
-    >>> areas = Areas([Causal().layers(4, 4)])
+    >>> areas = Workload([Causal().layers(4, 4)])
     >>> [areas.before(position) for position in range(5)]
     [0, 1, 3, 6, 10]
     """
 
-    def __init__(self, layers_of_rows: Iterable[Layers]) -> None:
+    def __init__(self, layers_of_rows: Iterable[IntervalSets]) -> None:
         self._layers = tuple(layers_of_rows)
         changes: dict[int, list[int]] = {0: [0, 0]}  # position -> by how much the line changes there
         for layers in self._layers:
@@ -47,19 +47,19 @@ class Areas:
                     _add_lines(changes, band)
         self._edges = sorted(changes)
         self._lines: list[tuple[int, int, int]] = []  # from each edge on: area before it, keys = constant + slope * i
-        area = constant = slope = reached = 0
+        workload = constant = slope = reached = 0
         for edge in self._edges:
-            area += _sum_of_line(constant, slope, reached, edge)
+            workload += _sum_of_line(constant, slope, reached, edge)
             constant += changes[edge][0]
             slope += changes[edge][1]
             reached = edge
-            self._lines.append((area, constant, slope))
+            self._lines.append((workload, constant, slope))
 
     def before(self, position: int) -> int:
         """Number of pairs of the queries before `position`."""
         index = bisect_right(self._edges, position) - 1
-        area, constant, slope = self._lines[index]
-        return area + _sum_of_line(constant, slope, self._edges[index], position)
+        workload, constant, slope = self._lines[index]
+        return workload + _sum_of_line(constant, slope, self._edges[index], position)
 
     def of(self, queries: Span) -> int:
         """Number of pairs of some queries."""
@@ -71,7 +71,7 @@ class Areas:
         What a cut costs: about so many rows must be brought from whoever owns them.
 
         >>> from cp_dtensor.spec.masks import Causal
-        >>> Areas([Causal().layers(4, 4)]).reach_across(3)
+        >>> Workload([Causal().layers(4, 4)]).reach_across(3)
         3
         """
         reach = 0
@@ -82,41 +82,41 @@ class Areas:
         return reach
 
 
-def areas_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Areas:
+def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
     """The areas of a mask over so many queries and as many keys: all batch rows together, or some of them.
 
     Raises:
         ValueError: a mask that does not fit the length.
     """
-    return _areas(mask, seq_len, None if mask.batch_size is None else rows)
+    return _workload(mask, seq_len, None if mask.batch_size is None else rows)
 
 
 @lru_cache(maxsize=64)
-def _areas(mask: Mask, seq_len: int, rows: Span | None) -> Areas:
-    layers = layers_of(mask, seq_len, seq_len, mask.batch_size or 1)
-    return Areas(layers if rows is None else layers[slice(*rows)])
+def _workload(mask: Mask, seq_len: int, rows: Span | None) -> Workload:
+    layers = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
+    return Workload(layers if rows is None else layers[slice(*rows)])
 
 
-def areas_by_rank(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[int]:
+def workload_by_rank(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[int]:
     """Number of (query, key) pairs of each rank's queries, all batch rows together.
 
     Where a layout divides batch rows differently and the mask does not, of one row of each kind.
 
     >>> from cp_dtensor import Causal, Contiguous
-    >>> areas_by_rank(Contiguous(), Causal(), seq_len=4, world_size=2)
+    >>> workload_by_rank(Contiguous(), Causal(), seq_len=4, world_size=2)
     [3, 7]
     """
     batch = mask.batch_size or len(layout.batch_groups(2))
     found = [0] * world_size
     for group, rows in enumerate(layout.batch_groups(batch)):
         by_rank = [layout.segments(seq_len, rank, world_size, group) for rank in range(world_size)]
-        found = list(map(add, found, areas_of_segments(by_rank, areas_of(mask, seq_len, rows))))
+        found = list(map(add, found, workload_of_segments(by_rank, workload_of(mask, seq_len, rows))))
     return found
 
 
-def areas_of_segments(by_rank: Sequence[Sequence[Segment]], areas: Areas) -> list[int]:
+def workload_of_segments(by_rank: Sequence[Sequence[Segment]], workloads: Workload) -> list[int]:
     """Number of (query, key) pairs of each rank's queries."""
-    return [sum(areas.of(span) for segment in segments for span in spans_of(segment)) for segments in by_rank]
+    return [sum(workloads.of(span) for segment in segments for span in spans_of(segment)) for segments in by_rank]
 
 
 def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> float:
@@ -147,9 +147,9 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> floa
         )
     if not is_integer(world_size) or world_size < 1:
         raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
-    areas = areas_by_rank(layout, mask, seq_len, world_size)
-    total = sum(areas)
-    return (max(areas) * world_size - total) / total if total else 0.0
+    workloads = workload_by_rank(layout, mask, seq_len, world_size)
+    total = sum(workloads)
+    return (max(workloads) * world_size - total) / total if total else 0.0
 
 
 def spans_of(segment: Segment) -> list[Span]:
@@ -162,7 +162,7 @@ def spans_of(segment: Segment) -> list[Span]:
     return [(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
 
 
-def _at(layer: Layer, query: int) -> Iterator[Band]:
+def _at(layer: IntervalSet, query: int) -> Iterator[IntervalBand]:
     return within(layer, (query, query + 1))
 
 
@@ -171,7 +171,7 @@ def _sum_of_line(constant: int, slope: int, first: int, last: int) -> int:
     return constant * (last - first) + slope * ((first + last - 1) * (last - first) // 2)
 
 
-def _add_lines(changes: dict[int, list[int]], band: Band) -> None:
+def _add_lines(changes: dict[int, list[int]], band: IntervalBand) -> None:
     """Adds the keys that each query of a clipped band sees: min(hi, i + right + 1) - max(lo, i - left)."""
     turn = min(max(band.hi - band.right - 1, band.first), band.last)
     _add_line(changes, (band.first, turn), band.right + 1, 1)
@@ -197,8 +197,8 @@ _FEW = 128
 Blocks = list[Span]
 
 
-class WorkCount(Protocol):
-    """How much work the first tokens are: `Areas`, or what has been counted by the block."""
+class WorkloadLike(Protocol):
+    """How much work the first tokens are: `Workload`, or what has been counted by the block."""
 
     def before(self, position: int, /) -> int:
         """That of all tokens before `position`."""
@@ -220,14 +220,14 @@ class Dealing:
         tolerance: by how much of the mean a rank may have more pairs than the mean, if that saves blocks.
     """
 
-    areas: WorkCount
+    workloads: WorkloadLike
     lengths: tuple[int, ...]
     tolerance: float
 
     @property
     def total(self) -> int:
         """Number of pairs."""
-        return self.areas.before(sum(self.lengths))
+        return self.workloads.before(sum(self.lengths))
 
     def blocks(self) -> list[Blocks]:
         """The blocks of each rank, in order: one for each where that is even enough, else as they are found."""
@@ -240,7 +240,7 @@ class Dealing:
 
     def busiest(self, by_rank: Sequence[Blocks]) -> int:
         """Pairs of the rank that has most."""
-        return max(sum(map(self.areas.of, blocks)) for blocks in by_rank)
+        return max(sum(map(self.workloads.of, blocks)) for blocks in by_rank)
 
     def most(self, ranks: int) -> float:
         """Pairs that some ranks may have who are yet to be told apart; fewer beyond their share, the more they are."""
@@ -253,7 +253,7 @@ class Dealing:
         if len(ranks) == 1:
             return [blocks]
         first, second = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
-        necklace = Necklace(blocks, self.areas)
+        necklace = Necklace(blocks, self.workloads)
         length = sum(self.lengths[rank] for rank in second)
         start = self._best_window(necklace, length, len(first), len(second))
         around, inside = necklace.cut(start, length)
@@ -263,17 +263,17 @@ class Dealing:
         """Where the window of `second` ranks starts: even enough, with the fewest cuts and the least across them."""
         if length in (0, necklace.length):
             return 0
-        even = necklace.area * length / necklace.length
-        least, most = necklace.area - self.most(first), self.most(second)
+        even = necklace.workload * length / necklace.length
+        least, most = necklace.workload - self.most(first), self.most(second)
         if least > most:  # too much came here for both to stay within the tolerance
             least = most = even
 
         def rank_window(start: int) -> tuple[float, int, int, int]:
-            area = necklace.window_area(start, length)
+            workload = necklace.window_area(start, length)
             ends = [end for end in (start, (start + length) % necklace.length) if not necklace.is_edge(end)]
-            across = sum(self.areas.reach_across(necklace.position(end)) for end in ends)
+            across = sum(self.workloads.reach_across(necklace.position(end)) for end in ends)
             wraps = start + length > necklace.length
-            return max(least - area, area - most, 0), len(ends), across, start if wraps else -start
+            return max(least - workload, workload - most, 0), len(ends), across, start if wraps else -start
 
         ranks = first + second
         probes = -(-_PROBES // ranks) * ranks  # among them windows that cover the necklace evenly
@@ -283,23 +283,23 @@ class Dealing:
 class Necklace:
     """Some blocks of a sequence, strung one after the other, and the end joined to the beginning.
 
-    >>> from cp_dtensor.spec.load_balance import Areas
+    >>> from cp_dtensor.spec.load_balance import Workload
     >>> from cp_dtensor.spec.masks import Causal
-    >>> necklace = Necklace([(0, 2), (6, 8)], Areas([Causal().layers(8, 8)]))
+    >>> necklace = Necklace([(0, 2), (6, 8)], Workload([Causal().layers(8, 8)]))
     >>> [necklace.window_area(start, 2) for start in range(4)]  # queries 0 1 6 7 see 1 2 7 8 keys
     [3, 9, 15, 9]
     >>> necklace.cut(1, 2)
     ([(0, 1), (7, 8)], [(1, 2), (6, 7)])
     """
 
-    def __init__(self, blocks: Blocks, areas: WorkCount) -> None:
+    def __init__(self, blocks: Blocks, workloads: WorkloadLike) -> None:
         self._blocks = [block for block in blocks if block[0] < block[1]]
-        self._areas = areas
+        self._workload = workloads
         self._edges = list(accumulate((stop - start for start, stop in self._blocks), initial=0))
-        self._before_blocks = list(accumulate(map(areas.of, self._blocks), initial=0))
-        self._offsets = [areas.before(start) for start, _ in self._blocks]
+        self._before_blocks = list(accumulate(map(workloads.of, self._blocks), initial=0))
+        self._offsets = [workloads.before(start) for start, _ in self._blocks]
         self.length = self._edges[-1]
-        self.area = self._before_blocks[-1]
+        self.workload = self._before_blocks[-1]
 
     def is_edge(self, place: int) -> bool:
         """Whether two blocks meet there."""
@@ -316,15 +316,15 @@ class Necklace:
         stop = start + length
         if stop <= self.length:
             return self._before(stop) - self._before(start)
-        return self.area - self._before(start) + self._before(stop - self.length)
+        return self.workload - self._before(start) + self._before(stop - self.length)
 
-    def windows_of_area(self, length: int, area: float, probes: int) -> Sequence[int]:
+    def windows_of_area(self, length: int, workload: float, probes: int) -> Sequence[int]:
         """Where to start windows: at or up to edges of blocks, evenly spread, and where the area crosses `area`."""
         if self.length <= _FEW:
             return range(self.length)
         aligned = {place % self.length for edge in self._edges for place in (edge, edge - length)}
         starts = sorted(aligned | {self.length * probe // probes for probe in range(probes)})
-        return sorted({*starts, *self._crossings([*starts, starts[0] + self.length], length, area)})
+        return sorted({*starts, *self._crossings([*starts, starts[0] + self.length], length, workload)})
 
     def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
         """The blocks around a window, and those in it."""
@@ -335,14 +335,14 @@ class Necklace:
 
     def _before(self, place: int) -> int:
         index = bisect_right(self._edges, place, hi=len(self._edges) - 1) - 1
-        area = self._areas.before(self._blocks[index][0] + place - self._edges[index])
-        return self._before_blocks[index] + area - self._offsets[index]
+        workload = self._workload.before(self._blocks[index][0] + place - self._edges[index])
+        return self._before_blocks[index] + workload - self._offsets[index]
 
-    def _crossings(self, starts: Sequence[int], length: int, area: float) -> Iterator[int]:
+    def _crossings(self, starts: Sequence[int], length: int, workload: float) -> Iterator[int]:
         """The window nearest to `area`, between each two starts that lie on different sides of it."""
 
         def excess(start: int) -> float:
-            return self.window_area(start % self.length, length) - area
+            return self.window_area(start % self.length, length) - workload
 
         for low, high in pairwise(starts):
             side = excess(low) > 0

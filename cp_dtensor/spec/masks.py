@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, TypeGuard
 
-from cp_dtensor.spec.intervals import FAR, Band, Layers, intersected, pairs_of, united
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, intersected, merged, pairs_of
 
 _TOO_LONG = 1 << 31
 Alignment = Literal["top_left", "bottom_right"]
@@ -22,7 +22,7 @@ class Mask(ABC):
     """Which query may see which key. A frozen, hashable value."""
 
     @abstractmethod
-    def layers(self, q_len: int, kv_len: int) -> Layers:
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
         """What each query sees, for a problem of so many queries and keys."""
 
     def of_batch_row(self, row: int) -> Mask:
@@ -50,8 +50,8 @@ class Mask(ABC):
 class Full(Mask):
     """Every query sees every key."""
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
-        return _one_layer(Band(0, q_len, 0, kv_len))
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+        return _one_layer(IntervalBand(0, q_len, 0, kv_len))
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Causal(Mask):
     def __post_init__(self) -> None:
         _check_alignment(self)
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
-        return _one_layer(Band(0, q_len, 0, kv_len, right=_offset(self.alignment, q_len, kv_len)))
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+        return _one_layer(IntervalBand(0, q_len, 0, kv_len, right=_offset(self.alignment, q_len, kv_len)))
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class SlidingWindow(Mask):
             if end is not None and not (is_integer(end) and end >= 0):
                 raise ValueError(f"SlidingWindow expects numbers of keys >= 0, or None for no limit; got {self}")
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
         offset = _offset(self.alignment, q_len, kv_len)
         left = FAR if self.left is None or self.left >= FAR else self.left - offset
         right = FAR if self.right is None or self.right >= FAR else self.right + offset
-        return _one_layer(Band(0, q_len, 0, kv_len, left, right))
+        return _one_layer(IntervalBand(0, q_len, 0, kv_len, left, right))
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,11 @@ class PrefixLM(Mask):
         if not is_integer(self.length) or self.length < 0:
             raise ValueError(f"PrefixLM expects a number of keys >= 0, got {self.length!r}")
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
         prefix = min(self.length, q_len)
-        return _one_layer(Band(0, prefix, 0, min(self.length, kv_len)), Band(prefix, q_len, 0, kv_len, right=0))
+        return _one_layer(
+            IntervalBand(0, prefix, 0, min(self.length, kv_len)), IntervalBand(prefix, q_len, 0, kv_len, right=0)
+        )
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class Intersection(Mask):
 
     masks: tuple[Mask, ...]
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
-        return reduce(intersected, (clipped_layers(mask, q_len, kv_len) for mask in self.masks))
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+        return reduce(intersected, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ class Union(Mask):
 
     masks: tuple[Mask, ...]
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
-        return reduce(united, (clipped_layers(mask, q_len, kv_len) for mask in self.masks))
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+        return reduce(merged, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True, init=False)
@@ -153,7 +155,7 @@ class Batched(Mask):
             raise ValueError(f"Batched expects a mask for each row of the batch, got {masks}")
         object.__setattr__(self, "masks", masks)
 
-    def layers(self, q_len: int, kv_len: int) -> Layers:
+    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
         raise ValueError("a mask that differs by batch row has layers by batch row: of_batch_row(row).layers(...)")
 
     def of_batch_row(self, row: int) -> Mask:
@@ -172,11 +174,11 @@ def _pairs_shown(mask: Mask, q_len: int, kv_len: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _layers_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[Layers, ...]:
-    return tuple(clipped_layers(mask.of_batch_row(row), q_len, kv_len) for row in range(mask.batch_size or 1))
+def _layers_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[IntervalSets, ...]:
+    return tuple(clipped_interval_sets(mask.of_batch_row(row), q_len, kv_len) for row in range(mask.batch_size or 1))
 
 
-def layers_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[Layers, ...]:
+def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[IntervalSets, ...]:
     """The layers of a mask: once, if they are the same in every batch row, else for each row.
 
     Raises:
@@ -213,7 +215,7 @@ def shown_by_both(one: Mask, other: Mask) -> Mask:
     return one if other == Full() else one & other
 
 
-def clipped_layers(mask: Mask, q_len: int, kv_len: int) -> Layers:
+def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
     """The layers of a mask, without what shows nothing."""
     layers = []
     for layer in mask.layers(q_len, kv_len):
@@ -222,7 +224,7 @@ def clipped_layers(mask: Mask, q_len: int, kv_len: int) -> Layers:
     return tuple(layer for layer in layers if layer)
 
 
-def _one_layer(*bands: Band) -> Layers:
+def _one_layer(*bands: IntervalBand) -> IntervalSets:
     return (bands,)
 
 

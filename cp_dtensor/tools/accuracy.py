@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor.api.functional import ring_attention
 from cp_dtensor.api.sharding import take_shard
-from cp_dtensor.comm.select import ROTATIONS
+from cp_dtensor.comm.select import TRANSPORTS
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.tools.report import environment, markdown_table
 
@@ -66,19 +66,19 @@ Case = tuple[str, str, Layout, bool, int, int, torch.dtype]
 
 
 def _cases() -> list[Case]:
-    rotations = tuple(ROTATIONS)
+    transports = tuple(TRANSPORTS)
     half = torch.bfloat16
     cases: list[Case] = [
-        (backend, rotation, HeadTail(), causal, kv_heads, 128, half)
-        for backend, rotation, causal, kv_heads in itertools.product(BACKENDS, rotations, (True, False), (8, 2))
+        (backend, transport, HeadTail(), causal, kv_heads, 128, half)
+        for backend, transport, causal, kv_heads in itertools.product(BACKENDS, transports, (True, False), (8, 2))
     ]
     for layout, backend in itertools.product((Contiguous(), Striped(), MirroredBatch()), ("cuDNN", "flash")):
         cases.append((backend, "alltoall", layout, True, 2, 128, half))
-    for rotation in rotations:
-        cases.append(("efficient", rotation, Striped(64), True, 2, 128, half))
-        cases.append(("efficient", rotation, HeadTail(), True, 2, 128, torch.float32))
-        cases.append(("flash", rotation, HeadTail(), True, 2, 64, torch.float16))
-        cases.append(("flash", rotation, HeadTail(), True, 2, 256, half))
+    for transport in transports:
+        cases.append(("efficient", transport, Striped(64), True, 2, 128, half))
+        cases.append(("efficient", transport, HeadTail(), True, 2, 128, torch.float32))
+        cases.append(("flash", transport, HeadTail(), True, 2, 64, torch.float16))
+        cases.append(("flash", transport, HeadTail(), True, 2, 256, half))
     return cases
 
 
@@ -86,7 +86,7 @@ def _measure(
     seed: int,
     seq_len: int,
     backend: str,
-    rotation: str,
+    transport: str,
     layout: Layout,
     causal: bool,
     kv_heads: int,
@@ -106,7 +106,7 @@ def _measure(
 
     def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = ring_attention(
-            q, k, v, mesh=group, is_causal=causal, enable_gqa=True, layout=layout, rotate_method=rotation,
+            q, k, v, mesh=group, is_causal=causal, enable_gqa=True, layout=layout, rotate_method=transport,
             seq_len=seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
@@ -133,7 +133,7 @@ def _measure(
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
     description = f"{'causal' if causal else 'full'}, {kv_heads} kv heads, d={head_dim}, {str(dtype)[6:]}"
     cells = [f"{a:.1e} ({ratio:.2f}x)" for a, ratio in zip(mine, ratios, strict=True)]
-    return (backend, rotation, repr(layout), description, *cells), max(ratios)
+    return (backend, transport, repr(layout), description, *cells), max(ratios)
 
 
 def _with_gradients(attention, inputs, grad_out: torch.Tensor) -> Results:  # type: ignore[no-untyped-def]

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import TritonError
 
-from cp_dtensor.attention.triton.reference import attention_forward_twin
-from cp_dtensor.tools.kernel_contestants import MASKS, Case, Pass, Problem, Ways, flex_ways, ready_ways, seen_pairs
+from cp_dtensor.attention.triton.reference import attention_forward_reference
+from cp_dtensor.tools.kernel_baselines import MASKS, Case, Pass, Problem, Ways, flex_ways, ready_ways, seen_pairs
 from cp_dtensor.tools.report import environment, markdown_table
 
 LENGTHS = (16384, 65536)
@@ -115,7 +115,7 @@ def _error(problem: Problem, out: torch.Tensor) -> float:
     exact = torch.empty_like(last_q)
     tile = problem.mask.tile(rows.start, rows.stop, 0).arguments()
     dropout = problem.dropout and problem.dropout.tile(rows, slice(None))
-    attention_forward_twin(
+    attention_forward_reference(
         exact, exact.new_empty(exact.shape[:3]), last_q, k, v, problem.scale, **tile, dropout=dropout
     )
     return ((out[:, :1, rows].double() - exact).norm() / exact.norm()).item()

@@ -17,7 +17,7 @@ from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.intervals import within
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span, Striped
 from cp_dtensor.spec.load_balance import imbalance, spans_of
-from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
+from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow, interval_sets_of
 from cp_dtensor.tools.report import markdown_table
 
 HEADER = ("mask", "layout", "imbalance", "blocks per rank", "shortest, longest shard", "K/V received: most, mean")
@@ -97,7 +97,7 @@ def received(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[
     >>> received(Contiguous(), Causal(), 4, 2)
     [0, 2]
     """
-    (layers,) = layers_of(mask, seq_len, seq_len, 1)
+    (layers,) = interval_sets_of(mask, seq_len, seq_len, 1)
     counts = []
     for rank in range(world_size):
         owned = [span for segment in layout.segments(seq_len, rank, world_size) for span in spans_of(segment)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.intervals import Layers, pairs_of
-from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, layers_of
+from cp_dtensor.spec.intervals import IntervalSets, pairs_of
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, interval_sets_of
 
 _SHADES = "·░▒▓█"
 _MOST_CELLS = 40
@@ -46,7 +46,7 @@ def drawn(mask: Mask, q_len: int, kv_len: int | None = None) -> str:
     """What `draw` prints."""
     kv_len = q_len if kv_len is None else kv_len
     cell = max(1, -(-max(q_len, kv_len) // _MOST_CELLS))
-    by_row = layers_of(mask, q_len, kv_len, mask.batch_size or 1)
+    by_row = interval_sets_of(mask, q_len, kv_len, mask.batch_size or 1)
     parts = [f"a cell: {cell} x {cell} pairs"] if cell > 1 else []
     for number, layers in enumerate(by_row):
         parts += [f"batch row {number}:"] if len(by_row) > 1 else []
@@ -58,11 +58,11 @@ def drawn(mask: Mask, q_len: int, kv_len: int | None = None) -> str:
     return "\n".join(parts)
 
 
-def _shade(layers: Layers, queries: tuple[int, int], keys: tuple[int, int]) -> str:
-    shown, area = pairs_of(layers, queries, keys), (queries[1] - queries[0]) * (keys[1] - keys[0])
-    if shown in (0, area):
+def _shade(layers: IntervalSets, queries: tuple[int, int], keys: tuple[int, int]) -> str:
+    shown, workload = pairs_of(layers, queries, keys), (queries[1] - queries[0]) * (keys[1] - keys[0])
+    if shown in (0, workload):
         return _SHADES[-1 if shown else 0]
-    return _SHADES[1 + 3 * shown // area]
+    return _SHADES[1 + 3 * shown // workload]
 
 
 def mask_of_text(text: str) -> Mask:

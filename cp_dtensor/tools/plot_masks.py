@@ -21,13 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cp_dtensor.comm.collective import AllGather
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments, Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail, Layout
-from cp_dtensor.spec.masks import Mask, is_plain, layers_of
+from cp_dtensor.spec.masks import Mask, interval_sets_of, is_plain
 from cp_dtensor.tools.draw_mask import mask_of_text
 from cp_dtensor.tools.plot_schedule import RANK_COLOURS, seen_by
 
@@ -78,10 +78,10 @@ def picture(mask: Mask, layout: Layout, seq_len: int, ranks: int, batch_row: int
     owner, step_of = (np.full((seq_len, seq_len), NOBODY) for _ in range(2))
     times = np.zeros((seq_len, seq_len), dtype=int)
     key_owner, buffer_row = np.full(seq_len, NOBODY), np.full((ranks, seq_len), NOBODY)
-    division = LayoutDivision(layout, seq_len, seq_len, batch_size, ranks)
-    masking = Masking.BY_SHAPE if is_plain(mask, seq_len, seq_len) else Masking.BY_ROW
-    shape = CallShape(division, mask, batch_size, 1, 1, 1, 1, 1, masking)
-    (group,) = division.groups()
+    partition = LayoutPartition(layout, seq_len, seq_len, batch_size, ranks)
+    masking = Masking.BY_SHAPE if is_plain(mask, seq_len, seq_len) else Masking.INTERVALS
+    shape = CallShape(partition, mask, batch_size, 1, 1, 1, 1, 1, masking)
+    (group,) = partition.groups()
     for rank in range(ranks):
         plan = AllGather().plan(shape, rank)
         queries = np.array(_positions(group, rank))
@@ -151,7 +151,7 @@ def draw(panels: tuple[str, ...]) -> Figure:
 
 def _draw_mask(axis: Axes, mask: Mask, batch_row: int) -> None:
     seen = np.zeros((SEQ_LEN, SEQ_LEN), dtype=int)
-    of_row = layers_of(mask, SEQ_LEN, SEQ_LEN, mask.batch_size or 1)[batch_row if mask.batch_size else 0]
+    of_row = interval_sets_of(mask, SEQ_LEN, SEQ_LEN, mask.batch_size or 1)[batch_row if mask.batch_size else 0]
     for number, layer in enumerate(of_row, start=1):
         for band in layer:
             for query in range(band.first, band.last):

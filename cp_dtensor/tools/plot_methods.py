@@ -27,9 +27,9 @@ from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import Problem
 from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.transport import RotationMethod
-from cp_dtensor.engine.planner import CallRequest, Decision, RingDecision, TwoLevelDecision, UlyssesDecision, decide
-from cp_dtensor.plan.partition import LayoutDivision, UnitedDivision
+from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.engine.planner import CallRequest, Decision, NestedRingDecision, RingDecision, UlyssesDecision, decide
+from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
 from cp_dtensor.plan.tiling import gathered_rows
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
@@ -93,11 +93,11 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
     before, during = (np.full((HEADS, seq_len), NOBODY) for _ in range(2))
     owner, step, inner_step = (np.full(by_pair, NOBODY) for _ in range(3))
     times = np.zeros(by_pair, dtype=int)
-    division = LayoutDivision(layout, seq_len, seq_len, 1, int(np.prod(panel.shape)))
-    for ranks, decision in decisions(panel, division, AllToAll()):
+    partition = LayoutPartition(layout, seq_len, seq_len, 1, int(np.prod(panel.shape)))
+    for ranks, decision in decisions(panel, partition, AllToAll()):
         rank = ranks.rank
-        before[:, _rows(division, rank)] = rank
-        heads, rows = _held(decision, division, ranks)
+        before[:, _rows(partition, rank)] = rank
+        heads, rows = _held(decision, partition, ranks)
         during[slice(*heads), rows] = rank
         for tile in _tiles(decision, ranks):
             for head in range(*tile.heads):
@@ -109,11 +109,11 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
 
 
 def decisions(
-    panel: Panel, division: LayoutDivision, rotation: RotationMethod
+    panel: Panel, partition: LayoutPartition, transport: TransportMethod
 ) -> Iterator[tuple[SequenceRanks, Decision]]:
     """What every rank decides of a causal call of `HEADS` heads."""
     for ranks in _every_rank(panel.shape):
-        yield ranks, decide(_request(division, rotation), panel.method, ranks)
+        yield ranks, decide(_request(partition, transport), panel.method, ranks)
 
 
 def _every_rank(shape: tuple[int, ...]) -> Iterator[SequenceRanks]:
@@ -131,24 +131,24 @@ def _group(rank: int, size: int) -> dist.ProcessGroup:
     return make(rank, size)
 
 
-def _request(division: LayoutDivision, rotation: RotationMethod) -> CallRequest:
+def _request(partition: LayoutPartition, transport: TransportMethod) -> CallRequest:
     problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS, staircase=False)
     device = torch.device("cpu")
-    return CallRequest(division, Causal(), problem, division.batch_size, 4, device, MathAttention(), rotation)
+    return CallRequest(partition, Causal(), problem, partition.batch_size, 4, device, MathAttention(), transport)
 
 
-def _rows(division: LayoutDivision | UnitedDivision, rank: int) -> list[int]:
+def _rows(partition: LayoutPartition | MergedPartition, rank: int) -> list[int]:
     """Positions of a rank's queries."""
-    return [p for segment in division.groups()[0].q_by_rank[rank] for p in segment.positions()]
+    return [p for segment in partition.groups()[0].q_by_rank[rank] for p in segment.positions()]
 
 
-def _held(decision: Decision, division: LayoutDivision, ranks: SequenceRanks) -> tuple[Span, list[int]]:
+def _held(decision: Decision, partition: LayoutPartition, ranks: SequenceRanks) -> tuple[Span, list[int]]:
     """The query heads and the rows that a rank has while it computes."""
     if not isinstance(decision, UlyssesDecision):
-        return (0, HEADS), _rows(division, ranks.rank)
+        return (0, HEADS), _rows(partition, ranks.rank)
     size = decision.heads.world_size
     units = decision.heads.units(ranks.rank % size)
-    return decision.heads.query_heads(units), _rows(UnitedDivision(division, size), ranks.rank // size)
+    return decision.heads.query_heads(units), _rows(MergedPartition(partition, size), ranks.rank // size)
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,14 @@ def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
         for stage, inner in enumerate(decision.inner):
             units = decision.heads.units(ranks.rank % decision.heads.world_size, stage)
             yield from _tiles_of_ring(inner, decision.heads.query_heads(units))
-    elif isinstance(decision, TwoLevelDecision):
+    elif isinstance(decision, NestedRingDecision):
         for number, of_step in enumerate(decision.inner):
             for tile in () if of_step is None else _tiles_of_ring(of_step, (0, HEADS)):
                 yield replace(tile, step=number, inner_step=tile.step)
 
 
 def _tiles_of_ring(decision: RingDecision, heads: Span) -> Iterator[_Drawn]:
-    groups = decision.shape.division.groups()
+    groups = decision.shape.partition.groups()
     (group,) = groups
     queries = np.array([p for segment in group.q_by_rank[decision.plan.rank] for p in segment.positions()])
     for number, step in enumerate(decision.plan.forward):

@@ -18,14 +18,14 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.comm.transport import Rotation
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.comm.transport import KVTransport
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, gathered_rows, group_segments
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.masks import Causal
 
-DRAWN: tuple[Rotation, ...] = (AllGather(), AllToAll())  # symm_mem has the schedule of all-gather
+DRAWN: tuple[KVTransport, ...] = (AllGather(), AllToAll())  # symm_mem has the schedule of all-gather
 RANK_COLOURS = ("#f4f4f4", "#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
 PANELS: tuple[tuple[str, Layout, int], ...] = (
     ("Contiguous()", Contiguous(), 0),
@@ -45,10 +45,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, len(RANK_COLOURS)))
     arguments = parser.parse_args()
     figure, axes = plt.subplots(len(DRAWN), len(PANELS), figsize=(4 * len(PANELS), 4.9 * len(DRAWN)))
-    for row, rotation in zip(axes, DRAWN, strict=True):
+    for row, transport in zip(axes, DRAWN, strict=True):
         for axis, (title, layout, group) in zip(row, PANELS, strict=True):
-            owner, step = computed_by(layout, group, rotation, arguments.seq_len, arguments.ranks)
-            _draw(axis, owner, step, f"{title}, {rotation.name}")
+            owner, step = computed_by(layout, group, transport, arguments.seq_len, arguments.ranks)
+            _draw(axis, owner, step, f"{title}, {transport.name}")
     handles = [Patch(color=RANK_COLOURS[rank + 1], label=f"rank {rank}") for rank in range(arguments.ranks)]
     figure.legend(handles=handles, loc="lower center", ncol=arguments.ranks, fontsize=14, frameon=False)
     figure.suptitle(
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def computed_by(
-    layout: Layout, group: int, rotation: Rotation, seq_len: int, ranks: int
+    layout: Layout, group: int, transport: KVTransport, seq_len: int, ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each (query, key) pair of global positions, the rank that computes it and the step; -1 where masked."""
     owner = np.full((seq_len, seq_len), -1)
@@ -71,8 +71,8 @@ def computed_by(
         groups = group_segments(layout, seq_len, seq_len, 2, ranks)
         here = groups[group]
         queries = np.array([position for segment in here.q_by_rank[rank] for position in segment.positions()])
-        division = LayoutDivision(layout, seq_len, seq_len, 2, ranks)
-        plan = rotation.plan(CallShape(division, Causal(), 2, 1, 1, 1, 1, 1), rank)
+        partition = LayoutPartition(layout, seq_len, seq_len, 2, ranks)
+        plan = transport.plan(CallShape(partition, Causal(), 2, 1, 1, 1, 1, 1), rank)
         for number, step in enumerate(plan.forward):
             for tile in step.tiles:
                 if tile.batch != here.batch:

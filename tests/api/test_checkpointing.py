@@ -110,15 +110,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **
 
 @BACKWARD_INSIDE
 @REENTRANT
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_recompute_is_in_the_region_of_the_forward(
-    layout: Layout, rotation: str, use_reentrant: bool, inside: bool
+    layout: Layout, transport: str, use_reentrant: bool, inside: bool
 ) -> None:
     def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, hidden, use_reentrant=use_reentrant)
 
-    results = sharded(run, layout, inside, rotate_method=rotation)
+    results = sharded(run, layout, inside, rotate_method=transport)
     assert_as_alone(run, results, layout)
     assert results[0][3] == 2
 
@@ -198,7 +198,7 @@ def test_checkpoints_of_two_contexts_in_one_backward(use_reentrant: bool) -> Non
 
     def body(rank: int) -> torch.Tensor:
         block, loss = Block(), torch.zeros((), dtype=torch.float64)
-        for layout, rotation in zip(LAYOUTS, ("alltoall", "allgather", "alltoall"), strict=True):
+        for layout, transport in zip(LAYOUTS, ("alltoall", "allgather", "alltoall"), strict=True):
             hidden, grad_out = normal(BATCH, LENGTH, WIDTH, seed=5), normal(BATCH, LENGTH, WIDTH, seed=6)
             hidden.requires_grad_()
             with context_parallel(
@@ -206,7 +206,7 @@ def test_checkpoints_of_two_contexts_in_one_backward(use_reentrant: bool) -> Non
                 buffers=[block.freqs, hidden, grad_out],
                 buffer_seq_dims=[0, 1, 1],
                 layout=layout,
-                rotate_method=rotation,
+                rotate_method=transport,
             ):
                 loss = loss + (run(block, hidden) * grad_out).sum()
         loss.backward()

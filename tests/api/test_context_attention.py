@@ -27,7 +27,7 @@ WAYS_TO_CALL: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def region(**kwargs: Any) -> context_parallel:
+def context(**kwargs: Any) -> context_parallel:
     return context_parallel(dist.group.WORLD, **kwargs)
 
 
@@ -45,7 +45,7 @@ def assert_sdpa(
     def body(rank: int) -> None:
         q, k, v, grad_out = (shard(each, HeadTail(), rank, world_size) for each in whole)
         leaves = [each.requires_grad_() for each in (q, k, v)]
-        with region():
+        with context():
             out = sdpa(*leaves)
             out.backward(grad_out)
         for actual, shards in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
@@ -94,7 +94,7 @@ def test_any_number_of_leading_dims(leading: tuple[int, ...]) -> None:
 
     def body(rank: int) -> list[torch.Tensor | None]:
         buffers = [each.clone().requires_grad_() for each in (q, k, v)]
-        with region(buffers=buffers, buffer_seq_dims=[-2, -2, -2]):
+        with context(buffers=buffers, buffer_seq_dims=[-2, -2, -2]):
             out = imported_by_name(*buffers, is_causal=True)
             (out**2).sum().backward()
             assert out.shape == buffers[0].shape
@@ -114,7 +114,7 @@ def test_without_gradients(mode: Callable[[], Any], way: str) -> None:
 
     def body(rank: int) -> None:
         q, k, v = (shard(each, HeadTail(), rank, WORLD) for each in whole[:3])
-        with mode(), region():
+        with mode(), context():
             out = WAYS_TO_CALL[way](q, k, v, is_causal=True)
             assert not out.requires_grad
             assert_close(out, expected[rank])
@@ -132,7 +132,7 @@ def test_autocast_casts_as_for_plain_sdpa() -> None:
 
     def body(rank: int) -> None:
         leaves = [shard(each, HeadTail(), rank, 2).requires_grad_() for each in whole[:3]]
-        with torch.autocast("cpu", torch.bfloat16), region():
+        with torch.autocast("cpu", torch.bfloat16), context():
             out = imported_by_name(*leaves, is_causal=True)
         assert out.dtype == alone.dtype == torch.bfloat16
         assert (out.double() - shard(exact, HeadTail(), rank, 2)).norm() < allowed
@@ -152,7 +152,7 @@ def test_attention_over_a_length_that_no_buffer_has(layout: Any, buffer_length: 
 
     def body(rank: int) -> None:
         q, k, v = (shard(each, layout, rank, 4) for each in whole[:3])
-        with region(buffers=[torch.arange(buffer_length)], buffer_seq_dims=[0], layout=layout):
+        with context(buffers=[torch.arange(buffer_length)], buffer_seq_dims=[0], layout=layout):
             assert_close(imported_by_name(q, k, v, is_causal=True), shard(expected, layout, rank, 4))
 
     run_ranks(4, body)
@@ -161,7 +161,7 @@ def test_attention_over_a_length_that_no_buffer_has(layout: Any, buffer_length: 
 def test_meta_tensors_are_left_to_torch() -> None:
     def body(rank: int) -> None:
         q = torch.empty(1, 2, 5, 4, device="meta")
-        with region():
+        with context():
             assert imported_by_name(q, q, q).shape == q.shape
 
     run_ranks(2, body)
@@ -175,7 +175,7 @@ def test_compiled_functions_are_compiled_once_more_in_a_region() -> None:
     assert_close(compiled(*whole[:3]), expected)
 
     def body(rank: int) -> None:
-        with region():
+        with context():
             assert_close(
                 compiled(*(shard(each, HeadTail(), rank, 2) for each in whole[:3])),
                 shard(expected, HeadTail(), rank, 2),
@@ -227,7 +227,7 @@ def test_modules_of_torch(build: Callable[[bool, bool], nn.Module], option: bool
 
     def body(rank: int) -> list[torch.Tensor]:
         hidden = whole.clone()
-        with region(buffers=[hidden], buffer_seq_dims=[dim]):
+        with context(buffers=[hidden], buffer_seq_dims=[dim]):
             out, grads = run(hidden)
         order = shard(torch.arange(LENGTH), HeadTail(), rank, WORLD, 0)
         assert_close(out, alone.index_select(dim, order))
@@ -248,7 +248,7 @@ def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
         dropping = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
         if rank != 0:  # which would have to join a collective
             return
-        with region():
+        with context():
             for module_call in (module, dropping.eval()):
                 with pytest.raises(NotImplementedError, match="need_weights=False"):
                     module_call(hidden, hidden, hidden)

@@ -93,8 +93,8 @@ def test_documents_of_one_and_of_several_rows(method: str, window: tuple[int, in
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
-def test_queries_and_keys_of_different_lengths(rotation: str) -> None:
+@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
+def test_queries_and_keys_of_different_lengths(transport: str) -> None:
     """The last query of a document stands at its last key."""
     for window, within in (
         ((-1, -1), Full()),
@@ -106,7 +106,7 @@ def test_queries_and_keys_of_different_lengths(rotation: str) -> None:
         def body(rank: int, rows: list[Documents] = rows, window: tuple[int, int] = window) -> None:
             for mask, batch in (rows[0], 1), (Batched(rows), 2):
                 case = MaskedProblem(9, 11, mask, batch, 4, 2)
-                with context_parallel(dist.group.WORLD, seq_lens=[9, 11], rotate_method=rotation):
+                with context_parallel(dist.group.WORLD, seq_lens=[9, 11], rotate_method=transport):
                     check(rank, 3, case, HeadTail(), window)
 
         run_ranks(3, body)
@@ -127,13 +127,13 @@ def test_modules_checkpoints_and_backward_elsewhere() -> None:
     mask = documents(*TWO_ROWS, within=Causal())
     case = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2)
 
-    class Layer(nn.Module):
+    class IntervalSet(nn.Module):
         def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return packed_attention(*args)
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        module = parallelize_module(Layer(), mesh, ContextParallel(seq_len=LENGTH))
+        module = parallelize_module(IntervalSet(), mesh, ContextParallel(seq_len=LENGTH))
         check(rank, 2, case, HeadTail(), (-1, 0), attend=module)
 
         def in_context(*args: Any) -> Any:

@@ -97,7 +97,7 @@ def test_settings_change_between_forward_and_backward() -> None:
 
 def test_dtensor_inputs_to_sdpa_inside_the_context() -> None:
     def body(rank: int) -> None:
-        check_equals_full_tensors(rank, (4,), GROUPED, ((CP,),) * 3, region=context_parallel(dist.group.WORLD))
+        check_equals_full_tensors(rank, (4,), GROUPED, ((CP,),) * 3, context=context_parallel(dist.group.WORLD))
 
     run_ranks(WORLD, body)
 
@@ -195,8 +195,8 @@ def test_error_while_entering_the_context_restores_earlier_buffers(monkeypatch: 
 
     def body(rank: int) -> None:
         first, second = torch.arange(16.0), torch.arange(8.0)
-        region = context_parallel(dist.group.WORLD, buffers=[first, second], buffer_seq_dims=[0, 0])
-        with pytest.raises(MemoryError), region:
+        context = context_parallel(dist.group.WORLD, buffers=[first, second], buffer_seq_dims=[0, 0])
+        with pytest.raises(MemoryError), context:
             pass
         assert (first.tolist(), second.tolist()) == (list(range(16)), list(range(8)))
         q = torch.randn(1, 1, rank + 1, 4)

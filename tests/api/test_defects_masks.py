@@ -17,7 +17,7 @@ from support.problems import shard
 from support.ranks import run_ranks
 
 from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Striped, context_parallel
-from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.attention.modifiers import Modifiers
 
 WORLD = 4
 NAMES = ("out", "dq", "dk", "dv")
@@ -95,14 +95,14 @@ def test_packed_documents(layout: Any) -> None:
 @contextmanager
 def generators_seeded(seed: int) -> Iterator[None]:
     """Every rank draws as if its generator had just got this seed. (Ranks that are threads share one.)"""
-    original, lock = Extras.drawn, threading.Lock()
+    original, lock = Modifiers.drawn, threading.Lock()
 
     def drawn_alone(*arguments: Any) -> Any:
         with lock, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return original(*arguments)
 
-    with mock.patch.object(Extras, "drawn", drawn_alone):
+    with mock.patch.object(Modifiers, "drawn", drawn_alone):
         yield
 
 

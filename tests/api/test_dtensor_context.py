@@ -26,7 +26,7 @@ from cp_dtensor import HeadTail, context_parallel
 
 def _own_ranks(rank: int, placements: Placements) -> None:
     check_equals_full_tensors(
-        rank, (4,), GROUPED, (placements,) * 3, region=context_parallel(init_device_mesh("cpu", (4,)))
+        rank, (4,), GROUPED, (placements,) * 3, context=context_parallel(init_device_mesh("cpu", (4,)))
     )
 
 
@@ -36,8 +36,8 @@ def test_dtensors_over_its_own_ranks_mean_their_full_tensors(placements: Placeme
 
 
 def _own_ranks_and_more(rank: int) -> None:
-    region = context_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))["cp"])
-    assert check_equals_full_tensors(rank, (2, 2), GROUPED, ((CP, TP),) * 3, region=region) == (CP, TP)
+    context = context_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))["cp"])
+    assert check_equals_full_tensors(rank, (2, 2), GROUPED, ((CP, TP),) * 3, context=context) == (CP, TP)
 
 
 def test_dtensors_over_its_own_and_other_ranks_mean_their_full_tensors() -> None:
@@ -45,8 +45,8 @@ def test_dtensors_over_its_own_and_other_ranks_mean_their_full_tensors() -> None
 
 
 def _one_rank(rank: int) -> None:
-    region = context_parallel(init_device_mesh("cpu", (1,)))  # a job that was configured not to shard
-    assert check_equals_full_tensors(rank, (1,), CAUSAL, ((CP,),) * 3, region=region) == (CP,)
+    context = context_parallel(init_device_mesh("cpu", (1,)))  # a job that was configured not to shard
+    assert check_equals_full_tensors(rank, (1,), CAUSAL, ((CP,),) * 3, context=context) == (CP,)
 
 
 def test_in_a_context_of_one_rank_dtensors_mean_their_full_tensors() -> None:

@@ -237,7 +237,7 @@ def test_dtensors_over_both_axes_of_a_context_mean_what_they_say() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=RING_ULYSSES)
         for method in ("hybrid", "ring"):
-            region = context_parallel(mesh, method=method)
-            check_equals_full_tensors(rank, (2, 2), EVEN[1], SEQ_OF_ALL, (CP, CP), region=region, mesh=mesh)
+            context = context_parallel(mesh, method=method)
+            check_equals_full_tensors(rank, (2, 2), EVEN[1], SEQ_OF_ALL, (CP, CP), context=context, mesh=mesh)
 
     run_ranks(4, body)

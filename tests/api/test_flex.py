@@ -11,12 +11,12 @@ from support.collectives import kinds, recorded_collectives
 from support.flex_checks import (
     SCALE,
     block_mask,
+    context,
     dense_flex_attention,
     distance,
     documents,
     draw,
     one_device,
-    region,
     window,
 )
 from support.problems import shard
@@ -96,7 +96,7 @@ def test_in_a_context_torchs_own_attends_to_the_whole_sequence(
 
     def body(rank: int) -> None:
         q, k, v, _ = (shard(tensor, layout, rank, ranks) for tensor in whole)
-        with region(layout=layout):
+        with context(layout=layout):
             local, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
         assert_close(local, shard(out, layout, rank, ranks))
         torch.testing.assert_close(aux.lse.double(), shard(lse, layout, rank, ranks), rtol=0, atol=1e-5)
@@ -114,7 +114,7 @@ def test_gradients(case: str, layout: Layout, length: int, ranks: int) -> None:
     def body(rank: int) -> None:
         *local, grad = (shard(tensor, layout, rank, ranks) for tensor in whole)
         inputs = [tensor.requires_grad_() for tensor in local]
-        with region(layout=layout):
+        with context(layout=layout):
             out = flex_attention(*inputs, **arguments)
         for got, wanted in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
             assert_close(got, shard(wanted, layout, rank, ranks))
@@ -170,7 +170,7 @@ def test_keys_of_another_length() -> None:
     def body(rank: int) -> None:
         *local, local_grad = (shard(tensor, HeadTail(), rank, 3) for tensor in (q, k, v, grad))
         inputs = [tensor.requires_grad_() for tensor in local]
-        with region():
+        with context():
             out = flex_attention(*inputs, block_mask=mask, scale=SCALE, enable_gqa=True)
         for got, wanted in zip((out, *torch.autograd.grad(out, inputs, local_grad)), expected, strict=False):
             assert_close(got, shard(wanted, HeadTail(), rank, 3))
@@ -187,7 +187,7 @@ def test_recomputed_after_the_context_has_been_left(use_reentrant: bool) -> None
     def body(rank: int) -> None:
         *local, grad = (shard(tensor, HeadTail(), rank, 2) for tensor in whole)
         inputs = [tensor.requires_grad_() for tensor in local]
-        with region():
+        with context():
             out = checkpoint(lambda q, k, v: flex_attention(q, k, v, **arguments), *inputs, use_reentrant=use_reentrant)
         out.backward(grad)
         for got, wanted in zip((out, *(tensor.grad for tensor in inputs)), expected, strict=False):
@@ -212,7 +212,7 @@ def test_gradients_of_what_a_score_captures_are_shares() -> None:
     def body(rank: int) -> torch.Tensor:
         *local, grad = (shard(tensor, HeadTail(), rank, 3) for tensor in whole)
         leaf = bias.clone().requires_grad_()
-        with region():
+        with context():
             out = flex_attention(*local, score_mod=scored(leaf), enable_gqa=True)
         return torch.autograd.grad(out, leaf, grad)[0]
 
@@ -257,7 +257,7 @@ def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch:
     def body(rank: int) -> None:
         local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
         arguments = {"block_mask": mask, "scale": SCALE, "enable_gqa": True}
-        with region():
+        with context():
             for options in (promised, {**promised, "BLOCK_M": 64}):
                 out = flex_attention(*local, kernel_options=options, **arguments)
                 assert_close(out, shard(expected, HeadTail(), rank, 2))
@@ -267,7 +267,7 @@ def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch:
     taken.clear()
 
     def alone(rank: int) -> None:
-        with region():
+        with context():
             flex_attention(*whole[:3], block_mask=mask, enable_gqa=True, kernel_options=promised)
 
     run_ranks(1, alone)

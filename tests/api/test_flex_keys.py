@@ -16,7 +16,7 @@ from cp_dtensor.api.flex import gather_kv as flex_in_place
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.transport import RotationMethod
+from cp_dtensor.comm.transport import TransportMethod
 
 RANKS = 3
 each_layout = pytest.mark.parametrize("layout", [*IN_PLACE, *BY_INDEX], ids=repr)
@@ -42,7 +42,7 @@ class ByStages(AllGather):
 @pytest.fixture
 def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", 1)
-    monkeypatch.setattr(flex_in_place, "rotation_of_all_rows", lambda *_: ByStages())
+    monkeypatch.setattr(flex_in_place, "transport_of_all_rows", lambda *_: ByStages())
 
 
 @each_memory
@@ -84,7 +84,7 @@ def test_they_do_so_by_shared_memory(
     assert machine.copies
 
 
-def check_all_dtypes(layout: Layout, memory: str, method: RotationMethod = AllGather()) -> None:  # noqa: B008
+def check_all_dtypes(layout: Layout, memory: str, method: TransportMethod = AllGather()) -> None:  # noqa: B008
     dtypes = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
     if memory == "signs for later":
         dtypes = dtypes[1:]  # torch has no minus for one byte

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives import kinds, recorded_collectives
-from support.flex_checks import SCALE, block_mask, draw, one_device, region, window
+from support.flex_checks import SCALE, block_mask, context, draw, one_device, window
 from support.problems import shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,8 +37,8 @@ def test_outside_of_regions_and_after_them_it_is_torchs_own() -> None:
     expected = flex_attention(q, k, v, enable_gqa=True)
 
     def body(rank: int) -> None:
-        with region():
-            with region(layout=Contiguous()):
+        with context():
+            with context(layout=Contiguous()):
                 assert flex_attention.__code__ is not code
             local = flex_attention(*(shard(tensor, HeadTail(), rank, 2) for tensor in (q, k, v)), enable_gqa=True)
             assert_close(local, shard(expected, HeadTail(), rank, 2))
@@ -56,7 +56,7 @@ def test_others_code_of_the_function_stays() -> None:
     code = flex_attention.__code__
 
     def body(rank: int) -> None:
-        with region():
+        with context():
             flex_attention.__code__ = other.__code__
 
     try:
@@ -69,7 +69,7 @@ def test_others_code_of_the_function_stays() -> None:
 def test_meta_tensors_are_left_to_torch() -> None:
     def body(rank: int) -> None:
         q = torch.empty(1, 2, 5, 4, device="meta")
-        with region(), pytest.raises(ValueError, match="Found input tensors on meta"):
+        with context(), pytest.raises(ValueError, match="Found input tensors on meta"):
             flex_attention(q, q, q)
 
     run_ranks(1, body)
@@ -86,7 +86,7 @@ def test_masks_of_other_lengths_are_refused_alike_before_anything_is_sent(
 
     def body(rank: int) -> None:
         q, k, v, _ = (shard(tensor, HeadTail(), rank, 2) for tensor in whole)
-        with region():
+        with context():
             flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
     def function(rank: int) -> None:
@@ -113,7 +113,7 @@ def test_masks_of_other_batch_rows_are_refused_alike_before_anything_is_sent() -
     def body(rank: int) -> None:
         layout = MirroredBatch()
         q = shard(whole, layout, rank, 3)
-        with region(layout=layout):
+        with context(layout=layout):
             flex_attention(q, q, q, block_mask=mask)
 
     with (
@@ -129,7 +129,7 @@ def test_in_debug_mode_ranks_compare_their_masks_lengths() -> None:
 
     def body(rank: int) -> None:
         q, k, v, _ = (shard(tensor, HeadTail(), rank, 2) for tensor in whole)
-        with region(debug=True):
+        with context(debug=True):
             flex_attention(q, k, v, block_mask=block_mask(window, 32 if rank else 31), enable_gqa=True)
 
     with pytest.raises(ValueError, match="disagree about declared_q"):
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused() -> None:
     mask = block_mask(window, 16, batch=2)
 
     def body(rank: int) -> None:
-        with region():
+        with context():
             with pytest.raises(TypeError, match="expected block_mask to be a BlockMask or None, got Tensor"):
                 flex_attention(q, q, q, block_mask=torch.ones(16, 16))  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="enable_gqa=True"):
@@ -157,10 +157,10 @@ def test_what_does_not_fit_is_refused() -> None:
             nested = torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged)
             with pytest.raises(NotImplementedError, match="nested tensors"):
                 flex_attention(nested, nested, nested)
-        with region(mask=Causal()), pytest.raises(NotImplementedError, match="does not take the mask of its context"):
+        with context(mask=Causal()), pytest.raises(NotImplementedError, match="does not take the mask of its context"):
             flex_attention(q, q, q)
         with (
-            region(layout=MirroredBatch(), buffers=[torch.ones(4, 16)], buffer_seq_dims=[1]),
+            context(layout=MirroredBatch(), buffers=[torch.ones(4, 16)], buffer_seq_dims=[1]),
             pytest.raises(ValueError, match="needs the batch size of the buffers, 4"),
         ):
             flex_attention(q, q, q)
@@ -197,7 +197,7 @@ class _OwnRecompute(torch.autograd.Function):
 def test_in_a_backward_of_somebody_elses_it_is_refused() -> None:
     def body(rank: int) -> None:
         q = torch.randn(1, 2, 8, 4, requires_grad=True)
-        with region(), pytest.raises(RuntimeError, match="cannot be told whether the call belongs to the region"):
+        with context(), pytest.raises(RuntimeError, match="cannot be told whether the call belongs to the region"):
             _OwnRecompute.apply(q).sum().backward()
 
     run_ranks(2, body)
@@ -213,7 +213,7 @@ def test_on_one_rank_arguments_are_torchs() -> None:
     )  # fmt: skip
 
     def body(rank: int, ranks: int) -> None:
-        with region():
+        with context():
             q, k, v, _ = (shard(tensor, HeadTail(), rank, ranks) for tensor in whole)
             for mask in (block_mask(window, 20), one_block):
                 out = flex_attention(q, k, v, block_mask=mask, scale=SCALE, enable_gqa=True)

@@ -42,16 +42,16 @@ from cp_dtensor.comm.collective import AllGather
 
 @pytest.mark.parametrize("seq_len", [None, LENGTH])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_the_module_attends_to_the_whole_sequence(
-    layout: Layout, rotation: str, is_causal: bool, seq_len: int | None
+    layout: Layout, transport: str, is_causal: bool, seq_len: int | None
 ) -> None:
     out, grad_input, grad_weight = alone(is_causal)
 
     def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         module, whole = Attention(is_causal), WHOLE.clone().requires_grad_()
-        style = ContextParallel(layout=layout, rotate_method=rotation, seq_len=seq_len)
+        style = ContextParallel(layout=layout, rotate_method=transport, seq_len=seq_len)
         assert parallelize_module(module, init_device_mesh("cpu", (WORLD,)), style) is module
         (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
         local_out = module(hidden)

@@ -16,9 +16,9 @@ from cp_dtensor.attention.masked import (
     attention_delta,
     attention_forward,
 )
-from cp_dtensor.attention.triton import reference as attention_twin
-from cp_dtensor.attention.triton.dropout import Dropout, kept_twin
-from cp_dtensor.attention.triton.reference import seen_twin
+from cp_dtensor.attention.triton import reference as attention_reference
+from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
+from cp_dtensor.attention.triton.reference import seen_reference
 
 ROWS, COLUMNS, HEADS = 23, 29, 4
 SHAPES = [(2, HEADS, ROWS, COLUMNS), (HEADS, 1, COLUMNS), (2, 1, ROWS, 1), (1, HEADS, 1, 1), (ROWS, COLUMNS), (1,), ()]
@@ -41,12 +41,12 @@ def expected_gradient(
     q, k, v = tensors
     k, v = (x.repeat_interleave(HEADS // 2, 1) for x in (k, v))
     leaf = bias.clone().requires_grad_()
-    seen = seen_twin(range(ROWS), range(COLUMNS), q.device, **mask.arguments())
+    seen = seen_reference(range(ROWS), range(COLUMNS), q.device, **mask.arguments())
     seen = torch.ones(ROWS, COLUMNS, dtype=torch.bool) if seen is None else seen
     logits = (SCALE * q @ k.mT + leaf.nan_to_num(neginf=0.0)).masked_fill(~(seen & (leaf > -float("inf"))), -1e300)
     weights = logits.softmax(-1) * (logits > -1e300)
     if dropout is not None:
-        kept = kept_twin(dropout, 2, HEADS, range(ROWS), range(COLUMNS))
+        kept = kept_reference(dropout, 2, HEADS, range(ROWS), range(COLUMNS))
         weights = weights * kept * dropout.scale
     ((weights @ v) * grad_out).sum().backward()
     assert leaf.grad is not None
@@ -61,8 +61,8 @@ def test_gradient_of_a_bias(
 ) -> None:
     tensors, grad_out, bias = draw(shape)
     dropout = None if p is None else dropout_of(ROWS, COLUMNS, p)
-    monkeypatch.setattr(attention_twin, "_MASKED_ROWS", 8)
-    monkeypatch.setattr(attention_twin, "LOGITS_BYTES", 2 * HEADS * 5 * COLUMNS * 8)
+    monkeypatch.setattr(attention_reference, "_MASKED_ROWS", 8)
+    monkeypatch.setattr(attention_reference, "LOGITS_BYTES", 2 * HEADS * 5 * COLUMNS * 8)
     out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, dropout=dropout)
     delta = attention_delta(grad_out, out)
     got = attention_bias_gradient(grad_out, *tensors, lse, mask, SCALE, bias=bias, delta=delta, dropout=dropout)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.triton import reference as attention_twin
+from cp_dtensor.attention.triton import reference as attention_reference
 from cp_dtensor.tools.row_masks import documents, window
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
@@ -42,8 +42,8 @@ def test_results_do_not_depend_on_blocks(
     state = attention_forward(*tensors, masks_of(ROWS, COLUMNS)["causal, from below"], SCALE)
     masks = masks_of(ROWS, COLUMNS).values()
     expected = [computed(tensors, mask, bias, state) for mask in masks]
-    monkeypatch.setattr(attention_twin, "LOGITS_BYTES", limit * 2 * HEADS * COLUMNS * 8)
-    monkeypatch.setattr(attention_twin, "_MASKED_ROWS", 7)
+    monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit * 2 * HEADS * COLUMNS * 8)
+    monkeypatch.setattr(attention_reference, "_MASKED_ROWS", 7)
     for mask, wanted in zip(masks_of(ROWS, COLUMNS).values(), expected, strict=True):
         for x, y in zip(computed(tensors, mask, bias, state), wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
@@ -65,7 +65,7 @@ class _Largest(TorchDispatchMode):
 def test_logits_take_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2 * 4 * 1000 * 1000 logits there are never more than the limit; the tensors themselves take 0.5 MiB."""
     limit = 2**20
-    monkeypatch.setattr(attention_twin, "LOGITS_BYTES", limit)
+    monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit)
     tensors = draw(1000, 1000, 4, torch.float32)
     with _Largest() as largest:
         computed(tensors, masks_of(1000, 1000)[name])

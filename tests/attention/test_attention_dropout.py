@@ -25,7 +25,7 @@ from support.attention_kernels import (
 from support.dropouts import dropout_in_runs, dropout_of, moved
 
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.triton.dropout import kept_twin
+from cp_dtensor.attention.triton.dropout import kept_reference
 
 
 @interpreted
@@ -33,7 +33,7 @@ from cp_dtensor.attention.triton.dropout import kept_twin
 def test_kernels_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
     rows, columns = 20, 40
     dropout = dropout_of(rows, columns)
-    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
     config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
     for got in patterns(dropout, rows, columns, config, device):
         assert torch.equal(got, expected)
@@ -50,7 +50,7 @@ def moved_by(dropout: Dropout, rows: int, columns: int, step: int = 1) -> Dropou
 def test_kernels_of_runs_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
     rows, columns = 38, 56
     dropout = dropout_in_runs(rows, columns)
-    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
     config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
     for one in (dropout, replace(dropout, in_runs=False)):
         for got in patterns(one, rows, columns, config, device):
@@ -63,7 +63,7 @@ def test_kernels_keep_what_the_twin_keeps_wherever_runs_begin(device: str, by: t
     """Moved by a part of a run, and in stripes."""
     rows, columns = 17, 32
     dropout = moved_by(dropout_in_runs(rows, columns), *by, step)
-    expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+    expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
     for got in patterns(dropout, rows, columns, SMALL, device):
         assert torch.equal(got, expected)
 

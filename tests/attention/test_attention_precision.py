@@ -9,7 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from cp_dtensor.attention.masked import attention_backward, attention_forward, uses_triton
-from cp_dtensor.attention.triton.reference import attention_backward_twin, attention_forward_twin, seen_twin
+from cp_dtensor.attention.triton.reference import (
+    attention_backward_reference,
+    attention_forward_reference,
+    seen_reference,
+)
 
 ROWS, HEADS, KV_HEADS = 1000, 4, 2
 POSITION = torch.arange(ROWS)
@@ -52,14 +56,14 @@ def test_errors_are_those_of_torch(name: str, dim: int, dtype: torch.dtype) -> N
     wide = [x.double() for x in (q, k, v, grad_out)]
     exact, exact_lse = torch.empty_like(wide[0]), torch.empty_like(lse, dtype=torch.float64)
     arguments = mask.arguments()
-    attention_forward_twin(exact, exact_lse, *wide[:3], scale, **arguments)
+    attention_forward_reference(exact, exact_lse, *wide[:3], scale, **arguments)
     gradients = tuple(torch.empty_like(x) for x in wide[:3])
     delta = (exact * wide[3]).sum(-1)
-    attention_backward_twin(*gradients, wide[3], *wide[:3], exact_lse, delta, scale, **arguments)
+    attention_backward_reference(*gradients, wide[3], *wide[:3], exact_lse, delta, scale, **arguments)
     expected = (exact, *gradients)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    seen = seen_twin(range(ROWS), range(ROWS), q.device, **arguments)
+    seen = seen_reference(range(ROWS), range(ROWS), q.device, **arguments)
     repeated = [x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:]]
     with sdpa_kernel(BACKENDS.get(dtype, [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])):
         torchs = scaled_dot_product_attention(leaves[0], *repeated, attn_mask=seen, scale=scale)

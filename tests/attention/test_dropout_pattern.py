@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.dropouts import dropout_in_runs, dropout_of, ordered
 
-from cp_dtensor.attention.triton.dropout import are_in_runs, kept_twin, philox_twin
+from cp_dtensor.attention.triton.dropout import are_in_runs, kept_reference, philox_reference
 
 ONES = 2**32 - 1
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -27,18 +27,18 @@ def test_philox_gives_the_known_answers(
     rounds: int, counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
 ) -> None:
     seed = key[0] + (key[1] - 2**32 * (key[1] >> 31)) * 2**32  # 64 bits as a signed number
-    got = philox_twin(torch.tensor(seed), tuple(torch.tensor(x) for x in counter), rounds)
+    got = philox_reference(torch.tensor(seed), tuple(torch.tensor(x) for x in counter), rounds)
     assert tuple(map(int, got)) == words
 
 
 def test_an_element_is_a_number_of_its_counter() -> None:
     """2 query positions and 4 key positions share a counter."""
     dropout = dropout_of(50, 40)
-    kept = kept_twin(dropout, 2, 3, range(1, 50), range(2, 40))
+    kept = kept_reference(dropout, 2, 3, range(1, 50), range(2, 40))
     for batch, head, row, column in product((0, 1), (0, 2), range(1, 50, 3), range(2, 40)):
         q, kv = int(dropout.q_positions[batch, row]), int(dropout.kv_positions[batch, column])
         counter = ((q - (q & 8)) % 2**32, (kv - (kv & 9)) % 2**32, 3 + batch, 5 + head)
-        words = philox_twin(dropout.seed, tuple(torch.tensor(x) for x in counter))
+        words = philox_reference(dropout.seed, tuple(torch.tensor(x) for x in counter))
         number = int(words[(q >> 3 & 1) * 2 + (kv >> 3 & 1)]) >> 16 * (kv & 1) & 0xFFFF
         assert kept[batch, head, row - 1, column - 2].item() == (number / 2**16 >= dropout.threshold / 2**16)
 
@@ -91,7 +91,7 @@ NEAR = [(0, 1), (1, 0), (1, 1), (0, 8), (8, 0), (8, 8), (0, 9), (8, 1), (8, 9), 
 def test_fractions_are_kept(p: float) -> None:
     """Of everything, and of each row, column and head."""
     count = 200
-    kept = kept_twin(ordered(p, 7, count, count), 2, 3, range(count), range(count)).double()
+    kept = kept_reference(ordered(p, 7, count, count), 2, 3, range(count), range(count)).double()
     for dims in ((), (0, 1, 2), (0, 1, 3), (0, 2, 3)):
         fractions = kept.mean(dims) if dims else kept.mean()
         drawn = kept.numel() / fractions.numel()
@@ -102,8 +102,8 @@ def test_fractions_are_kept(p: float) -> None:
 
 def test_seeds_heads_batch_rows_and_neighbours_are_independent() -> None:
     count = 100
-    kept = kept_twin(ordered(0.5, 1, count, count), 2, 2, range(count), range(count)).double() - 0.5
-    other = kept_twin(ordered(0.5, 1 + 2**32, count, count), 2, 2, range(count), range(count)).double() - 0.5
+    kept = kept_reference(ordered(0.5, 1, count, count), 2, 2, range(count), range(count)).double() - 0.5
+    other = kept_reference(ordered(0.5, 1 + 2**32, count, count), 2, 2, range(count), range(count)).double() - 0.5
     pairs = [(kept, other), (kept, kept.mT), (kept[0], kept[1]), (kept[:, 0], kept[:, 1])]
     pairs += [(kept[..., r:, c:], kept[..., : count - r, : count - c]) for r, c in NEAR]
     pairs += [(kept[..., r:, : count - c], kept[..., : count - r, c:]) for r, c in NEAR]
@@ -114,7 +114,7 @@ def test_seeds_heads_batch_rows_and_neighbours_are_independent() -> None:
 def test_what_shares_a_counter_is_independent() -> None:
     """Each pair of the 8 elements, at a probability that is no half, and how many of the 8 are kept."""
     count, p = 320, 0.2
-    kept = kept_twin(ordered(p, 3, count, count), 2, 2, range(count), range(count)).double()
+    kept = kept_reference(ordered(p, 3, count, count), 2, 2, range(count), range(count)).double()
     runs = kept.unflatten(-1, (-1, 2, 4, 2)).unflatten(2, (-1, 2, 8))
     groups = runs.movedim((3, 6, 8), (0, 1, 2)).reshape(8, -1)  # rows, halves of runs of columns, and neighbours
     drawn = groups.size(1)

@@ -17,7 +17,7 @@ from cp_dtensor.attention.backends.aten import (
     FlashAttention,
     MathAttention,
 )
-from cp_dtensor.attention.backends.base import LocalAttention, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.backends.select import backend_by_name, choose_backend
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, ShapedMask
 
@@ -103,7 +103,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
 
 
 def check_contract(
-    backend: LocalAttention, case: Case, mask: ShapedMask, scale: float, transposed: bool = False
+    backend: AttentionBackend, case: Case, mask: ShapedMask, scale: float, transposed: bool = False
 ) -> None:
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
         """The same values, in memory as (B, S, H, D) where the test asks for that."""
@@ -131,7 +131,7 @@ def problem_of(case: Case, staircase: bool) -> Problem:
     return Problem(q.device.type, capability, q.dtype, q.size(3), v.size(3), q.size(1), k.size(1), staircase)
 
 
-def skip_if_refused(backend: LocalAttention, case: Case, mask: ShapedMask) -> None:
+def skip_if_refused(backend: AttentionBackend, case: Case, mask: ShapedMask) -> None:
     """Only on GPUs: on CPUs both backends take every case here."""
     reason = backend.refusal(problem_of(case, staircase=mask.block > 1))
     if reason is not None:
@@ -143,7 +143,7 @@ def skip_if_refused(backend: LocalAttention, case: Case, mask: ShapedMask) -> No
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_tiles_and_dtypes(
-    backend: LocalAttention, device: str, mask: ShapedMask, rows: int, columns: int, dtype: torch.dtype
+    backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     case = make_case(mask, rows, columns, dtype, device, scale=0.25)
     skip_if_refused(backend, case, mask)
@@ -154,7 +154,7 @@ def test_tiles_and_dtypes(
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_query_heads_share_key_heads(
-    backend: LocalAttention, device: str, mask: ShapedMask, rows: int, columns: int, kv_heads: int
+    backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int, kv_heads: int
 ) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25, kv_heads=kv_heads)
@@ -164,7 +164,7 @@ def test_query_heads_share_key_heads(
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
-def test_transposed_memory(backend: LocalAttention, device: str, mask: ShapedMask, rows: int, columns: int) -> None:
+def test_transposed_memory(backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25)
     skip_if_refused(backend, case, mask)
@@ -174,7 +174,7 @@ def test_transposed_memory(backend: LocalAttention, device: str, mask: ShapedMas
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("scale", [0.01, 2.0])
 @pytest.mark.parametrize("head_dim", [8, 64])
-def test_scales_and_head_dims(backend: LocalAttention, device: str, scale: float, head_dim: int) -> None:
+def test_scales_and_head_dims(backend: AttentionBackend, device: str, scale: float, head_dim: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float16
     case = make_case(CAUSAL_TILE, 33, 33, dtype, device, scale, head_dim=head_dim)
     skip_if_refused(backend, case, CAUSAL_TILE)
@@ -183,7 +183,7 @@ def test_scales_and_head_dims(backend: LocalAttention, device: str, scale: float
 
 @pytest.mark.parametrize("head_dim", [1, 3, 17])
 @pytest.mark.parametrize("backend", [CpuFlashAttention(), MathAttention()], ids=["flash", "math"])
-def test_odd_head_dims_on_cpus(backend: LocalAttention, head_dim: int) -> None:
+def test_odd_head_dims_on_cpus(backend: AttentionBackend, head_dim: int) -> None:
     case = make_case(CAUSAL_TILE, 9, 9, torch.float64, "cpu", 0.3, head_dim=head_dim)
     check_contract(backend, case, CAUSAL_TILE, 0.3)
 
@@ -213,7 +213,7 @@ AMPERE = replace(HOPPER, capability=(8, 0))
         (EfficientAttention(), replace(HOPPER, v_head_dim=12), "multiples of 8, got .*12"),
     ],
 )
-def test_refusals_say_why(backend: LocalAttention, problem: Problem, reason: str) -> None:
+def test_refusals_say_why(backend: AttentionBackend, problem: Problem, reason: str) -> None:
     refusal = backend.refusal(problem)
     assert isinstance(refusal, str)
     assert re.search(reason, refusal)
@@ -239,7 +239,7 @@ def test_math_refuses_nothing(problem: Problem) -> None:
         (replace(AMPERE, capability=(7, 5)), EfficientAttention),
     ],
 )
-def test_the_fastest_backend_that_can_is_chosen(problem: Problem, expected: type[LocalAttention]) -> None:
+def test_the_fastest_backend_that_can_is_chosen(problem: Problem, expected: type[AttentionBackend]) -> None:
     assert type(choose_backend(problem)) is expected
 
 
@@ -255,7 +255,7 @@ def test_the_fastest_backend_that_can_is_chosen(problem: Problem, expected: type
     ],
 )
 def test_sdpa_kernel_says_what_is_allowed(
-    allowed: SDPBackend | list[SDPBackend], problem: Problem, expected: type[LocalAttention]
+    allowed: SDPBackend | list[SDPBackend], problem: Problem, expected: type[AttentionBackend]
 ) -> None:
     with sdpa_kernel(allowed):
         assert type(choose_backend(problem)) is expected
@@ -271,7 +271,7 @@ def test_sdpa_kernel_says_what_is_allowed(
     ],
 )
 def test_sdpa_kernel_with_priority_says_the_order_too(
-    order: list[SDPBackend], problem: Problem, expected: type[LocalAttention]
+    order: list[SDPBackend], problem: Problem, expected: type[AttentionBackend]
 ) -> None:
     before = type(choose_backend(problem))
     with sdpa_kernel(order, set_priority=True):
@@ -291,6 +291,6 @@ def test_when_nothing_can_do_it_every_backend_says_why() -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), [pytest.param(*case.values, id=case.id) for case in BACKENDS])
-def test_backends_are_found_by_name_and_device(backend: LocalAttention, device: str) -> None:
+def test_backends_are_found_by_name_and_device(backend: AttentionBackend, device: str) -> None:
     assert type(backend_by_name(backend.name, device)) is type(backend)
     assert backend.name in SDPBackend.__members__

@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from support.ring_checks import attend, check_against_reference
 
 from cp_dtensor import HeadTail, Layout, Striped
-from cp_dtensor.attention.backends.base import LocalAttention
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.base import Problem as Facts
 from cp_dtensor.attention.backends.select import backend_by_name, with_wide_gradients
 from cp_dtensor.attention.backends.wide_gradients import WideGradients
@@ -53,7 +53,7 @@ def test_others_keep_their_gradients(name: str, problem: Facts) -> None:
 
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wide(backend: LocalAttention, _: Facts) -> LocalAttention:
+    def wide(backend: AttentionBackend, _: Facts) -> AttentionBackend:
         return WideGradients(backend)
 
     monkeypatch.setattr(planning, "with_wide_gradients", wide)
@@ -75,8 +75,8 @@ def test_less_is_rounded() -> None:
     tensors = problem.draw(0)
     truth = reference(problem, *tensors)
 
-    def errors(ranks: int, rotation: str) -> list[float]:
-        results = run_ranks(ranks, attend, ranks, tensors, problem, HeadTail(), {"rotate_method": rotation})
+    def errors(ranks: int, transport: str) -> list[float]:
+        results = run_ranks(ranks, attend, ranks, tensors, problem, HeadTail(), {"rotate_method": transport})
         found = []
         for index, whole in enumerate(truth):
             parts = [shard(whole, HeadTail(), rank, ranks) for rank in range(ranks)]

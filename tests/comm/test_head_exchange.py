@@ -21,7 +21,7 @@ from support.schedules import any_layout
 from cp_dtensor.comm import collective as exchange
 from cp_dtensor.comm import head_exchange as heads
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows, ToHeads, ToRows, _Blocks
-from cp_dtensor.plan.head_partition import divide_heads
+from cp_dtensor.plan.head_partition import partition_heads
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span
 
@@ -164,17 +164,17 @@ def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change)
 )
 def test_stages_of_divided_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
     """Each stage has regular parts of all heads, key heads as often as ranks need them; they come home as copies."""
-    division, ranks = divide_heads(q_heads, kv_heads, 3, stages), 3
+    partition, ranks = partition_heads(q_heads, kv_heads, 3, stages), 3
     queries, keys = (
         Kind(10, HeadTail(), spans([q_heads, 0, 0]), (4,)),
         Kind(7, HeadTail(), spans([kv_heads, 0, 0]), (4, 2)),
     )
     whole = [kind.whole(2, torch.float64) for kind in (queries, keys)]
-    units = [[division.units(rank, stage) for rank in range(ranks)] for stage in range(division.stages)]
+    units = [[partition.units(rank, stage) for rank in range(ranks)] for stage in range(partition.stages)]
     by_stage = [
         (
-            HeadRows(queries.head_rows.rows, tuple(map(division.query_heads, of_stage))),
-            HeadRows(keys.head_rows.rows, tuple(of_stage), division.copies),
+            HeadRows(queries.head_rows.rows, tuple(map(partition.query_heads, of_stage))),
+            HeadRows(keys.head_rows.rows, tuple(of_stage), partition.copies),
         )
         for of_stage in units
     ]
@@ -182,14 +182,14 @@ def test_stages_of_divided_heads(in_place: bool, q_heads: int, kv_heads: int, st
     def body(rank: int) -> None:
         way = CollectiveHeads()
         mine = [[shard(tensor, HeadTail(), rank, ranks) for tensor in tensors] for tensors in whole]
-        copies = [tensor.repeat_interleave(division.copies, dim=1) for tensor in mine[1]]
+        copies = [tensor.repeat_interleave(partition.copies, dim=1) for tensor in mine[1]]
         targets = [[torch.full_like(tensor, -1) for tensor in tensors] for tensors in (mine[0], copies)]
         arriving = way.to_heads(mine, by_stage, dist.group.WORLD)
         for stage, of_stage in enumerate(units):
             (stage_q,), stage_kv = arriving.receive()
-            start, stop = division.query_heads(of_stage[rank])
+            start, stop = partition.query_heads(of_stage[rank])
             assert torch.equal(stage_q, queries.in_order(whole[0][0])[:, start:stop])
-            read = [unit // division.copies for unit in range(*of_stage[rank])]
+            read = [unit // partition.copies for unit in range(*of_stage[rank])]
             assert all(
                 torch.equal(got, keys.in_order(all_)[:, read]) for got, all_ in zip(stage_kv, whole[1], strict=True)
             )

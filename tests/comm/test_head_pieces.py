@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cp_dtensor.comm.head_exchange_symm_mem import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
 from cp_dtensor.engine.planner import exchange_stages
-from cp_dtensor.plan.head_partition import divide_heads
-from cp_dtensor.plan.partition import LayoutDivision, UnitedDivision
+from cp_dtensor.plan.head_partition import partition_heads
+from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 
 kernel = pytest.importorskip("cp_dtensor.comm.triton_kernels")
@@ -62,14 +62,14 @@ def check(
     copy: object, layout: Layout, length: int, batch: int, ranks: int, q_heads: int, kv_heads: int, stages: int,
     device: str = "cpu",
 ) -> None:  # fmt: skip
-    division = LayoutDivision(layout, length, length, batch, ranks)
-    united = UnitedDivision(division, ranks)
-    heads = divide_heads(q_heads, kv_heads, ranks, stages)
+    partition = LayoutPartition(layout, length, length, batch, ranks)
+    merged = MergedPartition(partition, ranks)
+    heads = partition_heads(q_heads, kv_heads, ranks, stages)
     generator = torch.Generator().manual_seed(length)
     whole = [torch.randn(batch, length, count, DIM, generator=generator).to(device) for count in (q_heads, kv_heads)]
-    local = [[united_rows(united, tensor, rank) for tensor in whole] for rank in range(ranks)]
+    local = [[united_rows(merged, tensor, rank) for tensor in whole] for rank in range(ranks)]
     together = [
-        torch.cat([united_part(united, local, which, place) for place in united.key_rows(0).places], 1)
+        torch.cat([united_part(merged, local, which, place) for place in merged.key_rows(0).places], 1)
         for which in (0, 1)
     ]
     home = [
@@ -79,7 +79,7 @@ def check(
         ]
         for mine in local
     ]
-    for kinds in exchange_stages(heads, united, 0):
+    for kinds in exchange_stages(heads, merged, 0):
         everyone = [
             tuple(
                 Published(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True)
@@ -110,17 +110,17 @@ def check(
         torch.testing.assert_close(returned[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)
 
 
-def united_rows(united: UnitedDivision, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+def united_rows(merged: MergedPartition, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's rows of (B, S, H, D)."""
-    lengths = [sum(row) for row in united.key_rows(0).lengths]
+    lengths = [sum(row) for row in merged.key_rows(0).lengths]
     return tensor[:, sum(lengths[:rank]) : sum(lengths[: rank + 1])].contiguous()
 
 
 def united_part(
-    united: UnitedDivision, local: list[list[torch.Tensor]], which: int, place: tuple[int, int]
+    merged: MergedPartition, local: list[list[torch.Tensor]], which: int, place: tuple[int, int]
 ) -> torch.Tensor:
     rank, part = place
-    start, stop = united.key_rows(0).local_span(rank, part)
+    start, stop = merged.key_rows(0).local_span(rank, part)
     return local[rank][which][:, start:stop]
 
 

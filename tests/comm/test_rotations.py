@@ -26,12 +26,12 @@ from cp_dtensor.comm import collective as exchange
 from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.transport import Rotation
+from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.engine import ring
 from cp_dtensor.engine import ring as ring_gradients
 from cp_dtensor.plan import plan as plans
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.masks import Full, SlidingWindow
@@ -93,7 +93,7 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
 )
 def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stages, backward: Stages) -> None:
     """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
-    shape = CallShape(LayoutDivision(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
+    shape = CallShape(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
     assert staging.stages(shape) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)
     with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
@@ -106,7 +106,7 @@ def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stage
 def test_stages_of_tiles_that_mask_by_row_have_many_blocks() -> None:
     """Rank 1 of 2 wants the last 40 of rank 0's keys, of 4 heads: 160 rows to share out."""
     window = SlidingWindow(40, 0)
-    shape = CallShape(LayoutDivision(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, 8, Masking.BY_ROW)
+    shape = CallShape(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, 8, Masking.INTERVALS)
     for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
         stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(shape)
         assert stages == (Stages(1, count), Stages(count, count))
@@ -116,7 +116,7 @@ def test_stages_of_tiles_that_mask_by_row_have_many_blocks() -> None:
     ("method", "ranks", "ahead"), [(AllGather(fine(1, 1)), 2, 1), (AllToAll(), 3, 2)], ids=["by head", "ring"]
 )
 def test_transfers_are_under_way_while_tiles_are_computed(
-    method: Rotation, ranks: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+    method: KVTransport, ranks: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two transfers each, of two heads or over two hops: K/V start a step or two ahead, gradients end one later."""
     steps = record_labels(monkeypatch, (ring, ring_gradients, exchange))
@@ -187,11 +187,11 @@ def test_rows_that_travel_straight_between_their_places(
 
 def test_large_shards_go_around_by_groups_of_heads() -> None:
     """64 tokens a rank of 8 heads of K and V, 8 elements of 8 bytes each: 8 KiB a head."""
-    shape = CallShape(LayoutDivision(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, 8)
+    shape = CallShape(LayoutPartition(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, 8)
     for limits, groups in (((1 << 20, 1 << 20), (1, 1)), ((32 << 10, 16 << 10), (2, 4)), ((1, 1), (4, 4))):
         plan = AllToAll(*limits, flops_per_hop=1.0).plan(shape, 0)
         assert tuple(len({step.heads for step in steps}) for steps in (plan.forward, plan.backward)) == groups
-    few_operations = AllToAll(1, 1, flops_per_hop=shape.flops(shape.division.groups()) / 4 / 3)
+    few_operations = AllToAll(1, 1, flops_per_hop=shape.flops(shape.partition.groups()) / 4 / 3)
     assert len({step.heads for step in few_operations.plan(shape, 0).backward}) == 3
 
 

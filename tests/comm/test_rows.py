@@ -35,12 +35,12 @@ def test_some_rows_are_packed_where_all_would_put_them(stages: list[Span]) -> No
 @pytest.mark.parametrize(
     ("layout", "mask", "masking", "given"),
     [
-        (Contiguous(), SlidingWindow(4, 0), Masking.BY_ROW, [((12, 16),), ((12, 16),), ((12, 16),), ()]),
+        (Contiguous(), SlidingWindow(4, 0), Masking.INTERVALS, [((12, 16),), ((12, 16),), ((12, 16),), ()]),
         (HeadTail(), Causal(), Masking.BY_SHAPE, [((0, 8),), ((0, 16),), ((0, 16),), ((0, 16),)]),
         (
             HeadTail(),
             SlidingWindow(2, 0),
-            Masking.BY_ROW,
+            Masking.INTERVALS,
             [((6, 8),), ((6, 8), (14, 16)), ((6, 8), (14, 16)), ((14, 16),)],
         ),
     ],

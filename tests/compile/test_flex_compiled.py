@@ -18,13 +18,13 @@ from support.compile_checks import compiled, equal, fresh, no_compilation
 from support.flex_checks import (
     SCALE,
     block_mask,
+    context,
     dense_attention,
     distance,
     documents,
     draw,
     grid,
     one_device,
-    region,
     window,
 )
 from support.problems import shard
@@ -85,7 +85,7 @@ def forward(rank: int, layout: Layout, length: int, options: dict[str, Any], num
         expected = shard(on_one_device(whole, mask_mod, score)[0], layout, rank, 2)
         for again in range(2):
             with torch.no_grad(), no_compilation() if again else warnings.catch_warnings():
-                with region(layout=layout):
+                with context(layout=layout):
                     equal(in_context(*local, mask, score), expected, "model")
                     if number > 1:
                         out = alone(local[0] * 2.0, *local[1:], score, mask, SCALE, True)
@@ -120,7 +120,7 @@ def graphs_of_make_fx(rank: int) -> None:
     local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
     expected = shard(on_one_device(whole, window, distance)[0], HeadTail(), rank, 2)
     for call in (model, function(HeadTail(), None)):
-        with torch.no_grad(), region():
+        with torch.no_grad(), context():
             graph = make_fx(partial(call, mask=mask, score=distance))(*local)
             equal(graph(*local), expected, call)
         assert "cp_dtensor.flex_keys" in graph.code
@@ -144,14 +144,14 @@ def layouts_of_one_length(rank: int) -> None:
     for again, layout in enumerate(layouts):
         *local, _ = (shard(tensor, layout, rank, 2) for tensor in whole)
         recompiles = again in (0, 3, 5)  # the last one is part of the code, and so is that blocks stay whole
-        with torch.no_grad(), warnings.catch_warnings() if recompiles else no_compilation(), region(layout=layout):
+        with torch.no_grad(), warnings.catch_warnings() if recompiles else no_compilation(), context(layout=layout):
             equal(code(*local, mask, distance), shard(expected[0], layout, rank, 2), layout)
     with mock.patch.object(_torch, "original_flex_attention", traceable):
         code = compiled(lambda *args: checkpoint(model, *args, use_reentrant=False))
         for again, layout in enumerate(layouts[:5]):
             *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
             inputs = [tensor.clone().requires_grad_() for tensor in local]
-            with warnings.catch_warnings() if again in (0, 3) else no_compilation(), region(layout=layout):
+            with warnings.catch_warnings() if again in (0, 3) else no_compilation(), context(layout=layout):
                 out = code(*inputs, mask, distance)
             results = (out, *torch.autograd.grad(out, inputs, grad))  # computed again, after the context
             for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
@@ -172,7 +172,7 @@ def outside_and_inside(rank: int) -> None:
         for again in range(3):
             with no_compilation() if again else warnings.catch_warnings():
                 equal(code(*whole[:3], mask, None), expected, "outside")
-                with region():
+                with context():
                     equal(code(*local, mask, None), shard(expected, HeadTail(), rank, 2), "inside")
 
 
@@ -192,7 +192,7 @@ def masks_of_many_steps(rank: int) -> None:
         return model(q, k, v, block_mask(reaching(limit), 40), None)
 
     making, given = compiled(step), compiled(model)
-    with torch.no_grad(), region():
+    with torch.no_grad(), context():
         for again, limit in enumerate(map(torch.tensor, (3, 9, 20))):
             expected = shard(on_one_device(whole, reaching(limit), None)[0], HeadTail(), rank, 2)
             mask = block_mask(reaching(limit), 40)
@@ -219,7 +219,7 @@ def lengths_that_look_alike(rank: int) -> None:
         whole = draw(length)
         local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
         expected = on_one_device(whole, None, score)[0]
-        with torch.no_grad(), region():
+        with torch.no_grad(), context():
             equal(code(*local, None, score), shard(expected, HeadTail(), rank, 2), length)
 
 
@@ -249,7 +249,7 @@ def gradients(rank: int, layout: Layout, length: int) -> None:
             expected = on_one_device(whole, mask_mod, score)
             for code in codes:
                 inputs = [tensor.clone().requires_grad_() for tensor in local]
-                with region(layout=layout):
+                with context(layout=layout):
                     out = code(*inputs, mask, score)
                 results = (out, *torch.autograd.grad(out, inputs, grad))  # after the context
                 for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
@@ -273,7 +273,7 @@ def uncompiled(rank: int) -> None:
             mask = None if mask_mod is None else block_mask(mask_mod, 61)
             expected = shard(on_one_device(whole, mask_mod, score)[0], HeadTail(), rank, 2)
             for again in range(3):
-                with no_compilation() if again else warnings.catch_warnings(), region():
+                with no_compilation() if again else warnings.catch_warnings(), context():
                     out, aux = flex_attention(q, k, v, score, mask, SCALE, True, return_aux=AuxRequest(lse=True))
                     assert aux.lse.shape == out.shape[:3]
                     equal(out * 3.0, expected, "uncompiled")
@@ -295,7 +295,7 @@ def promises(rank: int) -> None:
 
     options = {"BLOCKS_ARE_CONTIGUOUS": True, "bwd_ROWS_GUARANTEED_SAFE": True, "BLOCK_M": 64}
     call = compiled(flex_attention, backend=backend)
-    with torch.no_grad(), region():
+    with torch.no_grad(), context():
         out = call(*local, None, mask, SCALE, True, False, options)
     equal(out, shard(one_device(whole, window, None)[0], HeadTail(), rank, 2), "out")
     assert len(taken) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.compile_checks import compiled, fresh
-from support.flex_checks import block_mask, documents, draw, region, window
+from support.flex_checks import block_mask, context, documents, draw, window
 from support.problems import shard
 from support.processes import Processes
 from support.ranks import RanksFailed
@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cp_dtensor import Causal, ContextParallel, HeadTail, Layout, PerDocument, _torch
-from cp_dtensor.engine.compiled_spec import ShardRecipe, token_of
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.engine.compiled_spec import ShardCallSpec, token_of
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.unified import RingAttnMode
 
 
@@ -39,7 +39,7 @@ def refusals(rank: int) -> None:
         with torch.no_grad(), pytest.raises(Exception, match=match):
             call()
 
-    with region():
+    with context():
         fails(r"of 16 queries and 16 keys, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
         fails(r"of 16 queries and 16 keys, got one of \(17, 17\)", lambda: masked(q, block_mask(window, 17)))
         one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
@@ -47,11 +47,11 @@ def refusals(rank: int) -> None:
         fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
     of_one_length = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
     layout = PerDocument([0, 16])
-    with region(layout=layout):
+    with context(layout=layout):
         fails("needs a block mask of the whole sequence", lambda: of_one_length(q, None))
         with torch.no_grad():
             of_one_length(q, block_mask(window, 16))
-    with region(layout=layout, mask=Causal()):  # of an equal token
+    with context(layout=layout, mask=Causal()):  # of an equal token
         fails("does not take the mask of its context", lambda: of_one_length(q, block_mask(window, 16)))
     module = parallelize_module(Attention(), dist.group.WORLD, ContextParallel())  # type: ignore[arg-type]
     for backend in ("eager", "aot_eager"):
@@ -81,7 +81,7 @@ def one_rank_differs(rank: int) -> None:
     fresh()
     q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
     code = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
-    with torch.no_grad(), region(debug=True):
+    with torch.no_grad(), context(debug=True):
         code(q, block_mask(window, 16 + rank))
 
 
@@ -93,7 +93,7 @@ def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(two_p
 
 def operators(rank: int) -> None:
     """Real and fake implementations agree, nothing is aliased, and what is remembered is not handed out."""
-    token = region_token(HeadTail())
+    token = context_token(HeadTail())
     mask, whole = block_mask(documents, 61), draw(61)
     q, k, v = (shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3])
     tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
@@ -115,9 +115,9 @@ def operators(rank: int) -> None:
         )
 
 
-def region_token(layout: Layout) -> str:
-    settings = AttentionSettings.of(dist.group.WORLD, "auto", layout, None, debug=False)  # type: ignore[arg-type]
-    return token_of(ShardRecipe.of(settings))
+def context_token(layout: Layout) -> str:
+    settings = AttentionConfig.of(dist.group.WORLD, "auto", layout, None, debug=False)  # type: ignore[arg-type]
+    return token_of(ShardCallSpec.of(settings))
 
 
 def test_operators(two_processes: Processes) -> None:

@@ -31,10 +31,10 @@ T = TypeVar("T")
 PROBLEM = Problem(q_len=13, kv_len=13, batch=2, is_causal=True)
 WHOLE = PROBLEM.draw(0)
 REFERENCE = reference(PROBLEM, *WHOLE)
-ROTATIONS = ["allgather", "alltoall"]
+TRANSPORTS = ["allgather", "alltoall"]
 LAYOUTS = [Contiguous(), HeadTail(), Striped(2), MirroredBatch()]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-each_rotation = pytest.mark.parametrize("rotation", ROTATIONS)
+each_rotation = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +102,10 @@ def in_thread(function: Callable[[], T]) -> T:
 
 @each_rotation
 @each_layout
-def test_backward_after_exit(layout: Layout, rotation: str) -> None:
+def test_backward_after_exit(layout: Layout, transport: str) -> None:
     def body(rank: int) -> None:
         shards = Shards(layout, rank, 3)
-        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=rotation):
+        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
             shards.forward()
         shards.backward()
 
@@ -114,15 +114,15 @@ def test_backward_after_exit(layout: Layout, rotation: str) -> None:
 
 @each_rotation
 @each_layout
-def test_backward_in_another_thread_than_forward(layout: Layout, rotation: str) -> None:
+def test_backward_in_another_thread_than_forward(layout: Layout, transport: str) -> None:
     def body(rank: int) -> None:
         shards = Shards(layout, rank, 2)
-        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=rotation):
+        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
             shards.forward()
             in_thread(shards.backward)
             shards.forward()
         in_thread(shards.backward)
-        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=rotation):
+        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
             in_thread_context = context_parallel(dist.group.WORLD, layout=Contiguous())
             other = Shards(Contiguous(), rank, 2)
 
@@ -137,14 +137,14 @@ def test_backward_in_another_thread_than_forward(layout: Layout, rotation: str) 
 
 
 def test_gradients_accumulate_over_forwards_with_different_settings() -> None:
-    settings = [(layout, rotation) for layout in LAYOUTS for rotation in ROTATIONS]
+    settings = [(layout, transport) for layout in LAYOUTS for transport in TRANSPORTS]
 
     def body(rank: int) -> list[torch.Tensor]:
         leaves = [each.clone().requires_grad_() for each in WHOLE[:3]]
         loss = torch.zeros((), dtype=torch.float64)
-        for weight, (layout, rotation) in enumerate(settings, start=1):
+        for weight, (layout, transport) in enumerate(settings, start=1):
             shards = context_parallel_shard(dist.group.WORLD, leaves, [2, 2, 2], layout)
-            with context_parallel(dist.group.WORLD, layout=layout, rotate_method=rotation):
+            with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
                 loss = loss + weight * (sdpa(*shards) * shard(WHOLE[3], layout, rank, 2)).sum()
         loss.backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -154,7 +154,7 @@ def test_gradients_accumulate_over_forwards_with_different_settings() -> None:
         assert_close(sum(parts), total_weight * expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [ROTATIONS, ROTATIONS[::-1]])
+@pytest.mark.parametrize(("before", "after"), [TRANSPORTS, TRANSPORTS[::-1]])
 def test_backward_uses_the_rotation_of_its_forward(before: str, after: str) -> None:
     other = {"allgather": AllGather, "alltoall": AllToAll}[after]
 
@@ -233,7 +233,7 @@ def test_only_the_thread_that_entered_is_in_the_region() -> None:
 def test_the_main_thread_is_like_any_other() -> None:
     q, k, v = WHOLE[:3]
 
-    def is_in_region() -> bool:
+    def is_in_context() -> bool:
         try:
             F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(13, 12))  # which has 13 keys
         except ValueError:
@@ -247,11 +247,11 @@ def test_the_main_thread_is_like_any_other() -> None:
         for _ in range(2):
             with context_parallel(dist.group.WORLD):
                 with context_parallel(dist.group.WORLD):
-                    assert is_in_region()
-                assert is_in_region()
+                    assert is_in_context()
+                assert is_in_context()
                 with ThreadPoolExecutor(1) as pool:
-                    assert not pool.submit(is_in_region).result()
-            assert not is_in_region()
+                    assert not pool.submit(is_in_context).result()
+            assert not is_in_context()
     finally:
         dist.destroy_process_group()
 
@@ -262,9 +262,9 @@ def test_two_threads_of_a_rank_in_different_contexts_at_once() -> None:
         rows, cols = mesh.get_group("rows"), mesh.get_group("cols")  # which other threads could not look up
         meet = threading.Barrier(2, timeout=30)
 
-        def work(axis: dist.ProcessGroup, layout: Layout, rotation: str) -> None:
+        def work(axis: dist.ProcessGroup, layout: Layout, transport: str) -> None:
             shards = Shards(layout, dist.get_rank(axis), 2)
-            with context_parallel(axis, layout=layout, rotate_method=rotation):
+            with context_parallel(axis, layout=layout, rotate_method=transport):
                 for _ in range(3):
                     meet.wait()
                     shards.forward()

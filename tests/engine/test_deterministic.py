@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, ulysses_attention, varlen_attention
 from cp_dtensor.attention.backends.select import Allowed
-from cp_dtensor.attention.masked import ByRowAttention
+from cp_dtensor.attention.masked import IntervalAttention
 from cp_dtensor.engine import planner as splitting
-from cp_dtensor.engine.compiled_spec import ShardRecipe
-from cp_dtensor.engine.config import AttentionSettings
+from cp_dtensor.engine.compiled_spec import ShardCallSpec
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_qkvpacked_func,
@@ -43,9 +43,9 @@ def calls_of_our_kernels() -> Iterator[list[str]]:
     asked: list[str] = []
 
     def recorded(name: str) -> Callable[..., Any]:
-        original = getattr(ByRowAttention, name)
+        original = getattr(IntervalAttention, name)
 
-        def method(self: ByRowAttention, *args: Any) -> Any:
+        def method(self: IntervalAttention, *args: Any) -> Any:
             asked.append(name)
             return original(self, *args)
 
@@ -56,8 +56,8 @@ def calls_of_our_kernels() -> Iterator[list[str]]:
 
     with (
         mock.patch("cp_dtensor.engine.planner.is_deterministic", as_on_gpus),
-        mock.patch.object(ByRowAttention, "forward", recorded("forward")),
-        mock.patch.object(ByRowAttention, "backward", recorded("backward")),
+        mock.patch.object(IntervalAttention, "forward", recorded("forward")),
+        mock.patch.object(IntervalAttention, "backward", recorded("backward")),
     ):
         yield asked
 
@@ -116,15 +116,15 @@ ENTRIES: dict[str, Callable[[int, torch.Tensor, Options], object]] = {
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], object]) -> None:
-    original, said = AttentionSettings.of, []
+    original, said = AttentionConfig.of, []
 
-    def recording(*args: Any, **options: Any) -> AttentionSettings:
+    def recording(*args: Any, **options: Any) -> AttentionConfig:
         settings = original(*args, **options)
         said.append(settings.splitting.deterministic)
         return settings
 
     qkv = torch.randn(4, 3, 2, 8)
-    with mock.patch.object(AttentionSettings, "of", recording):
+    with mock.patch.object(AttentionConfig, "of", recording):
         for options in ({}, {"deterministic": True}):
             run_ranks(RANKS, lambda rank, options=options: entry(rank, qkv, options))
     assert said == [False] * RANKS + [True] * RANKS
@@ -133,7 +133,7 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
 def test_it_is_part_of_what_compiled_code_stands_for() -> None:
     def body(_rank: int) -> list[str]:
         return [
-            repr(ShardRecipe.of(AttentionSettings.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
+            repr(ShardCallSpec.of(AttentionConfig.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
             for options in ({}, {"deterministic": True})
         ]
 

@@ -77,8 +77,8 @@ def test_every_way_to_split_drops_the_same(
 ) -> None:
     ((_, alone),) = run_ranks(1, attend, (1,), ("cp",), Contiguous(), {})
     size = torch.Size(shape).numel()
-    for rotation in ("allgather", "alltoall"):
-        options = {"method": method, "rotate_method": rotation}
+    for transport in ("allgather", "alltoall"):
+        options = {"method": method, "rotate_method": transport}
         by_rank = run_ranks(size, attend, shape, names, layout, options)
         torch.testing.assert_close(sum(results[-1] for _, results in by_rank), alone[-1], rtol=1e-10, atol=1e-10)
         for here, results in by_rank:

@@ -16,7 +16,7 @@ from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
 from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
 from cp_dtensor.spec.masks import Causal
@@ -26,7 +26,7 @@ SHARED = Axis(8, H200, shares_memory=True)
 
 
 def shape(length: int, ranks: int = 8, kv_heads: int = 8) -> CallShape:
-    return CallShape(LayoutDivision(HeadTail(), length, length, 1, ranks), Causal(), 1, 32, kv_heads, 128, 128, 2)
+    return CallShape(LayoutPartition(HeadTail(), length, length, 1, ranks), Causal(), 1, 32, kv_heads, 128, 128, 2)
 
 
 def axis(size: int, link_speed: float = H200.link_speed, shares_memory: bool = True) -> Axis:
@@ -70,7 +70,7 @@ def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usua
 def test_bytes_of_a_ring_by_hand() -> None:
     """Rank 7 wants of each other rank its head, rank 0 its tail; so at most 7 x 1 MiB of k and v each, three times."""
     found = ring_estimate(shape(8192), SHARED, ROTATE_METHODS["alltoall"])
-    assert found.rotation == "alltoall"
+    assert found.transport == "alltoall"
     assert 3 * 7 * 2 * 2**20 <= found.outer_bytes <= 3 * 7 * 4 * 2**20
 
 
@@ -211,13 +211,13 @@ def test_explain_refuses_what_attention_has_no_tensors_of(dtype: object) -> None
 def test_rings_hold_what_is_in_flight() -> None:
     """By hop one shard each: of 3 steps, 2 of gradients and 1 of contributions, and the own one; one step has no hops
     ahead of it. All ranks' at once are 8 shards: 1 stage of K/V and none ahead."""
-    call = dataclasses.replace(shape(2048), division=LayoutDivision(Contiguous(), 2048, 2048, 1, 8), mask=Full())
+    call = dataclasses.replace(shape(2048), partition=LayoutPartition(Contiguous(), 2048, 2048, 1, 8), mask=Full())
     shard = 2048 // 8 * call.head_bytes * call.kv_heads
-    for rotation, shards in (
+    for transport, shards in (
         (AllToAll(), 3 + 3 + 1),
         (AllToAll(transfers_ahead=1), 2 + 3 + 1),
         (AllGather(), 8 * 4 + 1),
     ):
-        assert ring_estimate(call, SHARED, rotation).memory == pytest.approx(shards * shard)
-    alone = dataclasses.replace(call, division=LayoutDivision(Contiguous(), 512, 512, 1, 2))
+        assert ring_estimate(call, SHARED, transport).memory == pytest.approx(shards * shard)
+    alone = dataclasses.replace(call, partition=LayoutPartition(Contiguous(), 512, 512, 1, 2))
     assert ring_estimate(alone, axis(2), AllToAll()).memory == pytest.approx((1 + 3 + 1) * shard)

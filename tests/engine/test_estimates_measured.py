@@ -12,7 +12,7 @@ import pytest
 from cp_dtensor.api.explain import H200
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail
@@ -45,8 +45,8 @@ def measured(table: str, mask: str = "causal") -> dict[tuple[int, str, str], flo
 
 
 def shape_of(length: int, ranks: int, kv_heads: int) -> CallShape:
-    division = LayoutDivision(HeadTail(), length, length, 1, ranks)
-    return CallShape(division, Causal(), 1, 32, kv_heads, 128, 128, 2)
+    partition = LayoutPartition(HeadTail(), length, length, 1, ranks)
+    return CallShape(partition, Causal(), 1, 32, kv_heads, 128, 128, 2)
 
 
 @each_length
@@ -81,14 +81,16 @@ def test_times_under_masks_are_near_what_was_measured(
 ) -> None:
     """Of every way that was measured; and the one that is taken is the fastest of them, or nearly so."""
     mask = mask_by_name(name, length)
-    division = LayoutDivision(Balanced(mask, length) if layout == "Balanced" else HeadTail(), length, length, 1, ranks)
-    shape = CallShape(division, mask, 1, 32, 8, 128, 128, 2, Masking.BY_ROW)
+    partition = LayoutPartition(
+        Balanced(mask, length) if layout == "Balanced" else HeadTail(), length, length, 1, ranks
+    )
+    shape = CallShape(partition, mask, 1, 32, 8, 128, 128, 2, Masking.INTERVALS)
     found = estimates(shape, Axis(ranks, H200, shares_memory=True), None, ROTATE_METHODS["auto"])
-    contestants = {"ring": "ours-symm_mem", "ulysses": "ours-ulysses"}
+    baselines = {"ring": "ours-symm_mem", "ulysses": "ours-ulysses"}
     suffix = " Balanced" if layout == "Balanced" else ""
     times = {
-        method: [measured(table, name).get((length, contestant + suffix, each)) for each in ("fwd", "fwdbwd")]
-        for method, contestant in contestants.items()
+        method: [measured(table, name).get((length, baseline + suffix, each)) for each in ("fwd", "fwdbwd")]
+        for method, baseline in baselines.items()
     }
     for method, (forward, both) in times.items():
         if forward is not None and both is not None:

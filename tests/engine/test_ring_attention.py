@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, ring_attention
 
-ROTATIONS = ["allgather", "alltoall"]
-each_rotation = pytest.mark.parametrize("rotate_method", ROTATIONS)
+TRANSPORTS = ["allgather", "alltoall"]
+each_rotation = pytest.mark.parametrize("rotate_method", TRANSPORTS)
 
 
 any_layout = st.one_of(
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @settings(max_examples=150)
-@given(problems(), st.integers(1, 8), any_layout, st.sampled_from(ROTATIONS), st.integers(0, 1000))
+@given(problems(), st.integers(1, 8), any_layout, st.sampled_from(TRANSPORTS), st.integers(0, 1000))
 def test_any_problem_on_any_ranks_equals_one_device(
     problem: Problem, world_size: int, layout: Layout, rotate_method: str, seed: int
 ) -> None:
@@ -108,7 +108,7 @@ def test_both_rotations_give_the_same() -> None:
     problem = Problem(50, 50, is_causal=True)
     tensors = problem.draw(seed=3)
     by_gather, by_ring = (
-        run_ranks(4, attend, 4, tensors, problem, HeadTail(), {"rotate_method": name}) for name in ROTATIONS
+        run_ranks(4, attend, 4, tensors, problem, HeadTail(), {"rotate_method": name}) for name in TRANSPORTS
     )
     for first, second in zip(by_gather, by_ring, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)

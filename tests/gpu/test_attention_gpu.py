@@ -39,7 +39,7 @@ from cp_dtensor.attention.masked import (
     attention_forward,
     uses_triton,
 )
-from cp_dtensor.attention.triton.dropout import kept_twin
+from cp_dtensor.attention.triton.dropout import kept_reference
 from cp_dtensor.tools.row_masks import window
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_dropout_with_intervals() -> None:
 def test_dropout_keeps_what_the_twin_keeps(config: ForwardConfig) -> None:
     rows, columns = 57, 64
     for dropout in (dropout_of(rows, columns), dropout_in_runs(rows, columns)):
-        expected = kept_twin(dropout, 2, 2, range(rows), range(columns))
+        expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
         for got in patterns(dropout, rows, columns, config, "cuda"):
             assert torch.equal(got, expected)
 

@@ -38,7 +38,7 @@ def _relative_errors(ours: Any, truth: Any) -> list[float]:
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, truth, strict=True)]
 
 
-def _ring_errors(rank: int, problem: Problem, backend: str, rotation: str, seed: int) -> list[list[float]]:
+def _ring_errors(rank: int, problem: Problem, backend: str, transport: str, seed: int) -> list[list[float]]:
     """Relative errors of out, dq, dk, dv: of this rank's part, and of one GPU on the whole."""
     q, k, v, grad_out = problem.draw(seed, "cuda")
     truth = reference(problem, q, k, v, grad_out)
@@ -46,7 +46,9 @@ def _ring_errors(rank: int, problem: Problem, backend: str, rotation: str, seed:
     gqa = problem.q_heads != problem.kv_heads
     with sdpa_kernel(BACKENDS[backend]):
         local = [shard(tensor, layout, rank, WORLD_SIZE).requires_grad_() for tensor in (q, k, v)]
-        out = ring_attention(*local, mesh=_group(), is_causal=problem.is_causal, enable_gqa=gqa, rotate_method=rotation)
+        out = ring_attention(
+            *local, mesh=_group(), is_causal=problem.is_causal, enable_gqa=gqa, rotate_method=transport
+        )
         out.backward(shard(grad_out, layout, rank, WORLD_SIZE))
         whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         if backend == "efficient":  # no GQA on one device
@@ -62,14 +64,14 @@ def _ring_errors(rank: int, problem: Problem, backend: str, rotation: str, seed:
     return [ours, _relative_errors((single, *(tensor.grad for tensor in whole)), truth)]
 
 
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall", "symm_mem"])
+@pytest.mark.parametrize("transport", ["allgather", "alltoall", "symm_mem"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("is_causal", "length"), [(True, 1024), (False, 1024), (True, 1001), (False, 997)])
 def test_bf16_errors_are_near_those_of_one_gpu(
-    gpus: Processes, backend: str, rotation: str, is_causal: bool, length: int
+    gpus: Processes, backend: str, transport: str, is_causal: bool, length: int
 ) -> None:
     problem = Problem(length, length, 2, q_heads=8, kv_heads=2, head_dim=64, is_causal=is_causal, dtype=torch.bfloat16)
-    for ours, single in gpus.run(_ring_errors, problem, backend, rotation, length):
+    for ours, single in gpus.run(_ring_errors, problem, backend, transport, length):
         assert all(a <= 1.5 * b for a, b in zip(ours, single, strict=True)), (ours, single)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.processes import Processes
 
-from cp_dtensor.attention.masked import ByRowAttention
+from cp_dtensor.attention.masked import IntervalAttention
 from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
 from cp_dtensor.integrations.ring_flash_attn import (
     zigzag_llama3_flash_attn_qkvpacked_func,
@@ -32,8 +32,8 @@ def _entries(rank: int) -> dict[str, Any]:
 
 def _attend(attend: Any, qkv: torch.Tensor, grad_out: torch.Tensor, **options: Any) -> tuple[list[torch.Tensor], bool]:
     """out and the gradient of qkv, and whether our kernels have computed it."""
-    leaf, original = qkv.clone().requires_grad_(), ByRowAttention.backward
-    with mock.patch.object(ByRowAttention, "backward", autospec=True, side_effect=original) as ours:
+    leaf, original = qkv.clone().requires_grad_(), IntervalAttention.backward
+    with mock.patch.object(IntervalAttention, "backward", autospec=True, side_effect=original) as ours:
         out = attend(leaf, causal=True, **options)
         assert not torch.are_deterministic_algorithms_enabled()
         out.backward(grad_out)

@@ -51,9 +51,9 @@ def _problem() -> tuple[Tensors, Tensors, list[float]]:
     return whole, truth, single
 
 
-@pytest.mark.parametrize(("rotation", "limit"), [("allgather", 1.11), ("alltoall", 1.25)])
+@pytest.mark.parametrize(("transport", "limit"), [("allgather", 1.11), ("alltoall", 1.25)])
 def test_errors_are_near_those_of_one_gpu(
-    problem: tuple[Tensors, Tensors, list[float]], rotation: str, limit: float, monkeypatch: pytest.MonkeyPatch
+    problem: tuple[Tensors, Tensors, list[float]], transport: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, truth, single = problem
     device = torch.cuda.current_device()
@@ -65,7 +65,7 @@ def test_errors_are_near_those_of_one_gpu(
         leaves = [x.requires_grad_() for x in (q, k, v)]
         with torch.autograd.set_multithreading_enabled(False):  # ranks would wait for each other in one thread
             out = ring_attention(
-                *leaves, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True, rotate_method=rotation, seq_len=LENGTH
+                *leaves, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True, rotate_method=transport, seq_len=LENGTH
             )
             return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -75,5 +75,5 @@ def test_errors_are_near_those_of_one_gpu(
         parts = [shard(truth[index], HeadTail(), rank, RANKS) for rank in range(RANKS)]
         square = sum((results[rank][index].double() - part).square().sum() for rank, part in enumerate(parts))
         ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
-    print(f"\n{rotation}, {RANKS} ranks:", {name: round(ratio, 3) for name, ratio in ratios.items()})
+    print(f"\n{transport}, {RANKS} ranks:", {name: round(ratio, 3) for name, ratio in ratios.items()})
     assert max(ratios.values()) <= limit, ratios

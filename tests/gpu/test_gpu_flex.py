@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.flex_checks import SCALE, block_mask, distance, documents, draw, one_device, region, window
+from support.flex_checks import SCALE, block_mask, context, distance, documents, draw, one_device, window
 from support.problems import shard
 from support.processes import Processes
 from torch.nn.attention.flex_attention import flex_attention
@@ -75,7 +75,7 @@ def _errors(
     truth = one_device([tensor.double() for tensor in whole], mask_mod, score)[:4]
     mask = None if mask_mod is None else block_mask(mask_mod, length, 128, device="cuda")
     *local, grad = (shard(tensor, layout, rank, RANKS) for tensor in whole)
-    with region(layout=layout):
+    with context(layout=layout):
         ours = _results(WAYS[way](), local, grad, mask, score)
     single = _results(_model if way == "uncompiled" else torch.compile(_model), whole[:3], whole[3], mask, score)
 
@@ -119,7 +119,7 @@ def _captured(rank: int) -> list[float]:
         return torch.autograd.grad(out, leaf, tensors[3])[0]
 
     expected = gradient(whole)
-    with region():
+    with context():
         share = gradient([shard(tensor, HeadTail(), rank, RANKS) for tensor in whole])
     dist.all_reduce(share)
     return [(share - expected).abs().max().item(), expected.abs().max().item()]

@@ -16,7 +16,7 @@ from support.processes import Processes
 
 from cp_dtensor import Contiguous, HeadTail, Layout
 from cp_dtensor.api.flex import gather_kv as flex_in_place
-from cp_dtensor.comm.select import ROTATE_METHODS, rotation_of_all_rows
+from cp_dtensor.comm.select import ROTATE_METHODS, transport_of_all_rows
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 
 pytestmark = pytest.mark.gpu(2)
@@ -54,7 +54,7 @@ def _race(rank: int, rounds: int) -> list[str]:
     """Many layers by one memory, on two streams, each late now and then: as by NCCL."""
     random_delays, wrong = random.Random(rank), []
     device = torch.device("cuda", torch.cuda.current_device())
-    assert isinstance(rotation_of_all_rows(ROTATE_METHODS["auto"], dist.group.WORLD, device), SymmetricMemory)
+    assert isinstance(transport_of_all_rows(ROTATE_METHODS["auto"], dist.group.WORLD, device), SymmetricMemory)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     with mock.patch.object(flex_in_place, "_STAGE_BYTES", 1):
         for seed in range(rounds):

@@ -11,7 +11,7 @@ import torch
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_delta, attention_forward
 from cp_dtensor.attention.merge import add_parts, add_parts_reference, merge, merge_reference
-from cp_dtensor.attention.triton.reference import attention_backward_twin, attention_forward_twin
+from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
 from cp_dtensor.tools.row_masks import documents, window
 
 launching = pytest.importorskip("cp_dtensor._torch.triton_launch")
@@ -56,10 +56,10 @@ def attended(tensors: Tensors, mask: RowMask) -> Tensors:
 def expected(tensors: Tensors, mask: RowMask) -> Tensors:
     q, k, v, grad = (x.double() for x in tensors)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
-    attention_forward_twin(out, lse, q, k, v, SCALE, **mask.arguments())
+    attention_forward_reference(out, lse, q, k, v, SCALE, **mask.arguments())
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     delta = (out * grad).sum(-1)
-    attention_backward_twin(*gradients, grad, q, k, v, lse, delta, SCALE, **mask.arguments())
+    attention_backward_reference(*gradients, grad, q, k, v, lse, delta, SCALE, **mask.arguments())
     return out, lse, *gradients
 
 

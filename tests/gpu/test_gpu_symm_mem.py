@@ -71,8 +71,8 @@ def test_training_after_inference(gpus: Processes) -> None:
 def _race(rank: int, rounds: int) -> list[str]:
     groups = [dist.group.WORLD, dist.new_group(range(WORLD_SIZE))]
     expected, ways = (
-        [{"mesh": group, "method": "ring", "rotate_method": rotation} for group in groups]
-        for rotation in ("allgather", "symm_mem")
+        [{"mesh": group, "method": "ring", "rotate_method": transport} for group in groups]
+        for transport in ("allgather", "symm_mem")
     )
     return different_layers(rank, expected, ways, rounds, random.Random(rank))
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_dtensor
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.comm.select import rotation_by_name
+from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.integrations import torch_experimental as ours
 from cp_dtensor.integrations.torch_experimental import (
     _CausalBehavior,
@@ -187,12 +187,12 @@ def test_compiled_blocks(fullgraph: bool) -> None:
 
 def test_options_and_rotate_method() -> None:
     assert _cp_options.rotate_method is _RotateMethod.ALL_GATHER
-    assert rotation_by_name(None).name == "auto"
+    assert transport_by_name(None).name == "auto"
     set_rotate_method("alltoall")
     assert _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL
-    assert rotation_by_name(None).name == "alltoall"
+    assert transport_by_name(None).name == "alltoall"
     _cp_options.rotate_method = _RotateMethod.ALL_GATHER
-    assert rotation_by_name(None).name == "allgather"
+    assert transport_by_name(None).name == "allgather"
     _cp_options.convert_to_f32 = False
     _cp_options.convert_to_f32 = True
     with pytest.raises(NotImplementedError, match="unknown rotate method"):

@@ -8,91 +8,93 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_dtensor.plan.head_partition import HeadDivision, divide_heads
+from cp_dtensor.plan.head_partition import HeadPartition, partition_heads
 from cp_dtensor.spec.layouts import Span
 
 
 @st.composite
-def divisions(draw: st.DrawFn) -> HeadDivision:
+def partitions(draw: st.DrawFn) -> HeadPartition:
     kv_heads = draw(st.integers(1, 12))
-    return divide_heads(kv_heads * draw(st.integers(1, 12)), kv_heads, draw(st.integers(1, 9)), draw(st.integers(1, 6)))
+    return partition_heads(
+        kv_heads * draw(st.integers(1, 12)), kv_heads, draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    )
 
 
 def size(span: Span) -> int:
     return span[1] - span[0]
 
 
-def load(division: HeadDivision) -> int:
+def load(partition: HeadPartition) -> int:
     """Query heads of the busiest rank."""
-    return max(size(division.query_heads(division.units(rank))) for rank in range(division.world_size))
+    return max(size(partition.query_heads(partition.units(rank))) for rank in range(partition.world_size))
 
 
-def fewest_units(division: HeadDivision) -> int:
-    return min(size(division.units(rank)) for rank in range(division.world_size))
+def fewest_units(partition: HeadPartition) -> int:
+    return min(size(partition.units(rank)) for rank in range(partition.world_size))
 
 
-def with_copies(division: HeadDivision, copies: int) -> HeadDivision:
-    return replace(division, copies=copies)
+def with_copies(partition: HeadPartition, copies: int) -> HeadPartition:
+    return replace(partition, copies=copies)
 
 
-def divisors(division: HeadDivision) -> list[int]:
-    group = division.q_heads // division.kv_heads
+def divisors(partition: HeadPartition) -> list[int]:
+    group = partition.q_heads // partition.kv_heads
     return [copies for copies in range(1, group + 1) if group % copies == 0]
 
 
 @settings(max_examples=300)
-@given(divisions())
-def test_every_query_head_belongs_to_one_rank_and_stage(division: HeadDivision) -> None:
+@given(partitions())
+def test_every_query_head_belongs_to_one_rank_and_stage(partition: HeadPartition) -> None:
     """In order: ranks have consecutive heads, and stages of a rank as well."""
     heads = [
         head
-        for rank in range(division.world_size)
-        for stage in range(division.stages)
-        for head in range(*division.query_heads(division.units(rank, stage)))
+        for rank in range(partition.world_size)
+        for stage in range(partition.stages)
+        for head in range(*partition.query_heads(partition.units(rank, stage)))
     ]
-    assert heads == list(range(division.q_heads))
+    assert heads == list(range(partition.q_heads))
 
 
-@given(divisions())
-def test_stages_of_a_rank_are_its_units(division: HeadDivision) -> None:
+@given(partitions())
+def test_stages_of_a_rank_are_its_units(partition: HeadPartition) -> None:
     units = []
-    for rank in range(division.world_size):
-        of_rank = [unit for stage in range(division.stages) for unit in range(*division.units(rank, stage))]
-        assert of_rank == list(range(*division.units(rank)))
+    for rank in range(partition.world_size):
+        of_rank = [unit for stage in range(partition.stages) for unit in range(*partition.units(rank, stage))]
+        assert of_rank == list(range(*partition.units(rank)))
         units += of_rank
-    assert units == list(range(division.unit_count))
+    assert units == list(range(partition.unit_count))
 
 
 @settings(max_examples=300)
-@given(divisions())
-def test_the_key_head_of_a_unit_is_the_one_that_its_query_heads_read(division: HeadDivision) -> None:
+@given(partitions())
+def test_the_key_head_of_a_unit_is_the_one_that_its_query_heads_read(partition: HeadPartition) -> None:
     """Unit u is a copy of key head u // copies; query head h reads key head h // (query heads / key heads)."""
-    assert (division.q_heads // division.kv_heads) % division.copies == 0
-    for unit in range(division.unit_count):
-        queries = range(*division.query_heads((unit, unit + 1)))
-        assert len(queries) == division.q_heads // division.unit_count
-        assert {query * division.kv_heads // division.q_heads for query in queries} == {unit // division.copies}
+    assert (partition.q_heads // partition.kv_heads) % partition.copies == 0
+    for unit in range(partition.unit_count):
+        queries = range(*partition.query_heads((unit, unit + 1)))
+        assert len(queries) == partition.q_heads // partition.unit_count
+        assert {query * partition.kv_heads // partition.q_heads for query in queries} == {unit // partition.copies}
 
 
-@given(divisions())
-def test_ranks_and_stages_differ_by_at_most_one_unit(division: HeadDivision) -> None:
-    of_ranks = [size(division.units(rank)) for rank in range(division.world_size)]
+@given(partitions())
+def test_ranks_and_stages_differ_by_at_most_one_unit(partition: HeadPartition) -> None:
+    of_ranks = [size(partition.units(rank)) for rank in range(partition.world_size)]
     assert max(of_ranks) - min(of_ranks) <= 1
-    for rank in range(division.world_size):
-        of_stages = [size(division.units(rank, stage)) for stage in range(division.stages)]
+    for rank in range(partition.world_size):
+        of_stages = [size(partition.units(rank, stage)) for stage in range(partition.stages)]
         assert max(of_stages) - min(of_stages) <= 1
 
 
 @settings(max_examples=300)
-@given(divisions())
-def test_the_busiest_rank_has_as_few_query_heads_as_any_division_could_give_it(division: HeadDivision) -> None:
-    assert load(division) == -(-division.q_heads // division.world_size)
+@given(partitions())
+def test_the_busiest_rank_has_as_few_query_heads_as_any_division_could_give_it(partition: HeadPartition) -> None:
+    assert load(partition) == -(-partition.q_heads // partition.world_size)
 
 
 @settings(max_examples=300)
-@given(divisions(), st.integers(1, 6))
-def test_copies_are_as_few_as_the_load_and_the_stages_allow(division: HeadDivision, wanted: int) -> None:
-    asked = divide_heads(division.q_heads, division.kv_heads, division.world_size, wanted)
+@given(partitions(), st.integers(1, 6))
+def test_copies_are_as_few_as_the_load_and_the_stages_allow(partition: HeadPartition, wanted: int) -> None:
+    asked = partition_heads(partition.q_heads, partition.kv_heads, partition.world_size, wanted)
     lightest = [copies for copies in divisors(asked) if load(with_copies(asked, copies)) == load(asked)]
     most_units = max(fewest_units(with_copies(asked, copies)) for copies in lightest)
     assert asked.stages == max(1, min(wanted, most_units))
@@ -100,23 +102,23 @@ def test_copies_are_as_few_as_the_load_and_the_stages_allow(division: HeadDivisi
     assert asked.copies == min(enough or lightest)
 
 
-@given(divisions())
-def test_no_rank_has_an_empty_stage_unless_there_are_more_ranks_than_heads(division: HeadDivision) -> None:
+@given(partitions())
+def test_no_rank_has_an_empty_stage_unless_there_are_more_ranks_than_heads(partition: HeadPartition) -> None:
     """A stage in which a rank computed nothing would leave it waiting for the others."""
     empty = [
         (rank, stage)
-        for rank in range(division.world_size)
-        for stage in range(division.stages)
-        if not size(division.units(rank, stage))
+        for rank in range(partition.world_size)
+        for stage in range(partition.stages)
+        if not size(partition.units(rank, stage))
     ]
-    assert not empty or (division.stages == 1 and division.unit_count < division.world_size)
+    assert not empty or (partition.stages == 1 and partition.unit_count < partition.world_size)
 
 
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 5))
 def test_heads_that_divide_by_the_ranks_are_not_copied(world_size: int, per_rank: int, group: int) -> None:
-    division = divide_heads(world_size * per_rank * group, world_size * per_rank, world_size)
-    assert (division.copies, division.stages) == (1, 1)
-    assert [division.units(rank) for rank in range(world_size)] == [
+    partition = partition_heads(world_size * per_rank * group, world_size * per_rank, world_size)
+    assert (partition.copies, partition.stages) == (1, 1)
+    assert [partition.units(rank) for rank in range(world_size)] == [
         (rank * per_rank, (rank + 1) * per_rank) for rank in range(world_size)
     ]
 
@@ -141,15 +143,16 @@ def test_heads_that_divide_by_the_ranks_are_not_copied(world_size: int, per_rank
 def test_divisions_by_hand(
     heads: tuple[int, int], ranks: int, stages: int, copies: int, by_rank: list[list[Span]]
 ) -> None:
-    division = divide_heads(*heads, ranks, stages)
-    assert division.copies == copies
+    partition = partition_heads(*heads, ranks, stages)
+    assert partition.copies == copies
     assert [
-        [division.query_heads(division.units(rank, stage)) for stage in range(division.stages)] for rank in range(ranks)
+        [partition.query_heads(partition.units(rank, stage)) for stage in range(partition.stages)]
+        for rank in range(ranks)
     ] == by_rank
 
 
 def test_ranks_that_uneven_shards_left_without_heads_have_nothing_to_divide() -> None:
-    division = divide_heads(0, 0, 3, stages=2)
-    assert (division.stages, division.unit_count) == (1, 0)
-    assert {division.units(rank, 0) for rank in range(3)} == {(0, 0)}
-    assert {division.query_heads(division.units(rank)) for rank in range(3)} == {(0, 0)}
+    partition = partition_heads(0, 0, 3, stages=2)
+    assert (partition.stages, partition.unit_count) == (1, 0)
+    assert {partition.units(rank, 0) for rank in range(3)} == {(0, 0)}
+    assert {partition.query_heads(partition.units(rank)) for rank in range(3)} == {(0, 0)}

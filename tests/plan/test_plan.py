@@ -10,7 +10,7 @@ from support.schedules import Call, calls, count_covered, positions
 
 from cp_dtensor.plan.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
-from cp_dtensor.plan.tiling import GatheredRows, TilingByShape, gathered_rows
+from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling, gathered_rows
 from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
 from cp_dtensor.spec.masks import Causal, Full
 
@@ -32,11 +32,11 @@ def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     if draw(st.booleans()):
         groups = draw(st.integers(1, 6)), draw(st.integers(1, 6))
         return call, kv_heads, [
-            ring_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, *groups) for rank in range(call.ranks)
+            ring_plan(ShapeTiling(call.groups, call.mask), rank, kv_heads, *groups) for rank in range(call.ranks)
         ]  # fmt: skip
     stages = draw(any_stages), draw(any_stages)
     return call, kv_heads, [
-        gathered_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, *stages) for rank in range(call.ranks)
+        gathered_plan(ShapeTiling(call.groups, call.mask), rank, kv_heads, *stages) for rank in range(call.ranks)
     ]  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def test_gaps_are_rows_that_come_and_that_no_query_of_some_batch_row_sees(
 @given(calls())
 def test_hop_by_hop_a_ring_brings_the_shard_of_the_rank_that_many_before(call: Call) -> None:
     for rank in range(call.ranks):
-        plan = ring_plan(TilingByShape(call.groups, call.mask), rank, kv_heads=3)
+        plan = ring_plan(ShapeTiling(call.groups, call.mask), rank, kv_heads=3)
         assert plan.forward == plan.backward
         assert [step.transfer for step in plan.forward] == [None, *(Transfer((0, 3), h) for h in range(1, call.ranks))]
         for hop, step in enumerate(plan.forward):
@@ -178,7 +178,7 @@ def test_a_gather_brings_the_heads_group_by_group(
     call: Call, kv_heads: int, stages: Stages, grad_stages: Stages
 ) -> None:
     for rank in range(call.ranks):
-        plan = gathered_plan(TilingByShape(call.groups, call.mask), rank, kv_heads, stages, grad_stages)
+        plan = gathered_plan(ShapeTiling(call.groups, call.mask), rank, kv_heads, stages, grad_stages)
         for steps, counts in ((plan.forward, stages), (plan.backward, grad_stages)):
             local = [step.heads for step in steps if step.transfer is None]
             remote = [step.heads for step in steps if step.transfer is not None]
@@ -196,8 +196,8 @@ def test_a_gather_brings_the_heads_group_by_group(
 @given(calls(), st.integers(1, 5), any_stages)
 def test_one_rank_alone_needs_nobody(call: Call, kv_heads: int, stages: Stages) -> None:
     alone = Call(call.layout, call.q_len, call.kv_len, call.batch, 1, call.mask)
-    ring = ring_plan(TilingByShape(alone.groups, alone.mask), 0, kv_heads)
-    assert ring == gathered_plan(TilingByShape(alone.groups, alone.mask), 0, kv_heads, stages, stages)
+    ring = ring_plan(ShapeTiling(alone.groups, alone.mask), 0, kv_heads)
+    assert ring == gathered_plan(ShapeTiling(alone.groups, alone.mask), 0, kv_heads, stages, stages)
     assert [(step.heads, step.transfer) for step in ring.forward] == [((0, kv_heads), None)]
     assert ring.world_size == 1
 
@@ -241,22 +241,20 @@ def test_head_tail_causal_by_hand() -> None:
             Step((2, 3), Transfer((2, 3), None), remote, is_last=True),
         ),
     )
-    tiling = TilingByShape(call.groups, Causal())
+    tiling = ShapeTiling(call.groups, Causal())
     assert gathered_plan(tiling, 1, 3, stages=Stages(1, 2), grad_stages=Stages(2, 2)) == expected
 
 
 def test_gaps_by_hand() -> None:
     """Stripes may leave the end of what comes unseen; of a mirrored batch only one half sees what comes."""
     stripes = Call(Striped(2), 7, 7, 1, 2, Causal())  # rank 0: 0 1, 4 5; rank 1: 2 3, 6
-    assert ring_plan(TilingByShape(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # nobody of 0 1 4 5 sees 6
-    assert not ring_plan(TilingByShape(stripes.groups, Causal()), 1, 1).forward[1].has_gaps
+    assert ring_plan(ShapeTiling(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # nobody of 0 1 4 5 sees 6
+    assert not ring_plan(ShapeTiling(stripes.groups, Causal()), 1, 1).forward[1].has_gaps
     mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Causal())
     for mask in (Full(), Causal()):
-        plan = gathered_plan(TilingByShape(mirrored.groups, mask), 0, 1, Stages(1, 1), Stages(1, 1))
+        plan = gathered_plan(ShapeTiling(mirrored.groups, mask), 0, 1, Stages(1, 1), Stages(1, 1))
         assert plan.forward[1].has_gaps == plan.backward[1].has_gaps == (mask == Causal())
     head_tail = Call(HeadTail(), 8, 8, 1, 2, Causal())  # unseen parts do not travel, so they are no gaps
     assert not any(
-        step.has_gaps
-        for rank in (0, 1)
-        for step in ring_plan(TilingByShape(head_tail.groups, Causal()), rank, 1).forward
+        step.has_gaps for rank in (0, 1) for step in ring_plan(ShapeTiling(head_tail.groups, Causal()), rank, 1).forward
     )

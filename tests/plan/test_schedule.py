@@ -15,8 +15,8 @@ from cp_dtensor.plan.tiling import (
     gathered_rows,
     gathered_tiles,
     group_segments,
+    recv_parts,
     tiles_against,
-    wanted_parts,
 )
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full
@@ -112,7 +112,7 @@ def test_wanted_are_exactly_the_parts_of_which_some_tile_reads_a_row(call: Call)
             from_shard = {row for tile in tiles for row in range(*tile.kv)}
             parts = range(len(rows.lengths[source]))
             read = tuple(part for part in parts if from_shard & set(range(*rows.local_span(source, part))))
-            assert wanted_parts(groups, rank, source, call.mask) == read
+            assert recv_parts(groups, rank, source, call.mask) == read
             if source != rank:
                 assert read == tuple(part for part in parts if from_buffer & set(range(*rows.span(source, part))))
 
@@ -157,8 +157,8 @@ def test_head_tail_causal_by_hand() -> None:
     assert gathered_tiles(groups, 1, Causal()) == (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
     assert tiles_against(groups, 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
     assert gathered_tiles(groups, 0, Causal()) == (Tile(None, (0, 1), (2, 4), (2, 6), FULL_TILE),)
-    assert wanted_parts(groups, 1, 0, Causal()) == (0,)
-    assert wanted_parts(groups, 0, 1, Causal()) == (0, 1)
+    assert recv_parts(groups, 1, 0, Causal()) == (0,)
+    assert recv_parts(groups, 0, 1, Causal()) == (0, 1)
 
 
 def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:

@@ -28,7 +28,7 @@ class Case:
     kv_len: int
     batch: int
     ranks: int
-    masking: Masking = Masking.BY_ROW
+    masking: Masking = Masking.INTERVALS
 
     @property
     def groups(self) -> tuple[GroupSegments, ...]:
@@ -82,7 +82,7 @@ def test_tiles_cover_every_allowed_pair_once(case: Case, gathered: bool) -> None
             assert len(q) == tile.q[1] - tile.q[0] > 0
             assert len(kv) == tile.kv[1] - tile.kv[0] > 0
             assert (kv >= 0).all(), "the tile reads what has not come"
-            if case.masking is Masking.BY_ROW_UNBROKEN:
+            if case.masking is Masking.INTERVALS_UNBROKEN:
                 assert len(set(np.diff(kv))) <= 1 or not isinstance(case.layout, Striped) or case.layout.block > 1
             for row in range(*tile.batch):
                 seen = seen_by(tile.mask, len(q), len(kv), row - tile.batch[0])

@@ -11,10 +11,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.schedules import Call, any_layout, count_covered, gathered_positions, positions
 
-from cp_dtensor.plan.partition import Division, InnerDivision, LayoutDivision, OuterDivision, UnitedDivision
+from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition, Partition
 from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, TilingByShape, gathered_tiles, tiles_against
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, gathered_tiles, tiles_against
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -30,13 +30,13 @@ class TwoAxes:
     inner: int
 
     @property
-    def whole(self) -> LayoutDivision:
+    def whole(self) -> LayoutPartition:
         call = self.call
-        return LayoutDivision(call.layout, call.q_len, call.kv_len, call.batch, call.ranks)
+        return LayoutPartition(call.layout, call.q_len, call.kv_len, call.batch, call.ranks)
 
     @property
-    def united(self) -> UnitedDivision:
-        return UnitedDivision(self.whole, self.inner)
+    def merged(self) -> MergedPartition:
+        return MergedPartition(self.whole, self.inner)
 
     def nothing_counted(self) -> np.ndarray:
         """(batch rows, heads, queries, keys)"""
@@ -88,7 +88,7 @@ def gathered(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
 
 
 def check_is_of_all_its_ranks(
-    rows: GatheredRows, whole: tuple[tuple[Segment, ...], ...], united: tuple[Segment, ...], first: int, inner: int
+    rows: GatheredRows, whole: tuple[tuple[Segment, ...], ...], merged: tuple[Segment, ...], first: int, inner: int
 ) -> None:
     """Where rows from the inner ranks are put together, there the outer axis expects these positions."""
     found = np.full(rows.total, -1)
@@ -96,18 +96,18 @@ def check_is_of_all_its_ranks(
         own = positions(whole[first + inner_rank])
         for part in range(len(rows.lengths[inner_rank])):
             found[slice(*rows.span(inner_rank, part))] = own[slice(*rows.local_span(inner_rank, part))]
-    np.testing.assert_array_equal(found, positions(united))
+    np.testing.assert_array_equal(found, positions(merged))
 
 
 @with_examples
 @given(case=cases())
 def test_united_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes) -> None:
-    whole, united = case.whole.groups(), case.united.groups()
-    assert [group.batch for group in united] == [group.batch for group in whole]
+    whole, merged = case.whole.groups(), case.merged.groups()
+    assert [group.batch for group in merged] == [group.batch for group in whole]
     for outer_rank in range(case.outer):
-        query_rows, key_rows = case.united.query_rows(outer_rank), case.united.key_rows(outer_rank)
+        query_rows, key_rows = case.merged.query_rows(outer_rank), case.merged.key_rows(outer_rank)
         first = outer_rank * case.inner
-        for of_whole, of_united in zip(whole, united, strict=True):
+        for of_whole, of_united in zip(whole, merged, strict=True):
             assert of_united.world_size == len(of_united.q_by_rank) == case.outer
             check_is_of_all_its_ranks(
                 query_rows, of_whole.q_by_rank, of_united.q_by_rank[outer_rank], first, case.inner
@@ -120,8 +120,8 @@ def test_united_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes
 @given(cases())
 def test_all_outer_ranks_have_as_many_parts_and_batch_groups_have_the_same_lengths(case: TwoAxes) -> None:
     """Parts are collectives, and the gathered buffer is one for all batch groups."""
-    for division in (case.united, *(OuterDivision(case.whole, case.inner, rank) for rank in range(case.inner))):
-        groups = division.groups()
+    for partition in (case.merged, *(OuterPartition(case.whole, case.inner, rank) for rank in range(case.inner))):
+        groups = partition.groups()
         for by_rank in ([group.kv_by_rank for group in groups], [group.q_by_rank for group in groups]):
             assert len({len(segments) for of_group in by_rank for segments in of_group}) == 1
             lengths = [[[segment.length for segment in parts] for parts in of_group] for of_group in by_rank]
@@ -135,7 +135,7 @@ def test_all_outer_ranks_have_as_many_parts_and_batch_groups_have_the_same_lengt
 def test_tiles_of_united_rows_cover_every_allowed_pair_exactly_once(
     tiles_of: Callable[[Groups, int, Mask], tuple[Tile, ...]], case: TwoAxes
 ) -> None:
-    count, groups = case.nothing_counted(), case.united.groups()
+    count, groups = case.nothing_counted(), case.merged.groups()
     for outer_rank in range(case.outer):
         count_covered(count, groups, outer_rank, (0, 1), tiles_of(groups, outer_rank, case.call.mask))
     case.check_covered_once(count)
@@ -143,10 +143,10 @@ def test_tiles_of_united_rows_cover_every_allowed_pair_exactly_once(
 
 @given(cases())
 def test_one_inner_rank_changes_no_rows_and_one_outer_rank_has_them_all(case: TwoAxes) -> None:
-    for whole, alone in zip(case.whole.groups(), UnitedDivision(case.whole, 1).groups(), strict=True):
+    for whole, alone in zip(case.whole.groups(), MergedPartition(case.whole, 1).groups(), strict=True):
         for before, after in ((whole.q_by_rank, alone.q_by_rank), (whole.kv_by_rank, alone.kv_by_rank)):
             assert [positions(one).tolist() for one in before] == [positions(one).tolist() for one in after]
-    first = UnitedDivision(case.whole, case.call.ranks).groups()[0]
+    first = MergedPartition(case.whole, case.call.ranks).groups()[0]
     assert sorted(positions(first.kv_by_rank[0])) == list(range(case.call.kv_len))
 
 
@@ -155,7 +155,7 @@ def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: i
     """And so take as few tiles as they would without an inner axis."""
     length = 2 * outer * inner * chunk
     case, plain = two_axes(HeadTail(), length, length, outer, inner, mask), HeadTail()
-    (group,) = case.united.groups()
+    (group,) = case.merged.groups()
     for outer_rank, (q, kv) in enumerate(zip(group.q_by_rank, group.kv_by_rank, strict=True)):
         assert q == kv
         expected = positions(plain.segments(length, outer_rank, outer))
@@ -167,11 +167,11 @@ def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: i
 
 def test_united_head_tail_by_hand() -> None:
     """8 chunks of one token. Ranks 0 1 have 0 7, 1 6; ranks 2 3 have 2 5, 3 4."""
-    division = two_axes(HeadTail(), 8, 8, 2, 2).united
-    (group,) = division.groups()
+    partition = two_axes(HeadTail(), 8, 8, 2, 2).merged
+    (group,) = partition.groups()
     assert [positions(segments).tolist() for segments in group.q_by_rank] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert division.query_rows(0) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
-    assert division.key_rows(1) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
+    assert partition.query_rows(0) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
+    assert partition.key_rows(1) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
     assert tiles_against((group,), 1, 1, Causal()) == (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
     assert tiles_against((group,), 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
     assert tiles_against((group,), 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
@@ -179,7 +179,7 @@ def test_united_head_tail_by_hand() -> None:
 
 def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
     """Rows stand as the first half of the batch has them in order: in the second half the ranks are reversed."""
-    first, second = two_axes(MirroredBatch(), 8, 8, 2, 2, batch=2).united.groups()
+    first, second = two_axes(MirroredBatch(), 8, 8, 2, 2, batch=2).merged.groups()
     assert [positions(segments).tolist() for segments in first.kv_by_rank] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [positions(segments).tolist() for segments in second.kv_by_rank] == [[6, 7, 4, 5], [2, 3, 0, 1]]
 
@@ -188,8 +188,8 @@ def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
 
 
 def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> Plan:
-    division = OuterDivision(case.whole, case.inner, inner_rank)
-    return ring_plan(TilingByShape(division.groups(), case.call.mask), outer_rank, kv_heads=1)
+    partition = OuterPartition(case.whole, case.inner, inner_rank)
+    return ring_plan(ShapeTiling(partition.groups(), case.call.mask), outer_rank, kv_heads=1)
 
 
 def as_of_whole(tile: Tile, source: int, inner: int) -> Tile:
@@ -205,7 +205,7 @@ def test_inner_rings_of_all_outer_hops_cover_every_allowed_pair_exactly_once(cas
     count, whole, inner = case.nothing_counted(), case.whole.groups(), case.inner
     for outer_rank in range(case.outer):
         for source in range(case.outer):
-            groups = InnerDivision(case.whole, inner, outer_rank, source).groups()
+            groups = InnerPartition(case.whole, inner, outer_rank, source).groups()
             for inner_rank in range(inner):
                 tiles = [as_of_whole(tile, source, inner) for tile in ring(groups, inner_rank, case.call.mask)]
                 count_covered(count, whole, outer_rank * inner + inner_rank, (0, 1), tiles)
@@ -222,7 +222,7 @@ def test_inner_tiles_read_only_rows_that_the_outer_ring_has_brought(case: TwoAxe
         plans = [outer_plan(case, outer_rank, inner_rank) for inner_rank in range(inner)]
         for hop in range(1, case.outer):
             source = (outer_rank - hop) % case.outer
-            groups = InnerDivision(case.whole, inner, outer_rank, source).groups()
+            groups = InnerPartition(case.whole, inner, outer_rank, source).groups()
             for owner, plan in enumerate(plans):
                 assert plan.forward[hop].transfer == plan.backward[hop].transfer
                 transfer = plan.forward[hop].transfer
@@ -269,20 +269,20 @@ def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
     """By hops and gathered, also where some ranks own nothing."""
     assume(case.call.ranks > 1)
     stages = Stages(1, 1)
-    divisions: list[tuple[Division, int]] = [(case.united, case.outer)]
-    divisions += [
-        (InnerDivision(case.whole, case.inner, outer_rank, source), case.inner)
+    partitions: list[tuple[Partition, int]] = [(case.merged, case.outer)]
+    partitions += [
+        (InnerPartition(case.whole, case.inner, outer_rank, source), case.inner)
         for outer_rank in range(case.outer)
         for source in range(case.outer)
     ]
-    for division, size in divisions:
-        groups = division.groups()
+    for partition, size in partitions:
+        groups = partition.groups()
         for rank in range(size):
-            plan = gathered_plan(TilingByShape(groups, case.call.mask), rank, 1, stages, stages)
+            plan = gathered_plan(ShapeTiling(groups, case.call.mask), rank, 1, stages, stages)
             buffer = gathered_positions(groups[0], plan.rows)
             for source, parts in enumerate(plan.wanted):
                 assert all(buffer[slice(*plan.rows.span(source, part))].size for part in parts)
-            assert ring_plan(TilingByShape(groups, case.call.mask), rank, 1).rows == plan.rows
+            assert ring_plan(ShapeTiling(groups, case.call.mask), rank, 1).rows == plan.rows
 
 
 def test_a_ring_of_rings_by_hand() -> None:
@@ -290,7 +290,7 @@ def test_a_ring_of_rings_by_hand() -> None:
     case = two_axes(Contiguous(), 8, 8, 2, 2)
     assert [outer_plan(case, 0, inner_rank).wanted for inner_rank in range(2)] == [((), ()), ((), ())]
     assert [outer_plan(case, 1, inner_rank).wanted for inner_rank in range(2)] == [((0,), ()), ((0,), ())]
-    within = InnerDivision(case.whole, 2, outer_rank=1, source=0).groups()
+    within = InnerPartition(case.whole, 2, outer_rank=1, source=0).groups()
     for rank in range(2):
         assert ring(within, rank, Causal()) == tuple(
             Tile(source, (0, 1), (0, 2), (0, 2), FULL_TILE) for source in range(2)

@@ -32,7 +32,7 @@ from cp_dtensor import (
 )
 
 LAYOUTS = (Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch())
-ROTATIONS = ("allgather", "alltoall")
+TRANSPORTS = ("allgather", "alltoall")
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor, case: object) -> None:
@@ -57,19 +57,19 @@ def random_problem(draw: random.Random) -> Problem:
 # ring_attention
 
 
-def _ring_cases(rank: int, layout: Layout, rotation: str, problems: list[Problem]) -> None:
+def _ring_cases(rank: int, layout: Layout, transport: str, problems: list[Problem]) -> None:
     world_size = dist.get_world_size()
     for seed, problem in enumerate(problems):
         *qkv, grad_out = problem.draw(seed)
         q, k, v = (shard(tensor, layout, rank, world_size).requires_grad_() for tensor in qkv)
         out, _ = ring_attention(
             q, k, v, mesh=dist.group.WORLD, is_causal=problem.is_causal, scale=problem.scale, enable_gqa=True,
-            layout=layout, rotate_method=rotation, return_lse=True,
+            layout=layout, rotate_method=transport, return_lse=True,
             seq_len=(problem.q_len, problem.kv_len) if seed % 2 else None,
         )  # fmt: skip
         out.backward(shard(grad_out, layout, rank, world_size))
         for actual, whole in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
-            equal(actual, shard(whole, layout, rank, world_size), (problem, layout, rotation))
+            equal(actual, shard(whole, layout, rank, world_size), (problem, layout, transport))
 
 
 SMALL = [  # fewer tokens than ranks or chunks
@@ -79,10 +79,10 @@ SMALL = [  # fewer tokens than ranks or chunks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-@pytest.mark.parametrize("rotation", ROTATIONS)
-def test_ring_attention_of_any_lengths(four_processes: Processes, layout: Layout, rotation: str) -> None:
-    draw = random.Random(f"{layout} {rotation}")
-    four_processes.run(_ring_cases, layout, rotation, [*SMALL, *(random_problem(draw) for _ in range(15))])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ring_attention_of_any_lengths(four_processes: Processes, layout: Layout, transport: str) -> None:
+    draw = random.Random(f"{layout} {transport}")
+    four_processes.run(_ring_cases, layout, transport, [*SMALL, *(random_problem(draw) for _ in range(15))])
 
 
 # DTensors with uneven shards
@@ -132,12 +132,12 @@ def test_dtensors_shorter_than_the_mesh(four_processes: Processes) -> None:
 def _context_over_one_axis(rank: int, cp_axis: int) -> None:
     names = ("cp", "dp") if cp_axis == 0 else ("dp", "cp")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    for rotation, is_causal in product(ROTATIONS, (False, True)):
+    for transport, is_causal in product(TRANSPORTS, (False, True)):
         problem = Problem(13, 13, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
         *whole, grad_out = problem.draw(seed=mesh["dp"].get_local_rank())  # other data for each replica
         expected = reference(problem, *whole, grad_out)
         buffers = [tensor.clone() for tensor in (*whole, grad_out)]
-        with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[2] * 4, rotate_method=rotation):
+        with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[2] * 4, rotate_method=transport):
             q, k, v, grad = (buffer.clone() for buffer in buffers)
             for tensor in (q, k, v):
                 tensor.requires_grad_()
@@ -145,7 +145,7 @@ def _context_over_one_axis(rank: int, cp_axis: int) -> None:
         out.backward(grad)
         wanted = context_parallel_shard(mesh["cp"], expected, [2] * 4)
         for actual, want in zip((out, q.grad, k.grad, v.grad), wanted, strict=True):
-            equal(actual, want, (rotation, problem))
+            equal(actual, want, (transport, problem))
         assert all(map(torch.equal, buffers, (*whole, grad_out)))
 
 

@@ -1,4 +1,4 @@
-"""Areas: prefix sums of what queries see, what a cut separates, and how even layouts are."""
+"""Workload: prefix sums of what queries see, what a cut separates, and how even layouts are."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from support.drawn_masks import LONGEST, any_mask, keys_seen, of_one_row
 
 from cp_dtensor import Batched, Causal, Contiguous, Documents, Full, HeadTail, Mask, MirroredBatch, Striped, imbalance
 from cp_dtensor.spec.intervals import FAR
-from cp_dtensor.spec.load_balance import areas_of
+from cp_dtensor.spec.load_balance import workload_of
 
 
 @given(any_mask, st.integers(LONGEST, 2 * LONGEST))
 def test_areas_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -> None:
-    areas = areas_of(mask, seq_len)
+    workloads = workload_of(mask, seq_len)
     expected = [0, *accumulate(keys_seen(mask, seq_len).tolist())]
-    assert [areas.before(position) for position in range(seq_len + 1)] == expected
+    assert [workloads.before(position) for position in range(seq_len + 1)] == expected
 
 
 @given(of_one_row, st.integers(1, LONGEST - 1))
@@ -32,7 +32,7 @@ def test_what_reaches_across_a_cut(mask: Mask, cut: int) -> None:
     shown = {query: [span for span in spans if span[0] < span[1]] for query, spans in seen.items()}
     first = min([FAR if not shown[cut] else min(shown[cut])[0], cut])
     last = max([stop for _, stop in shown[cut - 1]] + [cut])
-    assert areas_of(mask, LONGEST).reach_across(cut) == last - first
+    assert workload_of(mask, LONGEST).reach_across(cut) == last - first
 
 
 def test_imbalance_by_hand() -> None:

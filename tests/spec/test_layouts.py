@@ -176,10 +176,10 @@ def test_stripes_need_a_block_of_at_least_one_token(block: object) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_layouts_are_frozen_values(layout: Layout) -> None:
     assert dataclasses.is_dataclass(layout)
-    twin = dataclasses.replace(layout)
-    assert twin is not layout
-    assert twin == layout
-    assert {layout: "found"}[twin] == "found"
+    reference = dataclasses.replace(layout)
+    assert reference is not layout
+    assert reference == layout
+    assert {layout: "found"}[reference] == "found"
     assert [other for other in LAYOUTS if other == layout] == [layout]
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.block = 3  # type: ignore[attr-defined]

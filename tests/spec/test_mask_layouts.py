@@ -30,7 +30,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.integrations.long_context import UlyssesCut
 from cp_dtensor.spec.layouts import Span, chunk_length
-from cp_dtensor.spec.load_balance import areas_by_rank
+from cp_dtensor.spec.load_balance import workload_by_rank
 from cp_dtensor.tools.balance import lognormal_documents, report
 
 rank_counts = st.one_of(st.integers(1, 9), st.integers(10, 40))
@@ -88,12 +88,12 @@ def test_all_batch_rows_are_divided_alike(layout: Layout, batch: int) -> None:
 @given(any_layout, rank_counts)
 def test_equal_values_divide_alike(layout: PerDocument | Balanced, ranks: int) -> None:
     """Every rank decides for itself."""
-    twin = Balanced(layout.mask, layout.seq_len, tolerance=layout.tolerance) if isinstance(layout, Balanced) else (
+    reference = Balanced(layout.mask, layout.seq_len, tolerance=layout.tolerance) if isinstance(layout, Balanced) else (
         PerDocument(torch.tensor(layout.cu_seqlens), seq_len=layout.seq_len)
     )  # fmt: skip
-    assert twin == layout
-    assert hash(twin) == hash(layout)
-    assert twin.blocks(ranks) == layout.blocks(ranks)
+    assert reference == layout
+    assert hash(reference) == hash(layout)
+    assert reference.blocks(ranks) == layout.blocks(ranks)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.seq_len = 3  # type: ignore[misc]
 
@@ -134,7 +134,7 @@ def test_documents_are_cut_head_to_tail(layout: PerDocument, ranks: int) -> None
 @given(per_document(), rank_counts)
 def test_causal_work_differs_by_two_queries_of_each_document(layout: PerDocument, ranks: int) -> None:
     mask = Documents([0, *layout.cu_seqlens, layout.seq_len], within=Causal())
-    work = areas_by_rank(layout, mask, layout.seq_len, ranks)
+    work = workload_by_rank(layout, mask, layout.seq_len, ranks)
     assert max(work) - min(work) <= 2 * layout.seq_len
 
 
@@ -202,7 +202,7 @@ def test_of_a_causal_mask_it_is_head_tail(chunk: int, ranks: int) -> None:
     layout = Balanced(Causal(), seq_len, tolerance=0.0)
     for rank in range(ranks):
         assert positions(layout, seq_len, rank, ranks) == positions(HeadTail(), seq_len, rank, ranks)
-    assert areas_by_rank(layout, Causal(), seq_len, ranks) == [chunk * (seq_len + 1)] * ranks
+    assert workload_by_rank(layout, Causal(), seq_len, ranks) == [chunk * (seq_len + 1)] * ranks
 
 
 @given(st.integers(0, 100), rank_counts)
@@ -221,7 +221,7 @@ def test_more_tolerance_saves_blocks() -> None:
 @pytest.mark.parametrize("mask", [lognormal_documents(65_536, 1000, 1.0), Causal()], ids=["documents", "causal"])
 def test_ranks_of_an_inner_axis_are_balanced_together(mask: Mask) -> None:
     """And own few blocks together: what the outer axis sees."""
-    work = areas_by_rank(Balanced(mask, 65_536), mask, 65_536, 8)
+    work = workload_by_rank(Balanced(mask, 65_536), mask, 65_536, 8)
     for size in (2, 4):
         together = [sum(work[first : first + size]) for first in range(0, 8, size)]
         assert max(together) <= 1.01 * sum(together) / len(together)

@@ -12,8 +12,8 @@ from support.masked_problems import any_mask, fits, shown
 from support.processes import Processes
 
 from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.intervals import Band, Layers, pairs_of
-from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, is_plain, layers_of
+from cp_dtensor.spec.intervals import IntervalBand, IntervalSets, pairs_of
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, interval_sets_of, is_plain
 
 lengths = st.integers(0, 14)
 
@@ -26,7 +26,7 @@ def masked(draw: st.DrawFn) -> tuple[Mask, int, int, int]:
     return draw(mask), q_len, kv_len, batch
 
 
-def dense(layers: Layers, q_len: int, kv_len: int) -> torch.Tensor:
+def dense(layers: IntervalSets, q_len: int, kv_len: int) -> torch.Tensor:
     count = torch.zeros(q_len, kv_len, dtype=torch.int64)
     for layer in layers:
         reached = 0
@@ -44,7 +44,7 @@ def dense(layers: Layers, q_len: int, kv_len: int) -> torch.Tensor:
 @given(masked())
 def test_layers_show_every_allowed_pair_once_and_no_other(case: tuple[Mask, int, int, int]) -> None:
     mask, q_len, kv_len, batch = case
-    by_row = layers_of(mask, q_len, kv_len, batch)
+    by_row = interval_sets_of(mask, q_len, kv_len, batch)
     expected = shown(mask, q_len, kv_len, batch)
     found = torch.stack([dense(layers, q_len, kv_len) for layers in by_row]).unsqueeze(1).expand(batch, -1, -1, -1)
     assert torch.equal(found, expected.long())
@@ -58,7 +58,7 @@ def test_pairs_of_a_part(case: tuple[Mask, int, int, int], data: st.DataObject) 
     mask = mask.of_batch_row(0)
     queries = tuple(sorted(data.draw(st.tuples(st.integers(0, q_len), st.integers(0, q_len)))))
     keys = tuple(sorted(data.draw(st.tuples(st.integers(0, kv_len), st.integers(0, kv_len)))))
-    (layers,) = layers_of(mask, q_len, kv_len, 1)
+    (layers,) = interval_sets_of(mask, q_len, kv_len, 1)
     expected = shown(mask, q_len, kv_len, 1)[0, 0, slice(*queries), slice(*keys)].sum()
     assert pairs_of(layers, queries, keys) == int(expected)
 
@@ -143,7 +143,7 @@ def test_masks_that_torch_has_kernels_of(mask: Mask, q_len: int, kv_len: int, pl
         (lambda: Documents([0, 6], [3, 4]).pairs(6, 7), r"cu_seqlens_k to be .* look like the lengths"),
         (lambda: Documents.from_ids([0, 0, 1]).pairs(6, 6), r"from_ids got ids of 3 tokens, expected one .* of the 6"),
         (lambda: Documents([0, 9]).pairs(5, 5), r"end at 9 \(queries\) and 9 \(keys\), expected at most .* 5 and 5"),
-        (lambda: layers_of(Batched([Full()]), 3, 3, 2), r"of 1 batch rows, got a batch of 2"),
+        (lambda: interval_sets_of(Batched([Full()]), 3, 3, 2), r"of 1 batch rows, got a batch of 2"),
         (lambda: Batched([Full()]).layers(3, 3), r"layers by batch row"),
     ],
 )
@@ -158,8 +158,8 @@ def test_only_masks_combine() -> None:
 
 
 def test_a_clipped_band_has_no_blind_query() -> None:
-    band = Band(0, 10, 4, 6, left=0, right=0)
-    assert band.clipped((0, 10)) == Band(4, 6, 4, 6, 0, 0)
+    band = IntervalBand(0, 10, 4, 6, left=0, right=0)
+    assert band.clipped((0, 10)) == IntervalBand(4, 6, 4, 6, 0, 0)
     assert band.clipped((0, 4)) is None
 
 
@@ -171,7 +171,7 @@ def test_ends_beyond_all_positions_are_no_ends() -> None:
     long = (1 << 30) + 10
     assert Full().pairs(long, long) == long * long
     with pytest.raises(ValueError, match=r"fewer than 2\^31"):
-        layers_of(Full(), 1 << 31, 3, 1)
+        interval_sets_of(Full(), 1 << 31, 3, 1)
 
 
 def _documents(rank: int) -> tuple[bytes, int]:

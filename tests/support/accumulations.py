@@ -101,17 +101,17 @@ def float64_results(kind: str, script: list[Add]) -> tuple[Tensors, torch.Tensor
     total, scale = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
     lse = torch.full(SHAPE[:3], float("-inf"), dtype=torch.float64)
 
-    def region(heads: Span, part: Part) -> tuple[slice, slice, slice]:
+    def context(heads: Span, part: Part) -> tuple[slice, slice, slice]:
         return slice(*part.batch), slice(*heads), slice(*part.rows)
 
     if kind == "merge":
         for heads, part in placed:
-            lse[region(heads, part)] = torch.logaddexp(lse[region(heads, part)], part.tensors[1].double())
+            lse[context(heads, part)] = torch.logaddexp(lse[context(heads, part)], part.tensors[1].double())
     for heads, part in placed:
         terms = part.tensors[0].double()
         terms = terms if terms.dim() == 5 else terms.unsqueeze(0)
         if kind == "merge":
-            terms = terms * (part.tensors[1].double() - lse[region(heads, part)]).exp().nan_to_num(0.0).unsqueeze(-1)
-        total[region(heads, part)] += terms.sum(0)
-        scale[region(heads, part)] += terms.abs().sum(0)
+            terms = terms * (part.tensors[1].double() - lse[context(heads, part)]).exp().nan_to_num(0.0).unsqueeze(-1)
+        total[context(heads, part)] += terms.sum(0)
+        scale[context(heads, part)] += terms.abs().sum(0)
     return (total, lse) if kind == "merge" else (total,), scale

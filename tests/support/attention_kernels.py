@@ -12,7 +12,7 @@ from conftest import GPUS
 
 from cp_dtensor.attention.masked import RowMask
 from cp_dtensor.attention.triton.dropout import Dropout
-from cp_dtensor.attention.triton.reference import attention_backward_twin, attention_forward_twin
+from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
 from cp_dtensor.tools.row_masks import documents, prefix, window
 from support.dropouts import moved
 from support.triton_interpreter import replace_functions_once_a_launch
@@ -227,10 +227,10 @@ def through_twin(
     out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
     arguments = {**to(mask, "cpu").arguments(), "bias": None if bias is None else bias.cpu()}
     arguments["dropout"] = None if dropout is None else moved(dropout, "cpu")
-    attention_forward_twin(out, lse, q, k, v, SCALE, **arguments, sinks=None if sinks is None else sinks.cpu())
+    attention_forward_reference(out, lse, q, k, v, SCALE, **arguments, sinks=None if sinks is None else sinks.cpu())
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     delta = (grad_out * out).sum(-1)
-    attention_backward_twin(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments)
+    attention_backward_reference(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments)
     return out, lse, *gradients
 
 

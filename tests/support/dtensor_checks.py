@@ -44,7 +44,7 @@ def check_equals_full_tensors(
     problem: Problem,
     placements: tuple[Placements, Placements, Placements],
     out_placements: Placements | None = None,
-    region: AbstractContextManager[None] | None = None,
+    context: AbstractContextManager[None] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Placements:
     """The property of this file, on one rank; `out_placements` None: not checked. Returns those of out.
@@ -56,7 +56,7 @@ def check_equals_full_tensors(
     *qkv, grad_out = problem.draw(seed=0)
     expected = reference(problem, *qkv, grad_out)
     inputs = distributed(tuple(qkv), mesh, placements)
-    with region or nullcontext():
+    with context or nullcontext():
         out = sdpa(problem, *inputs)
         (out * distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None)).sum().backward()
     for name, actual, want in zip(("out", "dq", "dk", "dv"), (out, *(t.grad for t in inputs)), expected, strict=True):

@@ -12,8 +12,8 @@ import torch
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor.api.flex import gather_kv as flex_in_place
 from cp_dtensor.api.flex.gather_kv import RowsInPlace, planned
-from cp_dtensor.attention.backends.base import LocalAttention
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import unpack_rows
@@ -21,8 +21,8 @@ from cp_dtensor.engine.autograd import AttentionCall
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingCall
 from cp_dtensor.engine.ulysses import UlyssesCall
-from cp_dtensor.plan.head_partition import divide_heads
-from cp_dtensor.plan.partition import CallShape, LayoutDivision, UnitedDivision
+from cp_dtensor.plan.head_partition import partition_heads
+from cp_dtensor.plan.partition import CallShape, LayoutPartition, MergedPartition
 from cp_dtensor.plan.plan import Stages, gathered_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, Layout
@@ -45,7 +45,7 @@ class Stage(AttentionCall):
         self.saved[:] = [q, k, v]
         return torch.empty_like(q), q.new_empty(q.shape[:3]), ()
 
-    def backward(self, grad_out: torch.Tensor, _: Extras, saved: Tensors, grad_bias: object) -> tuple[Any, Any, Any]:
+    def backward(self, grad_out: torch.Tensor, _: Modifiers, saved: Tensors, grad_bias: object) -> tuple[Any, Any, Any]:
         self.rank.use(grad_out, *saved)
         q, k, v = map(torch.empty_like, saved)
         return q, k, v
@@ -58,7 +58,7 @@ class Stage(AttentionCall):
 
 
 @dataclass(frozen=True)
-class Tiles(LocalAttention):
+class Tiles(AttentionBackend):
     """Attention of tiles, as far as streams see it."""
 
     rank: Rank
@@ -78,9 +78,9 @@ class Tiles(LocalAttention):
 
 def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallShape:
     length = 8 * ranks
-    masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.BY_ROW
-    division = LayoutDivision(layout, length, length, 1, ranks)
-    return CallShape(division, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, 4, masking)
+    masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.INTERVALS
+    partition = LayoutPartition(layout, length, length, 1, ranks)
+    return CallShape(partition, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, 4, masking)
 
 
 def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
@@ -93,20 +93,20 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
     def program(rank: Rank) -> None:
         ranks = rank.size()
         shape = shape_of(ranks, Contiguous(), Full())
-        heads = divide_heads(shape.q_heads, shape.kv_heads, ranks, stages)
+        heads = partition_heads(shape.q_heads, shape.kv_heads, ranks, stages)
         assert heads.stages == stages
-        kinds = exchange_stages(heads, UnitedDivision(shape.division, ranks), 0)
+        kinds = exchange_stages(heads, MergedPartition(shape.partition, ranks), 0)
         assert obstacle_to_shared_memory(shape, rank, torch.device("cpu")) is None
         exchange = shared_memory_heads(shape, kinds)
         inner = tuple(Stage(rank) for _ in range(stages))
         call = UlyssesCall(rank, heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
         q, k, v = tensors(rank, 3)
-        out, lse, _ = call.forward(q, k, v, NO_EXTRAS, needs_lse=backward)
+        out, lse, _ = call.forward(q, k, v, NO_MODIFIERS, needs_lse=backward)
         rank.use(out)
         if backward:
             call.saved_again(q, k, v, out, lse)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
-            rank.use(*call.backward(*tensors(rank, 1), NO_EXTRAS, saved, None))
+            rank.use(*call.backward(*tensors(rank, 1), NO_MODIFIERS, saved, None))
 
     return program
 
@@ -119,9 +119,9 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         tiles = Tiles(rank)
         call = RingCall(plan, rank, SymmetricMemory(), tiles, tiles, 1.0, torch.float32)
         q, k, v, grad_out = tensors(rank, 4)
-        _, _, saved = call.forward(q, k, v, NO_EXTRAS, needs_lse=False)
+        _, _, saved = call.forward(q, k, v, NO_MODIFIERS, needs_lse=False)
         if backward:
-            call.backward(grad_out, NO_EXTRAS, saved, None)
+            call.backward(grad_out, NO_MODIFIERS, saved, None)
 
     return program
 

@@ -34,7 +34,7 @@ def distance(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Ten
     return score * 0.5 + (q - kv) * 0.02 * (h + 1) + kv * 0.01 * b
 
 
-def region(**kwargs: Any) -> context_parallel:
+def context(**kwargs: Any) -> context_parallel:
     """Over all ranks."""
     return context_parallel(dist.group.WORLD, **kwargs)
 

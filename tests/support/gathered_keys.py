@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cp_dtensor import BalancedBlocks, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.api.flex.gather_kv import WholeKeys
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.transport import RotationMethod
+from cp_dtensor.comm.transport import TransportMethod
 from support.problems import shard
 
 LENGTH = 29
@@ -27,13 +27,13 @@ def drawn(seed: int, width: int, length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(-8, 9, (batch, 2, length, width), generator=generator)
 
 
-def whole_keys(layout: Layout, length: int, rows: int, method: RotationMethod) -> WholeKeys:
+def whole_keys(layout: Layout, length: int, rows: int, method: TransportMethod) -> WholeKeys:
     """Over all ranks."""
     return WholeKeys(SequenceRanks.over([dist.group.WORLD]), layout, length, rows, method)
 
 
 def check(
-    rank: int, layout: Layout, stored: Stored, dtype: torch.dtype, widths: tuple[int, int], method: RotationMethod,
+    rank: int, layout: Layout, stored: Stored, dtype: torch.dtype, widths: tuple[int, int], method: TransportMethod,
     length: int = LENGTH, device: str = "cpu",
 ) -> None:  # fmt: skip
     """Keys come together and gradients go home."""

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Batched, Causal, Full, Intersection, Mask, PrefixLM, SlidingWindow, Union, layers_of
+from cp_dtensor.spec.masks import (
+    Batched,
+    Causal,
+    Full,
+    Intersection,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    Union,
+    interval_sets_of,
+)
 from support.problems import shard
 
 Tensors = tuple[torch.Tensor, ...]
@@ -98,7 +108,7 @@ def any_mask(draw: st.DrawFn, q_len: int, kv_len: int, batch: int) -> Mask:
 def fits(mask: Mask, q_len: int, kv_len: int, batch: int) -> bool:
     """Whether a mask is one of so many queries, keys and batch rows."""
     try:
-        layers_of(mask, q_len, kv_len, batch)
+        interval_sets_of(mask, q_len, kv_len, batch)
     except ValueError:  # documents within documents that are too short for them
         return False
     return True

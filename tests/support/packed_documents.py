@@ -15,7 +15,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from cp_dtensor import Documents
-from cp_dtensor.attention.modifiers import Extras
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.spec.layouts import Layout
 from support.masked_problems import fits
 
@@ -128,12 +128,12 @@ def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str)
 @contextmanager
 def equal_generators() -> Iterator[None]:
     """Every rank draws the same seed of dropout, as processes with equal generators do; threads share one."""
-    lock, original = threading.Lock(), Extras.drawn
+    lock, original = threading.Lock(), Modifiers.drawn
 
     def seeded(*args: Any) -> Any:
         with lock:
             torch.manual_seed(7)
             return original(*args)
 
-    with mock.patch.object(Extras, "drawn", seeded):
+    with mock.patch.object(Modifiers, "drawn", seeded):
         yield

@@ -265,12 +265,12 @@ def _attend_twice(
 
 
 def _compare(call: Call, rank: int, got: list[torch.Tensor], wholes: Tensors) -> None:
-    out, dq, dk, dv, _lse, *of_extras = wholes
+    out, dq, dk, dv, _lse, *of_modifiers = wholes
     expected = [shard(each, call.layout, rank, RANKS) for each in (out, dq, dk, dv)]
     if call.bias:
-        expected.append(call.problem.shard_bias(of_extras[0], call.layout, rank, RANKS))
+        expected.append(call.problem.shard_bias(of_modifiers[0], call.layout, rank, RANKS))
     if call.sinks:
-        expected.append(shard(of_extras[-1], call.layout, rank, RANKS).sum((0, 2)))
+        expected.append(shard(of_modifiers[-1], call.layout, rank, RANKS).sum((0, 2)))
     assert len(got) in (1, len(expected))
     for index, (ours, whole) in enumerate(zip(got, expected, strict=False)):
         what = f"result {index} of rank {rank}"

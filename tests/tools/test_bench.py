@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cp_dtensor.comm.select import ROTATIONS
+from cp_dtensor.comm.select import TRANSPORTS
+from cp_dtensor.tools.bench.baselines import baselines_by_name
 from cp_dtensor.tools.bench.cases import Case, Heads, grid
-from cp_dtensor.tools.bench.contestants import contestants_by_name
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.options import parse_options
 from cp_dtensor.tools.bench.plot import draw
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
 
 
-def row(contestant: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
-    return Row(CASE, "fwd", contestant, "measured", samples_ms=samples_ms, ranks=2, **changes)
+def row(baseline: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
+    return Row(CASE, "fwd", baseline, "measured", samples_ms=samples_ms, ranks=2, **changes)
 
 
 def results(*rows: Row) -> Results:
@@ -68,13 +68,13 @@ def test_the_command_line() -> None:
     assert sorted({case.seq_len for case in options.cases}) == [8192, 32768, 65536, 131072, 262144]
     assert {case.heads for case in options.cases} == {Heads(32, 8), Heads(32, 32), Heads(64, 8)}
     assert {(case.mask, case.dtype, case.head_dim) for case in options.cases} == {("causal", "bfloat16", 128)}
-    names = [contestant.name for contestant in options.contestants]
-    assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in ROTATIONS)} <= set(names)
+    names = [baseline.name for baseline in options.baselines]
+    assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in TRANSPORTS)} <= set(names)
 
     chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--contestants", "ideal", "ours-alltoall"])
     assert [case.seq_len for case in chosen.cases] == [96]
     assert chosen.cases[0].mask == "full"
-    assert [contestant.name for contestant in chosen.contestants] == ["ideal", "ours-alltoall"]
+    assert [baseline.name for baseline in chosen.baselines] == ["ideal", "ours-alltoall"]
     assert len(chosen.cases) == 1 < len(options.cases)  # --quick has fewer heads
 
 
@@ -98,9 +98,9 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str, caps
 
 
 def test_graphs_are_contestants_of_their_own() -> None:
-    names = [contestant.name for contestant in contestants_by_name(["ideal", "ours-allgather"], graph=True)]
+    names = [baseline.name for baseline in baselines_by_name(["ideal", "ours-allgather"], graph=True)]
     assert names == ["ideal", "ours-allgather", "ours-allgather graph"]
-    both = [each.name for each in contestants_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
+    both = [each.name for each in baselines_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
     assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
 
 
@@ -208,20 +208,20 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
 
     found = Results.from_json((tmp_path / "out" / "bench.json").read_text())
-    expected = [each for each in contestants_by_name(None, graph=True) if each.suits(CASE)]
-    assert {(each.contestant, each.pass_name) for each in found.rows} == {
+    expected = [each for each in baselines_by_name(None, graph=True) if each.suits(CASE)]
+    assert {(each.baseline, each.pass_name) for each in found.rows} == {
         (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
     }
     assert f"[{len(found.rows)}/{len(found.rows)}]" in done.stderr
     for each in found.rows:
-        assert each.contestant in report
-        if each.contestant.startswith("torch-"):  # which has nothing for CPUs
+        assert each.baseline in report
+        if each.baseline.startswith("torch-"):  # which has nothing for CPUs
             assert each.status == "refused"
             assert "NotImplementedError" in each.message
-        elif each.contestant.startswith(("ours-hybrid", "ours-two-level")):
+        elif each.baseline.startswith(("ours-hybrid", "ours-two-level")):
             assert each.status == "refused"
             assert "2 ranks are no mesh of several times" in each.message
-        elif each.contestant.endswith(" graph"):
+        elif each.baseline.endswith(" graph"):
             assert each.message == "NotImplementedError: CUDA graphs need a GPU"
         else:
             assert each.status == "measured", each

@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dtensor.spec.masks import Causal, SlidingWindow
 from cp_dtensor.tools.balance import lognormal_documents
+from cp_dtensor.tools.bench.baselines import baselines_by_name
 from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
-from cp_dtensor.tools.bench.contestants import contestants_by_name
 from cp_dtensor.tools.bench.flex_masks import mask_mod, whole_mask
 from cp_dtensor.tools.bench.rows import Results
 from cp_dtensor.tools.bench.varlen import Documented
@@ -37,7 +37,7 @@ def test_masks_by_name() -> None:
 
 def test_contestants_take_part_where_they_can() -> None:
     asked = ["ideal", "ideal-kernels", "ours-auto", "ours-auto PerDocument", "torch-allgather", "torch-flex PTRR"]
-    chosen = contestants_by_name(asked)
+    chosen = baselines_by_name(asked)
     assert [each.name for each in chosen] == asked
     suited = {mask: [each.name for each in chosen if each.suits(case(mask))] for mask in ("causal", "window 4")}
     assert suited["causal"] == ["ideal", "ours-auto", "ours-auto PerDocument", "torch-allgather"]
@@ -46,7 +46,7 @@ def test_contestants_take_part_where_they_can() -> None:
     assert refusals["ours-auto PerDocument"] == "PerDocument is a layout of documents"
     assert refusals["torch-flex PTRR"] == "the length is not a multiple of 128 for each rank"
     assert refusals["ours-auto"] is None
-    (per_document,) = contestants_by_name(["torch-flex PerDocument"])
+    (per_document,) = baselines_by_name(["torch-flex PerDocument"])
     assert per_document.refusal(case("documents 100", 8192), 2) == "not all lengths of documents are multiples of 4"
 
 
@@ -113,15 +113,15 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     expected = {
         (mask, each.name, pass_name)
         for mask in ("documents 100", "window 40", "causal")
-        for each in contestants_by_name(NAMES)
+        for each in baselines_by_name(NAMES)
         if each.suits(case(mask))
         for pass_name in ("fwd", "fwdbwd")
     }
-    assert {(row.case.mask, row.contestant, row.pass_name) for row in found.rows} == expected
+    assert {(row.case.mask, row.baseline, row.pass_name) for row in found.rows} == expected
     for row in found.rows:
-        if (row.case.mask, row.contestant) in REFUSALS:
-            assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.contestant])
-        elif row.contestant in NOT_ON_CPUS:
+        if (row.case.mask, row.baseline) in REFUSALS:
+            assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.baseline])
+        elif row.baseline in NOT_ON_CPUS:
             assert row.status == "refused"
             assert "NotImplementedError" in row.message
         else:

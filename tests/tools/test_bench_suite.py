@@ -16,8 +16,8 @@ from support.masked_problems import shown
 from cp_dtensor.tools.balance import lognormal_documents
 from cp_dtensor.tools.bench import measure
 from cp_dtensor.tools.bench.accuracy import Outcome, reference_head, relative_errors, seen_keys
+from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
-from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.devices import Host
 from cp_dtensor.tools.bench.inputs import ByLayout, Everything, Select, Source, everything
 from cp_dtensor.tools.bench.measure import Effort
@@ -118,15 +118,15 @@ def test_ranks_fail_together() -> None:
     as_ranks(2, body)
 
 
-def contestant(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Contestant:
+def baseline(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Baseline:
     @contextmanager
     def opened(case: Case, device: torch.device) -> Iterator[Any]:
         yield attention
 
-    return Contestant(name, opened, **settings)
+    return Baseline(name, opened, **settings)
 
 
-def run_suite(monkeypatch: pytest.MonkeyPatch, *contestants: Contestant) -> list[list[Row]]:
+def run_suite(monkeypatch: pytest.MonkeyPatch, *baselines: Baseline) -> list[list[Row]]:
     """The rows of each of two ranks; those that were reported, if the group was lost."""
     monkeypatch.setattr(measure.dist, "barrier", lambda: None)
 
@@ -134,7 +134,7 @@ def run_suite(monkeypatch: pytest.MonkeyPatch, *contestants: Contestant) -> list
         reported: list[Row] = []
         suite = Suite(ranks, Host(), Effort(2, 1.0), Source(0, CPU), 64, reported.append)
         try:
-            return suite.run(CASE, ("fwd", "fwdbwd"), contestants)
+            return suite.run(CASE, ("fwd", "fwdbwd"), baselines)
         except GroupLost:
             return reported
 
@@ -156,16 +156,16 @@ def unable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def test_failures_become_rows_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    contestants = (
-        contestant("unable", unable),
-        contestant("local", with_gqa),
-        contestant("ideal", without_gqa, shards=Everything(), may_expand_kv=True),
-        contestant("no expansion", without_gqa),
-        contestant("local graph", with_gqa, captured=True),
+    baselines = (
+        baseline("unable", unable),
+        baseline("local", with_gqa),
+        baseline("ideal", without_gqa, shards=Everything(), may_expand_kv=True),
+        baseline("no expansion", without_gqa),
+        baseline("local graph", with_gqa, captured=True),
     )
-    for rows in run_suite(monkeypatch, *contestants):
-        assert [each.contestant for each in rows[::2]] == ["ideal", "unable", "local", "no expansion", "local graph"]
-        by_name = {(each.contestant, each.pass_name): each for each in rows}
+    for rows in run_suite(monkeypatch, *baselines):
+        assert [each.baseline for each in rows[::2]] == ["ideal", "unable", "local", "no expansion", "local graph"]
+        by_name = {(each.baseline, each.pass_name): each for each in rows}
         ideal = by_name["ideal", "fwdbwd"]
         assert ideal.status == "measured"
         assert ideal.note == "K/V repeated to 4 heads; with shared ones ValueError: heads differ"
@@ -190,9 +190,9 @@ def test_a_failure_on_some_ranks_ends_the_run(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("out of luck")
         return with_gqa(q, k, v)
 
-    contestants = (contestant("fine", with_gqa), contestant("half", fails_second), contestant("never", with_gqa))
-    for rows in run_suite(monkeypatch, *contestants):
-        assert [(each.contestant, each.status) for each in rows] == [
+    baselines = (baseline("fine", with_gqa), baseline("half", fails_second), baseline("never", with_gqa))
+    for rows in run_suite(monkeypatch, *baselines):
+        assert [(each.baseline, each.status) for each in rows] == [
             ("fine", "measured"),
             ("fine", "measured"),
             ("half", "error"),

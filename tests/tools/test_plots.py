@@ -10,8 +10,8 @@ import pytest
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.engine.planner import RingDecision
-from cp_dtensor.plan.head_partition import HeadDivision
-from cp_dtensor.plan.partition import LayoutDivision
+from cp_dtensor.plan.head_partition import HeadPartition
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import group_segments, tiles_against
 from cp_dtensor.spec.layouts import MirroredBatch
@@ -36,10 +36,10 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("_title", "layout", "group"), plot_schedule.PANELS, ids=lambda value: repr(value))
-@pytest.mark.parametrize("rotation", plot_schedule.DRAWN, ids=lambda rotation: rotation.name)
-def test_schedules_by_rank_and_step(rotation: object, _title: str, layout: Layout, group: int) -> None:
+@pytest.mark.parametrize("transport", plot_schedule.DRAWN, ids=lambda transport: transport.name)
+def test_schedules_by_rank_and_step(transport: object, _title: str, layout: Layout, group: int) -> None:
     """Every allowed pair, by the rank that owns the query; in step 0 exactly if it owns the key too."""
-    owner, step = plot_schedule.computed_by(layout, group, rotation, SEQ_LEN, RANKS)
+    owner, step = plot_schedule.computed_by(layout, group, transport, SEQ_LEN, RANKS)
     rank_of = owners(layout, group)
     np.testing.assert_array_equal(owner, np.where(CAUSAL, rank_of[:, None], -1))
     np.testing.assert_array_equal(step >= 0, CAUSAL)
@@ -94,12 +94,12 @@ TILES = {  # docs/choosing.md: of ring, Ulysses, hybrid and ring of rings; by al
 @pytest.mark.parametrize("layout", TILES, ids=repr)
 def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
     """The least and the most of a forward on any rank."""
-    division = LayoutDivision(layout, 64, 64, 2, RANKS)
-    for rotation, expected in zip((AllToAll(), AllGather()), TILES[layout], strict=True):
+    partition = LayoutPartition(layout, 64, 64, 2, RANKS)
+    for transport, expected in zip((AllToAll(), AllGather()), TILES[layout], strict=True):
         found = []
         for panel in plot_methods.PANELS:
             counts = []
-            for _, decision in plot_methods.decisions(panel, division, rotation):
+            for _, decision in plot_methods.decisions(panel, partition, transport):
                 rings = [decision] if isinstance(decision, RingDecision) else [ring for ring in decision.inner if ring]
                 counts.append(sum(len(step.tiles) for ring in rings for step in ring.plan.forward))
             found.append((min(counts), max(counts)))
@@ -110,7 +110,7 @@ def test_pictures_follow_the_division_of_heads(monkeypatch: pytest.MonkeyPatch) 
     """They are drawn from what is decided: other units, another picture."""
     panel = plot_methods.PANELS[1]
     reversed_units = lambda self, rank, stage=None: (3 - rank, 4 - rank)  # noqa: E731
-    monkeypatch.setattr(HeadDivision, "units", reversed_units)
+    monkeypatch.setattr(HeadPartition, "units", reversed_units)
     drawn = plot_methods.picture(panel, HeadTail(), SEQ_LEN)
     assert drawn.during[:, 0].tolist() == [3, 2, 1, 0]
     assert drawn.owner[:, 0, 0].tolist() == [3, 2, 1, 0]

@@ -21,14 +21,14 @@ from cp_dtensor.api.dtensor.placements import (
     plan_placements,
 )
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.attention.backends.base import LocalAttention
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends, choose_backend, is_deterministic
-from cp_dtensor.attention.modifiers import NO_EXTRAS, Extras
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.select import rotation_by_name
-from cp_dtensor.comm.transport import RotationMethod
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.autograd import Attention, AttentionCall
-from cp_dtensor.engine.compiled_spec import Found, Recipe, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Found, token_of
 from cp_dtensor.engine.custom_op import backends_token, traced_attention
 from cp_dtensor.engine.planner import (
     CallRequest,
@@ -48,7 +48,7 @@ from cp_dtensor.engine.validation import (
     positive_scale,
     softmax_scale,
 )
-from cp_dtensor.plan.partition import Division
+from cp_dtensor.plan.partition import Partition
 from cp_dtensor.plan.tiling import GroupSegments, Masking
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.layouts import Segment
@@ -76,22 +76,22 @@ def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1), mesh.mesh_dim_names
     )
     local_q, scale = positive_scale(_to_local(q, plan.q, plan.q), softmax_scale(q, call.scale))
-    extras = local_extras(q, k.size(2), call.attn_mask, call.dropout_p, plan)
+    modifiers = local_modifiers(q, k.size(2), call.attn_mask, call.dropout_p, plan)
     local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
     if _torch.is_traced(local_q):
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         groups = tuple(_torch.name_of_group(mesh.get_group(axis)) for axis in plan.axes)
-        recipe = _DTensorRecipe(groups, plan, tuple(mesh.shape), tuple(coordinate), rotation_by_name(None))
+        call_spec = _DTensorCallSpec(groups, plan, tuple(mesh.shape), tuple(coordinate), transport_by_name(None))
         out, _ = traced_attention(
-            local_q, local_k, local_v, extras, token_of(recipe), backends_token(),
+            local_q, local_k, local_v, modifiers, token_of(call_spec), backends_token(),
             checked_mask(None, call.is_causal), scale, (q.size(2), k.size(2)), False,
         )  # fmt: skip
         return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
     decided = plan_dtensor_call(
-        local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale, extras=extras
+        local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale, modifiers=modifiers
     )
-    out, *_ = Attention.apply(local_q, local_k, local_v, extras.bias, None, extras, decided, False)
+    out, *_ = Attention.apply(local_q, local_k, local_v, modifiers.bias, None, modifiers, decided, False)
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
 
 
@@ -105,39 +105,40 @@ def plan_dtensor_call(
     plan: AttentionPlacements,
     is_causal: bool,
     scale: float,
-    backend: LocalAttention | None = None,
-    extras: Extras = NO_EXTRAS,
+    backend: AttentionBackend | None = None,
+    modifiers: Modifiers = NO_MODIFIERS,
 ) -> AttentionCall:
     """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    division = _DTensorDivision(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
+    partition = _DTensorPartition(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
     groups = [mesh.get_group(axis) for axis in plan.axes]
     mask, lengths = checked_mask(None, is_causal), (q_len, kv_len)
     allowed = allowed_backends()
     # A fused operator that is called by its name masks by shape, whatever would be chosen for SDPA.
     masking = Masking.BY_SHAPE
     if backend is None:
-        masking = masking_of(mask, extras, lengths, is_deterministic(q, allowed))
-    request = _request(q, k, v, division, rotation_by_name(None), mask, masking, backend, allowed)
+        masking = masking_of(mask, modifiers, lengths, is_deterministic(q, allowed))
+    request = _request(q, k, v, partition, transport_by_name(None), mask, masking, backend, allowed)
     return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
 
 def _request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, division: _DTensorDivision, rotation: RotationMethod, mask: Mask,
-    masking: Masking, backend: LocalAttention | None, allowed: Allowed,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: _DTensorPartition, transport: TransportMethod,
+    mask: Mask,
+    masking: Masking, backend: AttentionBackend | None, allowed: Allowed,
 ) -> CallRequest:  # fmt: skip
     """What is asked for. `backend` None: the policy's, of those that are `allowed`."""
     problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
     return CallRequest(
-        division=division,
+        partition=partition,
         mask=mask,
         problem=problem,
         batch_size=q.size(0),
         itemsize=q.element_size(),
         device=q.device,
         backend=backend or choose_backend(problem, allowed),
-        rotation=rotation,
+        transport=transport,
         masking=masking,
     )
 
@@ -154,19 +155,19 @@ def _decide(request: CallRequest, plan: AttentionPlacements, groups: list[dist.P
 
 
 @dataclass(frozen=True)
-class _DTensorRecipe(Recipe):
+class _DTensorCallSpec(CompiledCallSpec):
     """How to decide calls on local tensors of DTensors, with groups by their names."""
 
     groups: tuple[str, ...]
     plan: AttentionPlacements
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    rotation: RotationMethod
+    transport: TransportMethod
 
     def __repr__(self) -> str:
         plan = self.plan
         return (
-            f"DTensor ({self.rotation.name}) over {' x '.join(self.groups)}, {plan.q} {plan.kv} {plan.grad_kv}, axes "
+            f"DTensor ({self.transport.name}) over {' x '.join(self.groups)}, {plan.q} {plan.kv} {plan.grad_kv}, axes "
             f"{plan.ring_axis} {plan.ulysses_axis} of {self.mesh_shape} at {self.coordinate}"
         )
 
@@ -179,7 +180,7 @@ class _DTensorRecipe(Recipe):
         return False
 
     def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, extras: Extras, scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
         known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
         assert known is not None
@@ -187,24 +188,26 @@ class _DTensorRecipe(Recipe):
         return known, Found(mask, None)
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
+        modifiers: Modifiers,
         scale: float, allowed: Allowed,
     ) -> AttentionCall:  # fmt: skip
-        division = _DTensorDivision(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
-        masking = masking_of(found.mask, extras, lengths, is_deterministic(q, allowed))
-        request = _request(q, k, v, division, self.rotation, found.mask, masking, None, allowed)
+        partition = _DTensorPartition(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
+        masking = masking_of(found.mask, modifiers, lengths, is_deterministic(q, allowed))
+        request = _request(q, k, v, partition, self.transport, found.mask, masking, None, allowed)
         groups = [_torch.group_of_name(name) for name in self.groups]
         return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
 
     def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask, extras: Extras,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
+        modifiers: Modifiers,
         scale: float, allowed: Allowed, constants: Hashable,
     ) -> AttentionCall:  # fmt: skip
-        return self.decide(q, k, v, lengths, Found(mask, None), extras, scale, allowed)
+        return self.decide(q, k, v, lengths, Found(mask, None), modifiers, scale, allowed)
 
 
 @dataclass(frozen=True)
-class _DTensorDivision(Division):
+class _DTensorPartition(Partition):
     """Rows as placed, over the ranks of some mesh axes; the last axis counts fastest."""
 
     q_len: int
@@ -299,9 +302,9 @@ def local_only_sdpa(
 # Biases and dropout of attention on DTensors.
 
 
-def local_extras(
+def local_modifiers(
     q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, dropout_p: float, plan: AttentionPlacements
-) -> Extras:
+) -> Modifiers:
     """What a rank's queries have besides the mask by positions. With dropout, a collective of the whole mesh.
 
     Args:
@@ -316,12 +319,12 @@ def local_extras(
     """
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p:
-        return NO_EXTRAS
+        return NO_MODIFIERS
     bias = None if attn_mask is None else local_bias(q, attn_mask, plan)
     check_bias(q, bias, (q.size(2), kv_len))
     if not dropout_p:
-        return Extras(bias)
-    return Extras(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, plan))
+        return Modifiers(bias)
+    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, plan))
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

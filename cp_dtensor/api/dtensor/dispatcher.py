@@ -20,7 +20,7 @@ from cp_dtensor.api.dtensor.fused_ops import (
     with_sequence_sharding,
 )
 from cp_dtensor.api.interception import SharedInstallation, intercepted
-from cp_dtensor.comm.select import rotation_by_name
+from cp_dtensor.comm.select import transport_by_name
 
 _HANDLERS: dict[object, _torch.OpHandler] = {
     torch.ops.aten.scaled_dot_product_attention.default: sdpa_handler,
@@ -38,7 +38,7 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
 
 def _variant_of_compiled_code() -> str:
     """What functions are compiled for: attention of DTensors is ours, and travels by the default of the moment."""
-    return f"cp_dtensor dispatcher, {rotation_by_name(None).name}"
+    return f"cp_dtensor dispatcher, {transport_by_name(None).name}"
 
 
 dispatcher_installation = SharedInstallation(_parts)

@@ -15,9 +15,9 @@ from cp_dtensor.api.flex.block_mask import FULL, PARTIAL, LocalRows, Tables, mas
 from cp_dtensor.api.flex.custom_ops import check_mask_lengths, finds_layout, traced_tables, world_size
 from cp_dtensor.api.flex.gather_kv import GatheredKeys, WholeKeys
 from cp_dtensor.api.left_out import refuse_left_out
-from cp_dtensor.attention.modifiers import NO_EXTRAS
-from cp_dtensor.engine.compiled_spec import ShardRecipe, made_of, parts_of, token_of
-from cp_dtensor.engine.config import AttentionSettings, check_batch_size
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.engine.compiled_spec import ShardCallSpec, made_of, parts_of, token_of
+from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
 from cp_dtensor.spec.layouts import Layout
@@ -97,7 +97,7 @@ def context_parallel_flex_attention(
     if traced:
         result = traced_flex(call, _token(mesh, parts_of(layout), debug), lengths)
     else:
-        settings = AttentionSettings.of(mesh, "auto", layout, None, debug=debug)
+        settings = AttentionConfig.of(mesh, "auto", layout, None, debug=debug)
         refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
         result = flex_of_shards(call, settings, lengths)
     return (result[0], result[1].lse) if return_lse else result
@@ -162,7 +162,7 @@ def without_promises(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "kernel_options": kept or None}
 
 
-def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[int, int] | None = None) -> Any:
+def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
     """What `call.attention` returns of the whole sequence, this rank's rows.
 
     Args:
@@ -178,7 +178,7 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
     elif settings.debug:
         lengths = of_mask  # so that ranks compare them
     lengths = global_lengths(
-        call.q, call.k, call.v, settings, Full(), NO_EXTRAS, softmax_scale(call.q, call.scale), lengths
+        call.q, call.k, call.v, settings, Full(), NO_MODIFIERS, softmax_scale(call.q, call.scale), lengths
     )
     check_mask_lengths(lengths, of_mask)
     if ranks.size == 1:
@@ -187,7 +187,7 @@ def flex_of_shards(call: FlexCall, settings: AttentionSettings, lengths: tuple[i
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Before anything else: what the host does next is done while they travel.
-    whole = WholeKeys(ranks, layout, lengths[1], lengths[1], settings.splitting.rotation)
+    whole = WholeKeys(ranks, layout, lengths[1], lengths[1], settings.splitting.transport)
     keys, values = GatheredKeys.apply(call.k, call.v, whole)
     positions = rows.positions(call.q.device)
     if mask is not None and rows.count:
@@ -279,9 +279,9 @@ def _compiled() -> Callable[..., Any]:
 @_torch.constant_in_trace
 def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
     """Of the recipe, for compiled code."""
-    settings = AttentionSettings.of(mesh, "auto", made_of(layout), None, debug=debug)
+    settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
     refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
-    return token_of(ShardRecipe.of(settings))
+    return token_of(ShardCallSpec.of(settings))
 
 
 @_torch.constant_in_trace

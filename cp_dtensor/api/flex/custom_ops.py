@@ -21,28 +21,28 @@ from cp_dtensor.api.flex.block_mask import (
     table_shapes,
 )
 from cp_dtensor.api.flex.gather_kv import WholeKeys
-from cp_dtensor.attention.modifiers import NO_EXTRAS
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import Found, ShardRecipe, found_numbers, outstanding, recipe_of
+from cp_dtensor.engine.compiled_spec import Found, ShardCallSpec, call_spec_of, found_numbers, outstanding
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full, Mask
 
 
-def shard_recipe(token: str) -> ShardRecipe:
+def shard_call_spec(token: str) -> ShardCallSpec:
     """The recipe of some shards."""
-    recipe = recipe_of(token)
-    assert isinstance(recipe, ShardRecipe)
-    return recipe
+    call_spec = call_spec_of(token)
+    assert isinstance(call_spec, ShardCallSpec)
+    return call_spec
 
 
-def _division_of(token: str, what: Found | None = None) -> tuple[SequenceRanks, Layout]:
+def _partition_of(token: str, what: Found | None = None) -> tuple[SequenceRanks, Layout]:
     """Over whom, and how; the layout is the one that was found, if there is any."""
-    settings = shard_recipe(token).settings()
+    settings = shard_call_spec(token).settings()
     return settings.ranks, settings.layout if what is None or what.layout is None else what.layout
 
 
 def _whole_keys(token: str, what: Found | None, seq_len: int, rows: int) -> WholeKeys:
-    return WholeKeys(*_division_of(token, what), seq_len, rows, shard_recipe(token).splitting.rotation)
+    return WholeKeys(*_partition_of(token, what), seq_len, rows, shard_call_spec(token).splitting.transport)
 
 
 def _found_in(found: torch.Tensor | None) -> Found | None:
@@ -52,17 +52,17 @@ def _found_in(found: torch.Tensor | None) -> Found | None:
 
 def world_size(token: str) -> int:
     """Of the ranks that share the sequence."""
-    return shard_recipe(token).settings().ranks.size
+    return shard_call_spec(token).settings().ranks.size
 
 
 def finds_layout(token: str) -> bool:
     """Whether the layout is only found where compiled code runs, being one of those made for one length."""
-    return shard_recipe(token).finds_mask
+    return shard_call_spec(token).finds_mask
 
 
 def _lies_anywhere(token: str, block: int) -> bool:
     """Whether the layout is only found where compiled code runs, and a local block may lie in several global ones."""
-    return finds_layout(token) and shard_recipe(token).alignment % block != 0
+    return finds_layout(token) and shard_call_spec(token).alignment % block != 0
 
 
 def check_context_mask(mask: Mask | None) -> None:
@@ -87,7 +87,7 @@ def _keys(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    recipe: str,
+    call_spec: str,
     q_len: int,
     kv_len: int,
     told: bool,
@@ -95,20 +95,20 @@ def _keys(
     needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     known = (q_len, kv_len) if q_len >= 0 else None
-    decider = shard_recipe(recipe)
+    decider = shard_call_spec(call_spec)
     said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
-    lengths, what = decider.resolve(q, k, v, Full(), NO_EXTRAS, scale, said)
+    lengths, what = decider.resolve(q, k, v, Full(), NO_MODIFIERS, scale, said)
     check_mask_lengths(lengths, known)
     if what.ambient is not None:
         check_context_mask(what.ambient[0])
-    ranks, layout = _division_of(recipe, what)
+    ranks, layout = _partition_of(call_spec, what)
     if decider.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
         )
     rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)
-    keys, values = _whole_keys(recipe, what, lengths[1], rows).gathered(k, v)
+    keys, values = _whole_keys(call_spec, what, lengths[1], rows).gathered(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
     if decider.finds_mask:
@@ -123,14 +123,14 @@ def _fake_keys(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    recipe: str,
+    call_spec: str,
     q_len: int,
     kv_len: int,
     told: bool,
     scale: float,
     needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (ranks, layout), finds = _division_of(recipe), finds_layout(recipe)
+    (ranks, layout), finds = _partition_of(call_spec), finds_layout(call_spec)
     rows = kv_len if kv_len >= 0 else most_tokens(layout, int(k.size(2)), ranks.rank, ranks.size)
     per_row = () if finds or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
     numbers = 3 if finds else 0 if q_len >= 0 else 1
@@ -145,26 +145,26 @@ def _fake_keys(
 
 
 def _keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, call_spec: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
     if what is not None:
         outstanding.end(what, int(found[2]))
-    keys = _whole_keys(recipe, what, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
+    keys = _whole_keys(call_spec, what, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)
 
 
 def _fake_keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, recipe: str, kv_len: int, local: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, call_spec: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, ...]:
     return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, recipe, _, kv_len, *_ = inputs
+    _, k, _, call_spec, _, kv_len, *_ = inputs
     *_, positions, total, found = output
     ctx.save_for_backward(found)
-    ctx.settings = recipe, kv_len, k.size(2)
+    ctx.settings = call_spec, kv_len, k.size(2)
     ctx.mark_non_differentiable(positions, total, found)
 
 
@@ -177,12 +177,12 @@ def _gradients(
 
 
 def traced_tables(
-    mask: Tables, found: torch.Tensor, recipe: str, lengths: tuple[int, int], batch_size: int, local: int,
+    mask: Tables, found: torch.Tensor, call_spec: str, lengths: tuple[int, int], batch_size: int, local: int,
     block_size: tuple[int, int], with_q: bool,
 ) -> Tables:  # fmt: skip
     """`local_tables` in a program that is being captured; `found` is by `flex_keys`, `local` counts its queries."""
     made = list(
-        torch.ops.cp_dtensor.flex_tables(*mask[:4], found, recipe, *lengths, batch_size, local, *block_size, with_q)
+        torch.ops.cp_dtensor.flex_tables(*mask[:4], found, call_spec, *lengths, batch_size, local, *block_size, with_q)
     )
     has_full = mask.full_kv_indices is not None
     parts = [True, has_full, with_q, has_full and with_q]
@@ -193,13 +193,13 @@ def traced_tables(
 
 def _tables(
     kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, full_kv_num_blocks: torch.Tensor | None,
-    full_kv_indices: torch.Tensor | None, found: torch.Tensor, recipe: str, q_len: int, kv_len: int, batch_size: int,
+    full_kv_indices: torch.Tensor | None, found: torch.Tensor, call_spec: str, q_len: int, kv_len: int, batch_size: int,
     local: int, q_block: int, kv_block: int, with_q: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    ranks, layout = _division_of(recipe, _found_in(found))
+    ranks, layout = _partition_of(call_spec, _found_in(found))
     rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
     whole = Tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    general = _lies_anywhere(recipe, q_block)
+    general = _lies_anywhere(call_spec, q_block)
     made = [
         table for table in local_tables(whole, (q_block, kv_block), kv_len, rows, with_q, general) if table is not None
     ]
@@ -209,17 +209,17 @@ def _tables(
 
 def _fake_tables(
     kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, full_kv_num_blocks: torch.Tensor | None,
-    full_kv_indices: torch.Tensor | None, found: torch.Tensor, recipe: str, q_len: int, kv_len: int, batch_size: int,
+    full_kv_indices: torch.Tensor | None, found: torch.Tensor, call_spec: str, q_len: int, kv_len: int, batch_size: int,
     local: int, q_block: int, kv_block: int, with_q: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     mask_shape, has_full = tuple(int(size) for size in kv_indices.shape), full_kv_indices is not None
     block_size, lengths = (q_block, kv_block), (q_len, kv_len)
-    if _lies_anywhere(recipe, q_block):
+    if _lies_anywhere(call_spec, q_block):
         shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
-    elif finds_layout(recipe):
+    elif finds_layout(call_spec):
         shapes = aligned_shapes(mask_shape, has_full, q_block, local, with_q)
     else:
-        ranks, layout = _division_of(recipe)
+        ranks, layout = _partition_of(call_spec)
         rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
         shapes = table_shapes(mask_shape, has_full, block_size, kv_len, rows, with_q)
     return [

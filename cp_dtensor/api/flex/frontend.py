@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import CAPTURED_BEFORE, attends_alone, current_region, innermost_region
+from cp_dtensor.api.active_context import CAPTURED_BEFORE, attends_alone, current_context, innermost_context
 from cp_dtensor.api.flex.attention import FlexCall, flex_of_shards, traced_flex
 from cp_dtensor.api.flex.custom_ops import check_context_mask
 
@@ -35,7 +35,7 @@ def _flex_attention(
     return_aux: Any = None,
 ) -> Any:
     """FlexAttention of this rank's shards; torch's own outside of regions."""
-    token = _region_token()
+    token = _context_token()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     call = FlexCall(
         query, key, value, score_mod, block_mask, scale, enable_gqa, _torch.original_flex_attention, options
@@ -49,36 +49,36 @@ def _flex_attention(
         )
     if _torch.is_traced(query):
         return traced_flex(call, token)
-    region = current_region()
-    assert region is not None
-    return flex_of_shards(call, region.settings)
+    context = current_context()
+    assert context is not None
+    return flex_of_shards(call, context.settings)
 
 
 @_torch.constant_in_trace
-def _region_token() -> str:
+def _context_token() -> str:
     """Of the region that FlexAttention belongs to, "" outside of any; a constant, since code is compiled for it."""
-    region = current_region()
-    if region is None:
+    context = current_context()
+    if context is None:
         return ""
-    check_context_mask(region.settings.mask)
-    if attends_alone(region):
+    check_context_mask(context.settings.mask)
+    if attends_alone(context):
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "
             "region: use F.scaled_dot_product_attention"
         )
-    return region.ambient.token
+    return context.ambient.token
 
 
 def _check_captured() -> None:
-    region = innermost_region()
-    if region is None:
+    context = innermost_context()
+    if context is None:
         return
     if not _torch.FLEX_ATTENTION_IS_KNOWN:
         raise NotImplementedError(
             f"FlexAttention of torch {torch.__version__} is not supported inside of a context-parallel region: it has "
             "other arguments than are known"
         )
-    if _torch.get_thread_state(CAPTURED_BEFORE) is region:
+    if _torch.get_thread_state(CAPTURED_BEFORE) is context:
         raise NotImplementedError(
             "FlexAttention is not supported in compiled modules with ContextParallel, where it would attend to the "
             "local shard only: compile the module inside of `with context_parallel(...)`, or call "

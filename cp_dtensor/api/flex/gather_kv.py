@@ -24,11 +24,11 @@ from cp_dtensor.attention.merge import add_parts
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadExchange, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
-from cp_dtensor.comm.select import rotation_of_all_rows
+from cp_dtensor.comm.select import transport_of_all_rows
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.transport import Contribution, Rotation, RotationMethod, unpack_rows
+from cp_dtensor.comm.transport import Contribution, KVTransport, TransportMethod, unpack_rows
 from cp_dtensor.plan.plan import Plan, Stages, gathered_plan
-from cp_dtensor.plan.tiling import GroupSegments, TilingByShape
+from cp_dtensor.plan.tiling import GroupSegments, ShapeTiling
 from cp_dtensor.spec.layouts import Layout, Segment, Span
 from cp_dtensor.spec.masks import Full
 
@@ -45,7 +45,7 @@ class WholeKeys:
     seq_len: int
     rows: int
     """How many to return, at least `seq_len`; the further ones are finite, for nobody to look at."""
-    method: RotationMethod
+    method: TransportMethod
     """How K/V are to travel; always all at once, if not by symmetric memory then by all-gather."""
 
     def gathered(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +212,7 @@ _MOST_RANGES = 8
 class RowsInPlace:
     """Rows on the way between all ranks of an axis, as a rotation moves them."""
 
-    rotation: Rotation
+    transport: KVTransport
     group: dist.ProcessGroup
     stages: tuple[Span, ...]
     """Heads that travel together."""
@@ -226,8 +226,8 @@ class RowsInPlace:
 
     def gather(self, local: Pair) -> Pair:
         """Keys and values of all positions, contiguous; all of them `in_words`."""
-        with cleaned_up_on_error(lambda: self.rotation.abandon(self.group)):
-            shares_memory = isinstance(self.rotation, SymmetricMemory)
+        with cleaned_up_on_error(lambda: self.transport.abandon(self.group)):
+            shares_memory = isinstance(self.transport, SymmetricMemory)
             reads = whole_heads(local, self.kind) if shares_memory else None
             return self._received(local) if reads is None else self._read(local, reads)
 
@@ -239,7 +239,7 @@ class RowsInPlace:
         return k, v
 
     def _received(self, local: Pair) -> Pair:
-        transfers = self.rotation.start_kv(*local, self.plan, False, self.group)
+        transfers = self.transport.start_kv(*local, self.plan, False, self.group)
         k, v = (x.new_empty(*x.shape[:2], self.plan.rows.total, x.size(3)) for x in local)
         for target, source in zip((k, v), local, strict=True):
             for rows, place in self.own.items():
@@ -254,8 +254,8 @@ class RowsInPlace:
     def bring_home(self, whole: Pair, local: Pair) -> None:
         """Fills gradients of this rank's keys and values with the sums of all ranks' gradients of all of them."""
         words = in_words(*whole)
-        with cleaned_up_on_error(lambda: self.rotation.abandon(self.group)):
-            transfers = self.rotation.start_grads(*words, self.plan, self.group)
+        with cleaned_up_on_error(lambda: self.transport.abandon(self.group)):
+            transfers = self.transport.start_grads(*words, self.plan, self.group)
             under_way: Span | None = None
             for heads in (*self.stages, None):
                 if heads is not None:
@@ -277,7 +277,7 @@ class RowsInPlace:
 
 
 def rows_in_place(
-    k: torch.Tensor, v: torch.Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup, method: RotationMethod
+    k: torch.Tensor, v: torch.Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup, method: TransportMethod
 ) -> RowsInPlace | None:
     """How the rows of such a call travel, alike on all ranks; None where the layout is not for it.
 
@@ -291,12 +291,12 @@ def rows_in_place(
     """
     if len(layout.batch_groups(k.size(0))) > 1 or not _has_few_ranges(layout, seq_len, group.size()):
         return None
-    rotation, kv_heads = rotation_of_all_rows(method, group, k.device), k.size(1)
+    transport, kv_heads = transport_of_all_rows(method, group, k.device), k.size(1)
     # By collectives all at once: launching one takes the host longer than what it would hide, and no memory is kept.
-    total = 0 if rotation.slows_compute else seq_len * k.size(0) * kv_heads * (k.size(3) + v.size(3)) * k.itemsize
+    total = 0 if transport.slows_compute else seq_len * k.size(0) * kv_heads * (k.size(3) + v.size(3)) * k.itemsize
     stages = max(1, min(-(-total // _STAGE_BYTES), kv_heads))
     stages = next(count for count in range(stages, kv_heads + 1) if kv_heads % count == 0)
-    return RowsInPlace(rotation, group, *planned(layout, seq_len, group.size(), group.rank(), kv_heads, stages))
+    return RowsInPlace(transport, group, *planned(layout, seq_len, group.size(), group.rank(), kv_heads, stages))
 
 
 @lru_cache(maxsize=256)
@@ -313,7 +313,7 @@ def planned(
     """The last five of `RowsInPlace`. As if every rank had all queries, since each wants every key."""
     everywhere = ((Segment.contiguous(0, seq_len),),) * world_size
     shards = tuple(layout.segments(seq_len, each, world_size) for each in range(world_size))
-    tiling = TilingByShape((GroupSegments((0, 1), everywhere, shards),), Full())
+    tiling = ShapeTiling((GroupSegments((0, 1), everywhere, shards),), Full())
     plan = gathered_plan(tiling, rank, kv_heads, Stages(1, stages), Stages(1, stages))
     rows, own, others = plan.rows, {}, list[Span]()
     for owner, part in rows.places:

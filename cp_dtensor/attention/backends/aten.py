@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor._torch.tensors import laid_out_after
-from cp_dtensor.attention.backends.base import LocalAttention, Problem, additive_mask, expand_kv_heads, reduce_kv_heads
+from cp_dtensor.attention.backends.base import (
+    AttentionBackend,
+    Problem,
+    additive_mask,
+    expand_kv_heads,
+    reduce_kv_heads,
+)
 from cp_dtensor.plan.tiles import TileMask
 
 aten = torch.ops.aten
@@ -16,7 +22,7 @@ aten = torch.ops.aten
 aten = torch.ops.aten
 
 
-class FlashAttention(LocalAttention):
+class FlashAttention(AttentionBackend):
     """bfloat16 and float16, head dims that are multiples of 8 up to 256, GQA natively.
 
     Causal tiles are square, so the kernel's bottom-right alignment is also top-left.
@@ -75,7 +81,7 @@ def no_dropout_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return (torch.zeros((2,), dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device))
 
 
-class CudnnAttention(LocalAttention):
+class CudnnAttention(AttentionBackend):
     """bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
 
     Causal is aligned top-left; tiles are square, so it does not matter. Tiles of one query or one key, which uneven
@@ -137,7 +143,7 @@ _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT = 16
 
 
-class EfficientAttention(LocalAttention):
+class EfficientAttention(AttentionBackend):
     """float32, bfloat16 and float16; K/V are expanded for GQA, here only, after they have travelled."""
 
     @property
@@ -205,7 +211,7 @@ def _stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | 
 aten = torch.ops.aten
 
 
-class CpuFlashAttention(LocalAttention):
+class CpuFlashAttention(AttentionBackend):
     """float64, float32, bfloat16 and float16; GQA and every tile mask natively."""
 
     @property
@@ -250,7 +256,7 @@ def _cpu_stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tenso
 # Attention in plain torch operations: any device, dtype and head dim. The oracle of the other backends.
 
 
-class MathAttention(LocalAttention):
+class MathAttention(AttentionBackend):
     """Computes in float32 (float64 for float64 inputs) and holds the S x T matrix of one tile in memory."""
 
     @property

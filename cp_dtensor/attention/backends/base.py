@@ -33,7 +33,7 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-class LocalAttention(ABC):
+class AttentionBackend(ABC):
     """Attention of one tile on one device.
 
     Shapes: q (B, H, S, D), k (B, Hkv, T, D), v (B, Hkv, T, Dv), Hkv divides H; query head h reads key head

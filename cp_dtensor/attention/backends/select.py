@@ -16,15 +16,15 @@ from cp_dtensor.attention.backends.aten import (
     FlashAttention,
     MathAttention,
 )
-from cp_dtensor.attention.backends.base import LocalAttention, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.backends.wide_gradients import WideGradients
-from cp_dtensor.attention.masked import MAX_HEAD_DIM, ByRowAttention
+from cp_dtensor.attention.masked import MAX_HEAD_DIM, IntervalAttention
 
-_BACKENDS: dict[str, LocalAttention] = {
+_BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
 }
 _CPU_FLASH = CpuFlashAttention()
-_BY_ROW = ByRowAttention()
+_BY_ROW = IntervalAttention()
 
 
 class Allowed(NamedTuple):
@@ -57,7 +57,7 @@ def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> 
     return q.is_cuda and (allowed.deterministic or asked)
 
 
-def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAttention:
+def choose_backend(problem: Problem, allowed: Allowed | None = None) -> AttentionBackend:
     """The first backend, in order of preference, that the user allows and that does not refuse the problem.
 
     `torch.nn.attention.sdpa_kernel` decides what is allowed, and the order too if called with `set_priority=True`.
@@ -74,7 +74,7 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> LocalAtt
     return _choose(problem, allowed.enabled, allowed.order)
 
 
-def with_wide_gradients(backend: LocalAttention, problem: Problem) -> LocalAttention | None:
+def with_wide_gradients(backend: AttentionBackend, problem: Problem) -> AttentionBackend | None:
     """The backend with gradients in float32, where our kernels make them nearly as fast; None elsewhere.
 
     In backward of a causal tile of 4,096 to 32,768 rows on an H200 they take 4 to 22% longer than cuDNN. On newer GPUs
@@ -87,13 +87,13 @@ def with_wide_gradients(backend: LocalAttention, problem: Problem) -> LocalAtten
     return WideGradients(backend) if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
 
 
-def backend_by_name(name: str, device_type: str) -> LocalAttention:
+def backend_by_name(name: str, device_type: str) -> AttentionBackend:
     """The backend of an `SDPBackend` name, on a device type."""
     return _CPU_FLASH if (name, device_type) == ("FLASH_ATTENTION", "cpu") else _BACKENDS[name]
 
 
 @lru_cache(maxsize=1024)
-def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> LocalAttention:
+def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
     is_enabled = dict(zip(_BACKENDS, enabled, strict=True))
     refusals = []
     for name in _by_preference(problem, user_order):

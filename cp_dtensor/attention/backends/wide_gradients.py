@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.backends.base import LocalAttention, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.masked import RowMask, attention_backward
 from cp_dtensor.plan.tiles import ShapedMask, TileMask
 
@@ -14,14 +14,14 @@ _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
 
 
 @dataclass(frozen=True)
-class WideGradients(LocalAttention):
+class WideGradients(AttentionBackend):
     """Another backend, with gradients in float32 (float64 for float64 inputs).
 
     torch's kernels round gradients to the dtype of their inputs. Where several are added, each rounds once more; the
     largest of them is best left as it is. Staircases are left to the other backend, too.
     """
 
-    backend: LocalAttention
+    backend: AttentionBackend
 
     @property
     def name(self) -> str:

@@ -7,17 +7,17 @@ import torch
 from cp_dtensor.attention.triton.dropout import Dropout
 from cp_dtensor.attention.triton.intervals import Intervals
 from cp_dtensor.attention.triton.reference import (
-    blocks_twin,
+    blocks_reference,
     by_kv_head,
-    factors_twin,
-    logits_twin,
+    factors_reference,
+    logits_reference,
     of_query_heads,
     part_of_bias,
-    weights_twin,
+    weights_reference,
 )
 
 
-def bias_gradient_twin(
+def bias_gradient_reference(
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,15 +39,17 @@ def bias_gradient_twin(
     k, v = k.to(wide), v.to(wide)
     gradient = bias.new_zeros((1,) * (4 - bias.dim()) + bias.shape, dtype=wide)
     summed = [dim for dim in range(4) if gradient.size(dim) == 1]
-    for rows, columns in blocks_twin(q, k, causal_offset, intervals):
+    for rows, columns in blocks_reference(q, k, causal_offset, intervals):
         if not len(columns):
             continue
         here, there = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        weights = weights_twin(logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias), lse[:, :, here])
+        weights = weights_reference(
+            logits_reference(q, k, scale, rows, columns, causal_offset, intervals, bias), lse[:, :, here]
+        )
         grad = by_kv_head(grad_out[:, :, here].to(wide), v)
         grad_logits = of_query_heads(grad @ v[:, :, there].mT, q)
         if dropout is not None:
-            grad_logits *= factors_twin(dropout, q, rows, columns, wide)
+            grad_logits *= factors_reference(dropout, q, rows, columns, wide)
         grad_logits -= delta[:, :, here].to(wide).unsqueeze(-1)
         grad_logits *= weights
         part_of_bias(gradient, rows, columns).add_(grad_logits.sum(summed, keepdim=True) if summed else grad_logits)

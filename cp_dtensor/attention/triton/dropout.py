@@ -101,12 +101,12 @@ def are_in_runs(positions: torch.Tensor) -> bool:
     return bool(((begin % RUN == 0) & (positions == begin + index % RUN)).all())
 
 
-def kept_twin(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> torch.Tensor:
+def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> torch.Tensor:
     """(batch, heads, rows, columns): whether elements are kept.
 
     >>> position = torch.arange(8, dtype=torch.int32)
     >>> dropout = Dropout(0.5, torch.tensor(1), position, position)
-    >>> kept_twin(dropout, 1, 1, range(2), range(8)).int().tolist()
+    >>> kept_reference(dropout, 1, 1, range(2), range(8)).int().tolist()
     [[[[1, 1, 0, 1, 1, 0, 0, 1], [0, 0, 0, 1, 0, 1, 0, 1]]]]
     """
     device = dropout.seed.device
@@ -118,14 +118,14 @@ def kept_twin(dropout: Dropout, batch: int, heads: int, rows: range, columns: ra
         torch.arange(batch, device=device).view(-1, 1, 1, 1) + dropout.first_batch,
         torch.arange(heads, device=device).view(-1, 1, 1) + dropout.first_head,
     )
-    words = philox_twin(dropout.seed.view(()), counter)
+    words = philox_reference(dropout.seed.view(()), counter)
     is_second = (kv_position & 8) != 0
     halves = [torch.where(is_second, words[i + 1], words[i]) for i in (0, 2)]
     word = torch.where((q_position & 8) != 0, halves[1], halves[0])
     return ((word >> (kv_position & 1) * _BITS) & (2**_BITS - 1)) >= dropout.threshold
 
 
-def philox_twin(
+def philox_reference(
     seed: torch.Tensor, counter: tuple[torch.Tensor, ...], rounds: int = PHILOX_ROUNDS
 ) -> tuple[torch.Tensor, ...]:
     """The four words of Philox4x32, in int64, from counters in [0, 2^32) that broadcast and a seed of 64 bits.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cp_dtensor.attention.triton.dropout import Dropout, kept_twin
+from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
 from cp_dtensor.attention.triton.intervals import Intervals
 
 LOGITS_BYTES = 64 * 2**20
@@ -20,7 +20,7 @@ _MASKED_ROWS = 256
 """Of a block, at most, if rows see different columns: fewer rows leave more out, more rows make fewer calls."""
 
 
-def attention_forward_twin(
+def attention_forward_reference(
     out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
@@ -40,15 +40,15 @@ def attention_forward_twin(
     k, v = k.to(wide), v.to(wide)
     nothing = q.new_full((), float("-inf"), dtype=wide)
     sink = nothing if sinks is None else sinks.to(wide)[:, None]
-    for rows, columns in blocks_twin(q, k, causal_offset, intervals):
-        logits = logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias)
+    for rows, columns in blocks_reference(q, k, causal_offset, intervals):
+        logits = logits_reference(q, k, scale, rows, columns, causal_offset, intervals, bias)
         before = nothing if state is None else _rows(state[1], rows).to(wide)
         tile_lse = logits.logsumexp(-1) if len(columns) else nothing.expand(logits.shape[:3])
         total = torch.logaddexp(torch.logaddexp(before, sink), tile_lse)
         shift = _finite(total)
         weights = logits.sub_(shift.unsqueeze(-1)).exp_()
         if dropout is not None:
-            weights *= factors_twin(dropout, q, rows, columns, wide)
+            weights *= factors_reference(dropout, q, rows, columns, wide)
         result = of_query_heads(by_kv_head(weights, v) @ _rows(v, columns), q)
         if state is not None:
             # What there is in the result of rows that have seen nothing may be anything.
@@ -58,7 +58,7 @@ def attention_forward_twin(
         _rows(lse, rows).copy_(total)
 
 
-def attention_backward_twin(
+def attention_backward_reference(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -79,13 +79,13 @@ def attention_backward_twin(
     wide = _wide(q)
     k, v = k.to(wide), v.to(wide)
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
-    for rows, columns in blocks_twin(q, k, causal_offset, intervals):
-        logits = logits_twin(q, k, scale, rows, columns, causal_offset, intervals, bias)
-        weights = dropped = by_kv_head(weights_twin(logits, _rows(lse, rows)), v)
+    for rows, columns in blocks_reference(q, k, causal_offset, intervals):
+        logits = logits_reference(q, k, scale, rows, columns, causal_offset, intervals, bias)
+        weights = dropped = by_kv_head(weights_reference(logits, _rows(lse, rows)), v)
         grad = by_kv_head(_rows(grad_out, rows).to(wide), v)
         grad_logits = grad @ _rows(v, columns).mT
         if dropout is not None:
-            factors = by_kv_head(factors_twin(dropout, q, rows, columns, wide), v)
+            factors = by_kv_head(factors_reference(dropout, q, rows, columns, wide), v)
             grad_logits *= factors
             dropped = weights * factors
         grad_logits -= by_kv_head(_rows(delta, rows).to(wide).unsqueeze(-1), v)
@@ -97,7 +97,7 @@ def attention_backward_twin(
     dv.copy_(sum_v)
 
 
-def blocks_twin(
+def blocks_reference(
     q: torch.Tensor, k: torch.Tensor, causal_offset: int | None, intervals: Intervals | None
 ) -> Iterator[tuple[range, range]]:
     """Rows of each block, and columns among which are all that these see."""
@@ -118,7 +118,7 @@ def blocks_twin(
             yield range(here, there), range(first, end)
 
 
-def logits_twin(
+def logits_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     scale: float,
@@ -137,26 +137,28 @@ def logits_twin(
             logits.masked_fill_(~block, float("-inf"))
         else:
             logits += block
-    seen = seen_twin(rows, columns, q.device, causal_offset, intervals)
+    seen = seen_reference(rows, columns, q.device, causal_offset, intervals)
     return logits if seen is None else logits.masked_fill_(~seen, float("-inf"))
 
 
-def weights_twin(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def weights_reference(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """exp(logits - lse), 0 for rows that see nothing; in place."""
     return logits.sub_(_finite(lse.to(logits.dtype)).unsqueeze(-1)).exp_()
 
 
-def factors_twin(dropout: Dropout, q: torch.Tensor, rows: range, columns: range, dtype: torch.dtype) -> torch.Tensor:
+def factors_reference(
+    dropout: Dropout, q: torch.Tensor, rows: range, columns: range, dtype: torch.dtype
+) -> torch.Tensor:
     """(B, H, rows, columns): what dropout multiplies the softmax with."""
-    return kept_twin(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
+    return kept_reference(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
 
 
-def seen_twin(
+def seen_reference(
     rows: range, columns: range, device: torch.device, causal_offset: int | None, intervals: Intervals | None
 ) -> torch.Tensor | None:
     """Whether a row sees a column: boolean, broadcasts to (B, H, rows, columns); None if every row sees every column.
 
-    >>> seen_twin(range(2), range(1, 4), torch.device("cpu"), 1, None).int().tolist()
+    >>> seen_reference(range(2), range(1, 4), torch.device("cpu"), 1, None).int().tolist()
     [[1, 0, 0], [1, 1, 0]]
     """
     column = torch.arange(columns.start, columns.stop, device=device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.api.context import context_parallel as region_of_buffers
+from cp_dtensor.api.context import context_parallel as context_of_buffers
 from cp_dtensor.api.dtensor.dispatcher import enable_context_parallel_dispatcher
 from cp_dtensor.api.interception import intercepted
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
@@ -53,13 +53,13 @@ def context_parallel(
         layout = default_layout(tensors[0].size(dims[0]), group.size())
     elif not _cp_options.enable_load_balance:
         layout = Contiguous()
-    region = region_of_buffers(
+    context = context_of_buffers(
         mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, layout=layout
     )
     if layout is not None:
         for tensor, dim in zip(tensors, dims, strict=True):
             _cp_options.orders.note(group, tensor.size(dim), layout)
-    with region, intercepted(reordered_dtensor_sdpa):  # which is asked before what the region installs
+    with context, intercepted(reordered_dtensor_sdpa):  # which is asked before what the region installs
         yield
 
 

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor.comm.select import rotation_by_name
 from cp_dtensor.comm.select import set_rotate_method as set_process_default
+from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 
 Mesh = DeviceMesh | dist.ProcessGroup
@@ -92,7 +92,7 @@ class _ContextParallelOptions:
     @property
     def rotate_method(self) -> _RotateMethod:
         """How keys and values travel."""
-        is_ring = rotation_by_name(None).name == "alltoall"
+        is_ring = transport_by_name(None).name == "alltoall"
         return _RotateMethod.ALL_TO_ALL if is_ring else _RotateMethod.ALL_GATHER
 
     @rotate_method.setter

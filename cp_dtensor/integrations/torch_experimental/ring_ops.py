@@ -14,14 +14,14 @@ from cp_dtensor._torch.experimental import aten_name
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.attention.backends.select import backend_by_name
 from cp_dtensor.attention.merge import merge
-from cp_dtensor.attention.modifiers import NO_EXTRAS
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.select import rotation_by_name
+from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.planner import CallRequest, decide_ring, describe_problem
 from cp_dtensor.engine.ring import RingCall, ring_backward
 from cp_dtensor.engine.validation import check_qkv, positive_scale, refuse_unsupported_sdpa, softmax_scale
-from cp_dtensor.plan.partition import LayoutDivision
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.spec.masks import Causal, Full
 
@@ -256,7 +256,7 @@ class AtenOp:
             NotImplementedError: masks, dropout, and what the backend refuses.
         """
         query, call = self._call(group, layout, query, key, value, kwargs)
-        out, lse, _ = Attention.apply(query, key, value, None, None, NO_EXTRAS, call, True)
+        out, lse, _ = Attention.apply(query, key, value, None, None, NO_MODIFIERS, call, True)
         if self.name == "_scaled_dot_product_flash_attention_for_cpu":
             return out, lse
         state = query.new_empty(0, dtype=torch.int64)
@@ -315,14 +315,14 @@ class AtenOp:
             raise NotImplementedError(f"{self.name} cannot compute this attention ({problem}): {refusal}")
         lengths = (query.size(2) * group.size(), key.size(2) * group.size())
         request = CallRequest(
-            division=LayoutDivision(layout or Contiguous(), *lengths, query.size(0), group.size()),
+            partition=LayoutPartition(layout or Contiguous(), *lengths, query.size(0), group.size()),
             mask=Full() if layout is None else Causal(),
             problem=problem,
             batch_size=query.size(0),
             itemsize=query.element_size(),
             device=query.device,
             backend=backend,
-            rotation=rotation_by_name(None),
+            transport=transport_by_name(None),
         )
         query, scale = positive_scale(query, softmax_scale(query, kwargs.get("scale")))
         ranks = SequenceRanks(group) if group.size() > 1 else None

@@ -62,7 +62,7 @@ def _measure(options: Options, ranks: Ranks, device: Device) -> tuple[Sequence[R
     """All rows, and what ended the run early."""
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
-    total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.contestants)
+    total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.baselines)
     progress = Progress(total, visible=ranks.rank == 0)
 
     def report(row: Row) -> None:
@@ -74,10 +74,10 @@ def _measure(options: Options, ranks: Ranks, device: Device) -> tuple[Sequence[R
     suite = Suite(ranks, device, options.effort, Source(options.seed, device.torch_device), options.check_up_to, report)
     try:
         for case in options.cases:
-            finished += suite.run(case, options.passes, options.contestants)
+            finished += suite.run(case, options.passes, options.baselines)
             current.clear()
         if options.trace is not None:
-            suite.trace(options.trace_case, options.trace_contestant, options.trace)
+            suite.trace(options.trace_case, options.trace_baseline, options.trace)
     except GroupLost as lost:
         return [*finished, *current], lost
     except Failed as failure:

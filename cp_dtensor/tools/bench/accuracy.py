@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from cp_dtensor.spec.masks import Mask, clipped_layers
+from cp_dtensor.spec.masks import Mask, clipped_interval_sets
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.inputs import Select, Source
 from cp_dtensor.tools.bench.ranks import Ranks
@@ -103,7 +103,7 @@ def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
     Raises:
         ValueError: a mask of which some query sees nothing, or of several layers.
     """
-    (layer,) = clipped_layers(mask, seq_len, seq_len)
+    (layer,) = clipped_interval_sets(mask, seq_len, seq_len)
     seen = torch.zeros(2, seq_len, dtype=torch.int64)
     for band in layer:
         query = torch.arange(band.first, band.last)

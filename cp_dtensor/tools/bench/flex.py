@@ -19,8 +19,8 @@ from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.spec.balanced_layouts import BalancedBlocks
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
-from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.flex_masks import BLOCK, mask_mod, whole_mask
 from cp_dtensor.tools.bench.inputs import ByLayout, Select, Shards
 from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from cp_dtensor._torch.experimental import FlexBalancer
 
 
-def flex_contestants() -> list[Contestant]:
+def flex_baselines() -> list[Baseline]:
     """Ours, in the layout of the case and in each other, and one for each of torch's load balancers."""
-    divisions: dict[str, ByLayout | InBlocks] = {"flex": ByLayout(), "flex BalancedBlocks": InBlocks()}
-    divisions.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
+    partitions: dict[str, ByLayout | InBlocks] = {"flex": ByLayout(), "flex BalancedBlocks": InBlocks()}
+    partitions.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     ours = [
-        Contestant(
+        Baseline(
             OURS_PREFIX + name, partial(_ours, shards), partial(_our_refusal, shards), allocated_bytes, shards=shards,
             suits=lambda case: case.mask != "full", by_default=False,
         )
-        for name, shards in divisions.items()
+        for name, shards in partitions.items()
     ]  # fmt: skip
     theirs = [
-        Contestant(
+        Baseline(
             f"{TORCH_PREFIX}flex {name}", partial(_torchs, name), partial(_torch_refusal, name),
             shards=Rearranged(name), suits=suits, by_default=False, contiguous=True,
         )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from cp_dtensor.tools.bench.baseline import Baseline
+from cp_dtensor.tools.bench.baselines import baselines_by_name
 from cp_dtensor.tools.bench.cases import LAYOUTS, PASSES, Case, Heads, grid, mask_by_name
-from cp_dtensor.tools.bench.contestant import Contestant
-from cp_dtensor.tools.bench.contestants import contestants_by_name
 from cp_dtensor.tools.bench.measure import Effort
 
 _DESCRIPTION = """\
@@ -44,7 +44,7 @@ class Options:
 
     cases: tuple[Case, ...]
     passes: tuple[str, ...]
-    contestants: tuple[Contestant, ...]
+    baselines: tuple[Baseline, ...]
     effort: Effort
     check_up_to: int
     """Errors are computed of cases with no more work than a causal sequence of this length."""
@@ -57,7 +57,7 @@ class Options:
     output: Path | None
     trace: Path | None
     trace_case: Case
-    trace_contestant: Contestant
+    trace_baseline: Baseline
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -70,23 +70,23 @@ def parse_options(arguments: Sequence[str]) -> Options:
     if use_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     try:
-        contestants = contestants_by_name(given.contestants, graph=given.graph, compiled=given.compile)
+        baselines = baselines_by_name(given.baselines, graph=given.graph, compiled=given.compile)
     except ValueError as error:
         parser.error(str(error))
     cases = grid(
         given.seq_lens, given.heads, given.mask, given.backend,
         head_dim=given.head_dim, batch=given.batch, dtype=given.dtype, layout=given.layout,
     )  # fmt: skip
-    sharing = [contestant for contestant in contestants if not contestant.alone]
-    by_name = {contestant.name: contestant for contestant in sharing}
-    if given.trace and given.trace_contestant not in (None, *by_name):
-        parser.error(f"--trace-contestant: expected one of {', '.join(by_name)}, got {given.trace_contestant!r}")
+    sharing = [baseline for baseline in baselines if not baseline.alone]
+    by_name = {baseline.name: baseline for baseline in sharing}
+    if given.trace and given.trace_baseline not in (None, *by_name):
+        parser.error(f"--trace-contestant: expected one of {', '.join(by_name)}, got {given.trace_baseline!r}")
     if given.trace and not sharing:
         parser.error("--trace: of the chosen contestants none runs on all ranks")
     return Options(
         cases=cases,
         passes=tuple(name for name in PASSES if name in given.passes),
-        contestants=contestants,
+        baselines=baselines,
         effort=Effort(given.repeats, given.row_seconds, given.warm_ms),
         check_up_to=given.check_up_to,
         seed=given.seed,
@@ -96,7 +96,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         output=given.output,
         trace=given.trace,
         trace_case=next((case for case in cases if case.seq_len == given.trace_seq_len), cases[0]),
-        trace_contestant=by_name.get(given.trace_contestant, sharing[0] if sharing else contestants[0]),
+        trace_baseline=by_name.get(given.trace_baseline, sharing[0] if sharing else baselines[0]),
     )
 
 
@@ -118,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--mask", type=_mask, nargs="+", default=["causal"], help=masks)
     what.add_argument("--layout", choices=tuple(LAYOUTS), default="HeadTail", help="which rank owns which tokens")
     what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
-    contestants = (
+    baselines = (
         "such as ideal ours-allgather 'ours-symm_mem Balanced' (ours with a layout of its own) 'torch-flex PTRR'"
     )
-    what.add_argument("--contestants", nargs="+", metavar="NAME", help=contestants)
+    what.add_argument("--contestants", nargs="+", metavar="NAME", help=baselines)
     what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
     what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")

@@ -23,7 +23,7 @@ def draw(results: Results, path: Path) -> None:
     shown = [(title, rows) for title, rows in panels(results) if any(_percent(results, row) for row in rows)]
     if not shown:
         return
-    contestants = list(dict.fromkeys(row.contestant for row in results.rows if _percent(results, row)))
+    baselines = list(dict.fromkeys(row.baseline for row in results.rows if _percent(results, row)))
     columns = min(_COLUMNS, len(shown))
     lines = -(-len(shown) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(8 * columns, 5 * lines + 1), squeeze=False)
@@ -31,7 +31,7 @@ def draw(results: Results, path: Path) -> None:
         if len({row.case.seq_len for row in rows}) < _FEWEST_FOR_LINES:
             _bars(axis, results, title, rows)
         else:
-            _lines(axis, results, title, rows, contestants)
+            _lines(axis, results, title, rows, baselines)
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     handles = {
@@ -47,17 +47,17 @@ def draw(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
-def _lines(axis: Axes, results: Results, title: str, rows: list[Row], contestants: list[str]) -> None:
-    for number, contestant in enumerate(contestants):
+def _lines(axis: Axes, results: Results, title: str, rows: list[Row], baselines: list[str]) -> None:
+    for number, baseline in enumerate(baselines):
         points = [
             (row.case.seq_len, percent)
             for row in rows
-            if row.contestant == contestant and (percent := _percent(results, row)) is not None
+            if row.baseline == baseline and (percent := _percent(results, row)) is not None
         ]
         if points:
             lengths, percents = zip(*points, strict=True)
             marker = _MARKERS[number % len(_MARKERS)]
-            axis.plot(lengths, percents, marker=marker, color=f"C{number % 10}", label=contestant)
+            axis.plot(lengths, percents, marker=marker, color=f"C{number % 10}", label=baseline)
     axis.axhline(100, color="black", linestyle="--", linewidth=1, label="ideal")
     axis.set_xscale("log", base=2)
     ticks = sorted({row.case.seq_len for row in rows})
@@ -71,7 +71,7 @@ def _lines(axis: Axes, results: Results, title: str, rows: list[Row], contestant
 
 def _bars(axis: Axes, results: Results, title: str, rows: list[Row]) -> None:
     """A group of bars for each contestant, the first at the top; a bar for each length."""
-    percents = {(row.contestant, row.case.seq_len): _percent(results, row) for row in rows}
+    percents = {(row.baseline, row.case.seq_len): _percent(results, row) for row in rows}
     names = list(dict.fromkeys(name for (name, _), percent in percents.items() if percent))
     lengths = sorted({length for _, length in percents})
     height = 0.8 / len(lengths)

@@ -29,7 +29,7 @@ class Progress:
             return
         outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
         case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
-        text = f"{case}, {row.pass_name}, {row.contestant}: {outcome}"
+        text = f"{case}, {row.pass_name}, {row.baseline}: {outcome}"
         if self._bar is None:
             print(f"[{self._done}/{self._total}] {text}", file=sys.stderr, flush=True)
         else:

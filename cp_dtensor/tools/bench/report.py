@@ -82,7 +82,7 @@ def _all_but_length(case: Case) -> tuple[object, ...]:
 
 
 def _cells(results: Results, row: Row) -> list[str]:
-    name = f"{row.contestant} ({row.note})" if row.note else row.contestant
+    name = f"{row.baseline} ({row.note})" if row.note else row.baseline
     start = [f"{row.case.seq_len:,}", _plain(name)]
     if row.status != MEASURED:
         return [*start, _plain(f"{row.status}: {row.message}"), *[_NOTHING] * (len(_COLUMNS) - len(start) - 1)]

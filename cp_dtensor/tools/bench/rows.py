@@ -23,7 +23,7 @@ class Row:
 
     case: Case
     pass_name: str
-    contestant: str
+    baseline: str
     status: str
     """`MEASURED`, `REFUSED` (it said that it cannot) or `ERROR`."""
     message: str = ""
@@ -46,7 +46,7 @@ class Row:
     @property
     def is_ideal(self) -> bool:
         """Whether this is one GPU's time for the whole, to be divided by the number of ranks."""
-        return self.contestant.startswith(IDEAL)
+        return self.baseline.startswith(IDEAL)
 
     @property
     def slowest_ms(self) -> tuple[float, ...]:
@@ -94,9 +94,7 @@ class Results:
     def times_others(self, row: Row) -> float | None:
         """How many times faster than the fastest of those that are neither ours nor `ideal`."""
         beside = self._beside(row)
-        others = [
-            each.median_ms for each in beside if not each.is_ideal and not each.contestant.startswith(OURS_PREFIX)
-        ]
+        others = [each.median_ms for each in beside if not each.is_ideal and not each.baseline.startswith(OURS_PREFIX)]
         return min(others) / row.median_ms if others and row.status == MEASURED else None
 
     def error_ratios(self, row: Row) -> dict[str, float]:

@@ -13,18 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
 from cp_dtensor.tools.bench.accuracy import seen_keys
+from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.inputs import Everything
 from cp_dtensor.tools.bench.rows import IDEAL
 from cp_dtensor.tools.bench.work import Attention
 
 
-def single_devices() -> list[Contestant]:
+def single_devices() -> list[Baseline]:
     """torch's attention for plain masks, our kernels for others."""
     return [
-        Contestant(IDEAL, _torchs, shards=Everything(), may_expand_kv=True, suits=lambda case: case.is_plain),
-        Contestant(f"{IDEAL}-kernels", _kernels, shards=Everything(), suits=lambda case: not case.is_plain),
+        Baseline(IDEAL, _torchs, shards=Everything(), may_expand_kv=True, suits=lambda case: case.is_plain),
+        Baseline(f"{IDEAL}-kernels", _kernels, shards=Everything(), suits=lambda case: not case.is_plain),
     ]
 
 

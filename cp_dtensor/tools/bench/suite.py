@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.bench.accuracy import Outcome, relative_errors
+from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.devices import Device
 from cp_dtensor.tools.bench.inputs import Everything, Inputs, Select, Shards, Source, everything
 from cp_dtensor.tools.bench.measure import Effort, Measurement, measure
@@ -33,14 +33,14 @@ class Trial:
 
     case: Case
     pass_name: str
-    contestant: Contestant
+    baseline: Baseline
 
     def row(self, measurement: Measurement, ranks: int, note: str, predicted_ms: float | None) -> Row:
         """The row of a measurement."""
         return Row(
             case=self.case,
             pass_name=self.pass_name,
-            contestant=self.contestant.name,
+            baseline=self.baseline.name,
             status=MEASURED,
             note=note,
             samples_ms=measurement.samples_ms,
@@ -52,7 +52,7 @@ class Trial:
 
     def empty_row(self, status: str, message: str) -> Row:
         """The row of what was not measured."""
-        return Row(self.case, self.pass_name, self.contestant.name, status, message)
+        return Row(self.case, self.pass_name, self.baseline.name, status, message)
 
     def failed_row(self, failure: Failed) -> Row:
         """The row of a contestant that raised; NotImplementedError is its way to say no."""
@@ -91,7 +91,7 @@ class Suite:
         self._check_up_to = check_up_to
         self._report = report
 
-    def run(self, case: Case, passes: tuple[str, ...], contestants: tuple[Contestant, ...]) -> list[Row]:
+    def run(self, case: Case, passes: tuple[str, ...], baselines: tuple[Baseline, ...]) -> list[Row]:
         """The rows of a case, of those contestants that it suits.
 
         Raises:
@@ -100,14 +100,14 @@ class Suite:
         rows: list[Row] = []
         outcomes: dict[int, Outcome] = {}  # by index of the row
         # The whole sequence leaves rank 0 before the shards come, and shards before others.
-        chosen = sorted((each for each in contestants if each.suits(case)), key=lambda each: not each.alone)
+        chosen = sorted((each for each in baselines if each.suits(case)), key=lambda each: not each.alone)
         for shards in dict.fromkeys(each.shards for each in chosen):
             trials: list[Trial] = []
-            for contestant in chosen:
-                if contestant.shards != shards:
+            for baseline in chosen:
+                if baseline.shards != shards:
                     continue
-                refusal = contestant.refusal(case, self._ranks.world_size)
-                for trial in (Trial(case, name, contestant) for name in passes):
+                refusal = baseline.refusal(case, self._ranks.world_size)
+                for trial in (Trial(case, name, baseline) for name in passes):
                     if refusal is None:
                         trials.append(trial)
                     else:
@@ -128,22 +128,22 @@ class Suite:
             del inputs
         return self._with_errors(case, rows, outcomes) if self._checks(case) else rows
 
-    def trace(self, case: Case, contestant: Contestant, folder: Path) -> None:
+    def trace(self, case: Case, baseline: Baseline, folder: Path) -> None:
         """Writes a trace of forward and backward on every rank.
 
         Raises:
             Failed: on every rank.
         """
-        inputs, _ = self._inputs(case, contestant.shards)
-        name = f"{contestant.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
+        inputs, _ = self._inputs(case, baseline.shards)
+        name = f"{baseline.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
         path = folder / f"{name}-rank{self._ranks.rank}.json.gz"
         with ExitStack() as stack:
-            work = self._prepared(Trial(case, "fwdbwd", contestant), inputs, False, stack)
+            work = self._prepared(Trial(case, "fwdbwd", baseline), inputs, False, stack)
             assert work is not None
             self._ranks.together(work)
 
             def write() -> None:
-                call = self._device.captured(work) if contestant.captured else work
+                call = self._device.captured(work) if baseline.captured else work
                 write_trace(call, self._device, dist.barrier, path)
 
             self._ranks.together(write)
@@ -169,9 +169,9 @@ class Suite:
 
     def _row(self, trial: Trial, inputs: Inputs | None) -> tuple[Row, Results | None]:
         """The row, and this rank's results if they will be checked."""
-        case, contestant = trial.case, trial.contestant
+        case, baseline = trial.case, trial.baseline
         failures: list[Failed] = []
-        for expand_kv in (False, True) if case.enable_gqa and contestant.may_expand_kv else (False,):
+        for expand_kv in (False, True) if case.enable_gqa and baseline.may_expand_kv else (False,):
             try:
                 measurement, results = self._measured(trial, inputs, expand_kv)
             except Failed as failure:
@@ -181,7 +181,7 @@ class Suite:
                     raise GroupLost(str(failure)) from failure
             else:
                 note = f"K/V repeated to {case.heads.q} heads; with shared ones {failures[0]}" if expand_kv else ""
-                predicted = contestant.predicted_ms(case, trial.pass_name, self._device.torch_device)
+                predicted = baseline.predicted_ms(case, trial.pass_name, self._device.torch_device)
                 return trial.row(measurement, self._ranks.world_size, note, predicted), results
         return trial.failed_row(failures[0]), None
 
@@ -194,8 +194,8 @@ class Suite:
                 self._device,
                 self._ranks,
                 self._effort,
-                lambda: trial.contestant.workspace_bytes(self._device.torch_device),
-                captured=trial.contestant.captured,
+                lambda: trial.baseline.workspace_bytes(self._device.torch_device),
+                captured=trial.baseline.captured,
             )
             if work is not None and self._checks(trial.case):
                 results.append(work.results())
@@ -209,8 +209,8 @@ class Suite:
             assert inputs is not None
             self._device.free_unused()
             given = inputs.with_expanded_kv() if expand_kv else inputs
-            given = given.contiguous() if trial.contestant.contiguous else given
-            attention = stack.enter_context(trial.contestant.attention(trial.case, self._device.torch_device))
+            given = given.contiguous() if trial.baseline.contiguous else given
+            attention = stack.enter_context(trial.baseline.attention(trial.case, self._device.torch_device))
             prepared.append(Work(attention, given, trial.pass_name, trial.case.heads.kv))
 
         self._ranks.together(prepare, inputs is not None)

@@ -16,8 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.masks import Causal, SlidingWindow
+from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.contestant import Contestant
 from cp_dtensor.tools.bench.inputs import ByLayout, Everything
 from cp_dtensor.tools.bench.rows import IDEAL
 from cp_dtensor.tools.bench.work import Attention
@@ -27,14 +27,14 @@ _STAGES = 4
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def varlen_contestants() -> list[Contestant]:
+def varlen_baselines() -> list[Baseline]:
     """One GPU, and all."""
     return [
-        Contestant(
+        Baseline(
             f"{IDEAL}-varlen", _whole, shards=Everything(), suits=lambda case: not case.is_plain,
             refusal=_refusal,
         ),
-        Contestant(
+        Baseline(
             "llama3-varlen", _gathered, shards=ByLayout("Contiguous"), suits=lambda case: case.mask != "full",
             refusal=_refusal, by_default=False,
         ),

@@ -24,7 +24,7 @@ def no_workspace(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Baseline:
     """Something that computes attention."""
 
     name: str

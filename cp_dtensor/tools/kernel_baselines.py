@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor.attention.backends.aten import CudnnAttention, FlashAttention
-from cp_dtensor.attention.backends.base import LocalAttention
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE
 from cp_dtensor.tools.row_masks import documents, prefix, window
@@ -148,7 +148,7 @@ def flex_ways(problem: Problem) -> Ways:
     return {"FlexAttention": lambda: _flex(problem)}
 
 
-def _of_backend(backend: LocalAttention, problem: Problem) -> Passes:
+def _of_backend(backend: AttentionBackend, problem: Problem) -> Passes:
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     tile = CAUSAL_TILE if problem.case.mask == "causal" else FULL_TILE
     out, lse = backend.forward(q, k, v, tile, scale)

@@ -16,24 +16,24 @@ from cp_dtensor._torch import experimental_context_parallel_settings
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.comm import symm_mem_workspace as workspace
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.comm.select import ROTATE_METHODS, ROTATIONS
+from cp_dtensor.comm.select import ROTATE_METHODS, TRANSPORTS
 from cp_dtensor.engine.cost_model import estimates, fastest
 from cp_dtensor.engine.planner import axes_of
 from cp_dtensor.engine.validation import Mesh, sequence_ranks
-from cp_dtensor.plan.partition import CallShape, LayoutDivision
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
-from cp_dtensor.tools.bench.contestant import Contestant
-from cp_dtensor.tools.bench.flex import flex_contestants
+from cp_dtensor.tools.bench.flex import flex_baselines
 from cp_dtensor.tools.bench.inputs import ByLayout
 from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.single_device import backend_of, sdpa, single_devices
-from cp_dtensor.tools.bench.varlen import varlen_contestants
+from cp_dtensor.tools.bench.varlen import varlen_baselines
 from cp_dtensor.tools.bench.work import Attention
 
 GRAPH_SUFFIX = " graph"
 COMPILED_SUFFIX = " compiled"
-_TORCH_ROTATIONS = ("allgather", "alltoall")
+_TORCH_TRANSPORTS = ("allgather", "alltoall")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Way:
 
 
 _WAYS = {
-    **{name: Way("ring", name) for name in ROTATIONS},
+    **{name: Way("ring", name) for name in TRANSPORTS},
     "ulysses": Way("ulysses"),
     "hybrid-2": Way("hybrid", ulysses_degree=2),
     "hybrid-4": Way("hybrid", ulysses_degree=4),
@@ -59,9 +59,9 @@ _WAYS = {
 }
 
 
-def contestants_by_name(
+def baselines_by_name(
     names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False
-) -> tuple[Contestant, ...]:
+) -> tuple[Baseline, ...]:
     """The contestants of these names, in their order of appearance; ours also compiled and as graphs.
 
     None: all who take part without having been asked to.
@@ -69,31 +69,31 @@ def contestants_by_name(
     Raises:
         ValueError: nobody is called so.
     """
-    known = {contestant.name: contestant for contestant in _all_contestants()}
+    known = {baseline.name: baseline for baseline in _all_baselines()}
     if unknown := [name for name in names or () if name not in known]:
         listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS_PREFIX)]
         with_layout = f"ours also with a layout, such as '{OURS_PREFIX}auto Balanced'"
         raise ValueError(f"unknown contestant {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
     chosen = [each for name, each in known.items() if (each.by_default if names is None else name in names)]
     result = []
-    for contestant in chosen:
-        result.append(contestant)
-        if not contestant.name.startswith(OURS_PREFIX):
+    for baseline in chosen:
+        result.append(baseline)
+        if not baseline.name.startswith(OURS_PREFIX):
             continue
         if compiled:
-            attention = partial(_compiled, contestant.attention)
-            result.append(dataclasses.replace(contestant, name=contestant.name + COMPILED_SUFFIX, attention=attention))
+            attention = partial(_compiled, baseline.attention)
+            result.append(dataclasses.replace(baseline, name=baseline.name + COMPILED_SUFFIX, attention=attention))
         if graph:
-            result.append(dataclasses.replace(contestant, name=contestant.name + GRAPH_SUFFIX, captured=True))
+            result.append(dataclasses.replace(baseline, name=baseline.name + GRAPH_SUFFIX, captured=True))
     return tuple(result)
 
 
-def _all_contestants() -> list[Contestant]:
+def _all_baselines() -> list[Baseline]:
     ways = list(_WAYS.items())
     for layout in LAYOUTS:
         ways += [(f"{name} {layout}", dataclasses.replace(way, layout=layout)) for name, way in _WAYS.items()]
     ours = [
-        Contestant(
+        Baseline(
             OURS_PREFIX + name, partial(_ours, way), partial(_our_refusal, way), partial(_our_workspace, way),
             shards=ByLayout(way.layout), by_default=way.layout is None, predicted_ms=partial(_predicted_ms, way),
         )
@@ -102,14 +102,14 @@ def _all_contestants() -> list[Contestant]:
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     theirs = [
-        Contestant(
+        Baseline(
             TORCH_PREFIX + name, partial(_torchs, name), _torch_refusal, suits=lambda case: case.is_plain,
             contiguous=True, may_expand_kv=True,
         )
-        for name in _TORCH_ROTATIONS
+        for name in _TORCH_TRANSPORTS
     ]  # fmt: skip
-    alone, gathered = varlen_contestants()
-    return [*single_devices(), alone, *ours, *theirs, gathered, *flex_contestants()]
+    alone, gathered = varlen_baselines()
+    return [*single_devices(), alone, *ours, *theirs, gathered, *flex_baselines()]
 
 
 @contextmanager
@@ -193,9 +193,9 @@ def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) ->
     ranks = sequence_ranks(_mesh(way.ulysses_degree, device.type))
     itemsize = getattr(torch, case.dtype).itemsize
     shape = CallShape(
-        LayoutDivision(case.layout_value(way.layout), case.seq_len, case.seq_len, case.batch, ranks.size),
+        LayoutPartition(case.layout_value(way.layout), case.seq_len, case.seq_len, case.batch, ranks.size),
         case.mask_value, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize,
-        Masking.BY_SHAPE if case.is_plain else Masking.BY_ROW,
+        Masking.BY_SHAPE if case.is_plain else Masking.INTERVALS,
     )  # fmt: skip
     outer, inner = axes_of(ranks, device, itemsize)
     found = estimates(shape, outer, inner, ROTATE_METHODS[way.rotate_method])
