@@ -71,7 +71,7 @@ def test_the_command_line() -> None:
     names = [baseline.name for baseline in options.baselines]
     assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in TRANSPORTS)} <= set(names)
 
-    chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--contestants", "ideal", "ours-alltoall"])
+    chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--baselines", "ideal", "ours-alltoall"])
     assert [case.seq_len for case in chosen.cases] == [96]
     assert chosen.cases[0].mask == "full"
     assert [baseline.name for baseline in chosen.baselines] == ["ideal", "ours-alltoall"]
@@ -82,13 +82,13 @@ def test_the_command_line() -> None:
     ("arguments", "message"),
     [
         (
-            ["--contestants", "ours-magic"],
-            "unknown contestant 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
+            ["--baselines", "ours-magic"],
+            "unknown baseline 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
         ),
         (["--mask", "windows"], "expected a mask such as causal, full, 'documents 2048'"),
         (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
         (["--seq-lens", "0"], "expected a positive integer, got 0"),
-        (["--trace", "x", "--trace-contestant", "ideal"], "--trace-contestant: expected one of ours-allgather"),
+        (["--trace", "x", "--trace-baseline", "ideal"], "--trace-baseline: expected one of ours-allgather"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
-def test_graphs_are_contestants_of_their_own() -> None:
+def test_graphs_are_baselines_of_their_own() -> None:
     names = [baseline.name for baseline in baselines_by_name(["ideal", "ours-allgather"], graph=True)]
     assert names == ["ideal", "ours-allgather", "ours-allgather graph"]
     both = [each.name for each in baselines_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]

@@ -35,7 +35,7 @@ def test_masks_by_name() -> None:
             mask_by_name(name, 10)
 
 
-def test_contestants_take_part_where_they_can() -> None:
+def test_baselines_take_part_where_they_can() -> None:
     asked = ["ideal", "ideal-kernels", "ours-auto", "ours-auto PerDocument", "torch-allgather", "torch-flex PTRR"]
     chosen = baselines_by_name(asked)
     assert [each.name for each in chosen] == asked
@@ -103,7 +103,7 @@ REFUSALS = {
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--mask", "documents 100", "window 40", "causal"]
     arguments += ["--seq-lens", "512", "--heads", "2:1", "--head-dim", "8"]
-    arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--contestants", *NAMES]
+    arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--baselines", *NAMES]
     arguments += ["--output", str(tmp_path)]
     launch(2, "cp_dtensor.tools.bench", *arguments, folder=tmp_path)
     report = (tmp_path / "bench.md").read_text()

@@ -1,4 +1,4 @@
-"""The benchmark tool: its inputs and errors, and what happens when a contestant fails."""
+"""The benchmark tool: its inputs and errors, and what happens when a baseline fails."""
 
 from __future__ import annotations
 

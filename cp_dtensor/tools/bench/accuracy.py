@@ -23,7 +23,7 @@ _MOST_ROWS = 1024
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contestant computed on this rank."""
+    """What a baseline computed on this rank."""
 
     tensors: tuple[torch.Tensor, ...]
     """(B, heads, S, D) of the first of `NAMES`."""
@@ -39,7 +39,7 @@ def relative_errors(
     Args:
         case: the problem.
         source: of its inputs.
-        outcomes: this rank's parts. Keys differ between ranks where a contestant runs on some of them only.
+        outcomes: this rank's parts. Keys differ between ranks where a baseline runs on some of them only.
         ranks: all of them.
 
     Returns:

@@ -62,7 +62,7 @@ _WAYS = {
 def baselines_by_name(
     names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False
 ) -> tuple[Baseline, ...]:
-    """The contestants of these names, in their order of appearance; ours also compiled and as graphs.
+    """The baselines of these names, in their order of appearance; ours also compiled and as graphs.
 
     None: all who take part without having been asked to.
 
@@ -73,7 +73,7 @@ def baselines_by_name(
     if unknown := [name for name in names or () if name not in known]:
         listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS_PREFIX)]
         with_layout = f"ours also with a layout, such as '{OURS_PREFIX}auto Balanced'"
-        raise ValueError(f"unknown contestant {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
+        raise ValueError(f"unknown baseline {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
     chosen = [each for name, each in known.items() if (each.by_default if names is None else name in names)]
     result = []
     for baseline in chosen:

@@ -102,7 +102,7 @@ class Case:
     mask: str
     """Of `mask_by_name`."""
     layout: str
-    """Key of `LAYOUTS`; contestants may have one of their own."""
+    """Key of `LAYOUTS`; baselines may have one of their own."""
     backend: str
     """Name of a `torch.nn.attention.SDPBackend`, or "auto"."""
 

@@ -64,7 +64,7 @@ class Source:
 
 
 class Shards(ABC):
-    """Which tokens a rank holds, and in which order. A value: contestants with equal ones share their inputs."""
+    """Which tokens a rank holds, and in which order. A value: baselines with equal ones share their inputs."""
 
     @abstractmethod
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:

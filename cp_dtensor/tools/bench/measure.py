@@ -1,4 +1,4 @@
-"""Measures one contestant: timings, launch cost, memory. All ranks run the same phases, and fail together."""
+"""Measures one baseline: timings, launch cost, memory. All ranks run the same phases, and fail together."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ideal, on the same inputs in the same run.
     torchrun --nproc-per-node 2 -m cp_dtensor.tools.bench --quick
     torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --quick --seq-lens 32768 --trace traces
     torchrun --nproc-per-node 8 -m cp_dtensor.tools.bench --mask "documents 2048" "window 4096" \\
-        --contestants ideal-kernels ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
+        --baselines ideal-kernels ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
 """
 _BACKENDS = ("auto", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -80,9 +80,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
     sharing = [baseline for baseline in baselines if not baseline.alone]
     by_name = {baseline.name: baseline for baseline in sharing}
     if given.trace and given.trace_baseline not in (None, *by_name):
-        parser.error(f"--trace-contestant: expected one of {', '.join(by_name)}, got {given.trace_baseline!r}")
+        parser.error(f"--trace-baseline: expected one of {', '.join(by_name)}, got {given.trace_baseline!r}")
     if given.trace and not sharing:
-        parser.error("--trace: of the chosen contestants none runs on all ranks")
+        parser.error("--trace: of the chosen baselines none runs on all ranks")
     return Options(
         cases=cases,
         passes=tuple(name for name in PASSES if name in given.passes),
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     baselines = (
         "such as ideal ours-allgather 'ours-symm_mem Balanced' (ours with a layout of its own) 'torch-flex PTRR'"
     )
-    what.add_argument("--contestants", nargs="+", metavar="NAME", help=baselines)
+    what.add_argument("--baselines", nargs="+", metavar="NAME", help=baselines)
     what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
     what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--output", type=Path, metavar="DIR", help="for bench.json, bench.md and bench.png")
     out.add_argument("--trace", type=Path, metavar="DIR", help="for a Chrome trace of forward and backward per rank")
-    out.add_argument("--trace-contestant", metavar="NAME", help="default: the first that runs on all ranks")
+    out.add_argument("--trace-baseline", metavar="NAME", help="default: the first that runs on all ranks")
     out.add_argument("--trace-seq-len", type=int, metavar="N", help="one of --seq-lens; default: the shortest")
     return parser
 

@@ -70,7 +70,7 @@ def _lines(axis: Axes, results: Results, title: str, rows: list[Row], baselines:
 
 
 def _bars(axis: Axes, results: Results, title: str, rows: list[Row]) -> None:
-    """A group of bars for each contestant, the first at the top; a bar for each length."""
+    """A group of bars for each baseline, the first at the top; a bar for each length."""
     percents = {(row.baseline, row.case.seq_len): _percent(results, row) for row in rows}
     names = list(dict.fromkeys(name for (name, _), percent in percents.items() if percent))
     lengths = sorted({length for _, length in percents})

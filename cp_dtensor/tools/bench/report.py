@@ -10,7 +10,7 @@ from cp_dtensor.tools.bench.rows import MEASURED, Results, Row
 from cp_dtensor.tools.report import markdown_table
 
 _COLUMNS = (
-    "length", "contestant", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
+    "length", "baseline", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
     "CPU us", "extra MiB",
 )  # fmt: skip
 _NOTHING = "-"
@@ -49,7 +49,7 @@ def markdown(results: Results) -> str:
 
 
 def panels(results: Results) -> Iterator[tuple[str, list[Row]]]:
-    """Titles and rows of what belongs in one table: all that differs in length and contestant only."""
+    """Titles and rows of what belongs in one table: all that differs in length and baseline only."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in results.rows:
         groups.setdefault((*_all_but_length(row.case), row.pass_name), []).append(row)

@@ -19,7 +19,7 @@ MEASURED, REFUSED, ERROR = "measured", "refused", "error"
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant at one case and pass."""
+    """One baseline at one case and pass."""
 
     case: Case
     pass_name: str

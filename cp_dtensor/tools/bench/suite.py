@@ -1,4 +1,4 @@
-"""Runs contestants through a case: inputs, measurements, errors, and what happens when one fails."""
+"""Runs baselines through a case: inputs, measurements, errors, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Trial:
         return Row(self.case, self.pass_name, self.baseline.name, status, message)
 
     def failed_row(self, failure: Failed) -> Row:
-        """The row of a contestant that raised; NotImplementedError is its way to say no."""
+        """The row of a baseline that raised; NotImplementedError is its way to say no."""
         return self.empty_row(REFUSED if str(failure).startswith("NotImplementedError") else ERROR, str(failure))
 
 
@@ -92,7 +92,7 @@ class Suite:
         self._report = report
 
     def run(self, case: Case, passes: tuple[str, ...], baselines: tuple[Baseline, ...]) -> list[Row]:
-        """The rows of a case, of those contestants that it suits.
+        """The rows of a case, of those baselines that it suits.
 
         Raises:
             GroupLost: no further case can be run. The rows so far have been reported.

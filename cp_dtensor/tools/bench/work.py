@@ -1,4 +1,4 @@
-"""One pass of one contestant over this rank's inputs, ready to be repeated."""
+"""One pass of one baseline over this rank's inputs, ready to be repeated."""
 
 from __future__ import annotations
 
