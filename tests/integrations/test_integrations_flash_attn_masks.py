@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from cp_dtensor.integrations import long_context, ring_flash_attn
 from cp_dtensor.integrations.long_context import LongContextAttention, set_seq_parallel_pg
 
-KINDS = ("ring", "zigzag_ring", "stripe", "step", "llama3", "zigzag_llama3")
+KINDS = ("ring", "zigzag_ring", "stripe", "step")
 TYPES = ("basic", "zigzag", "strip")
 Way = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[..., Any]]
 

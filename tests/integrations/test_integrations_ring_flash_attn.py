@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.problems import Problem, reference
 from support.problems import shard as shard_by_positions
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.integrations import ring_flash_attn
 from cp_dtensor.integrations.ring_flash_attn import shard, unshard
 
@@ -26,8 +24,6 @@ KINDS: dict[str, Layout] = {
     "zigzag_ring": HeadTail(),
     "stripe": Striped(1),
     "step": MirroredBatch(),
-    "llama3": Contiguous(),
-    "zigzag_llama3": HeadTail(),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -165,10 +161,13 @@ def test_positional_arguments_are_in_that_package_s_order() -> None:
         "group",
     ]  # fmt: skip
     for kind in KINDS:
-        for packing, tensors in {"": ["q", "k", "v"], "kvpacked_": ["q", "kv"], "qkvpacked_": ["qkv"]}.items():
+        for packing, tensors in {
+            "": ["q", "k", "v", *options],
+            "kvpacked_": ["q", "kv"],
+            "qkvpacked_": ["qkv"],
+        }.items():
             parameters = inspect.signature(function(kind, packing)).parameters.values()
-            positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-            assert positional == tensors + options
+            assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == tensors
 
 
 def test_all_names_are_exported_documented_and_can_be_pickled() -> None:
@@ -187,20 +186,6 @@ def test_all_names_are_exported_documented_and_can_be_pickled() -> None:
             public.__name__,
             getattr(public, "__self__", None),
         )
-
-
-@pytest.mark.parametrize("kind", ["llama3", "zigzag_llama3"])
-def test_llama3_gathers_keys_and_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered = []
-    start_kv = AllGather.start_kv
-
-    def recorded(self: AllGather, *args: Any) -> Any:
-        gathered.append(dist.get_rank())
-        return start_kv(self, *args)
-
-    monkeypatch.setattr(AllGather, "start_kv", recorded)
-    check(kind, "", Problem(12, 12))
-    assert set(gathered) == set(range(WORLD))
 
 
 REFUSED = {
