@@ -7,7 +7,7 @@ Integrations, in this package or elsewhere, import the public names of `cp_dtens
 - Checks of arguments: `bottom_right_mask`, `heads_before_rows`, `heads_first_of_packed`, `ascending`,
   `refuse_no_edges`, `is_integer`, `checked_buffers`, `refuse_unsupported_sdpa`.
 - SDPA of the whole process: `intercepted`, `SdpaArguments`, `SharedInstallation`, `local_sdpa`.
-- Partial results and gradients: `merge`, `ring_attention_backward`.
+- Parts of attention: `merge` of partial results; `ring_attention_by_backend` and `ring_attention_backward`.
 - Autograd and compiler: `current_backward`, `never_compiled`, `version_of`.
 """
 
@@ -21,9 +21,11 @@ from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, inter
 from cp_dtensor.api.local_sdpa import local_sdpa
 from cp_dtensor.api.sharding import checked_buffers, take_shard
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
+from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.autograd import Attention, AttentionCall
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.planner import decide_call
 from cp_dtensor.engine.validation import (
@@ -59,6 +61,7 @@ __all__ = [
     "refuse_no_edges",
     "refuse_unsupported_sdpa",
     "ring_attention_backward",
+    "ring_attention_by_backend",
     "sequence_ranks",
     "take_shard",
     "version_of",
@@ -70,7 +73,43 @@ def default_rotate_method() -> str:
     return transport_by_name(None).name
 
 
+def ring_attention_by_backend(
+    backend: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Mesh,
+    mask: Mask,
+    layout: Layout,
+    scale: float | None = None,
+    seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
+
+    Args:
+        backend: name of a `torch.nn.attention.SDPBackend`, such as "FLASH_ATTENTION".
+        q: (B, H, S, D), this rank's queries.
+        k: (B, Hkv, T, D), this rank's keys. H may be a multiple of Hkv.
+        v: (B, Hkv, T, Dv), this rank's values.
+        mesh, mask, layout, scale: as for `ring_attention`.
+        seq_len: the global numbers of queries and keys.
+
+    Returns:
+        out: (B, H, S, Dv), differentiable. lse: (B, H, S), natural log of the softmax denominator over all keys, in
+        float32 (float64 for float64).
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        NotImplementedError: the backend cannot compute it.
+    """
+    q, call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
+    out, lse, _ = Attention.apply(q, k, v, None, None, NO_MODIFIERS, call, True)
+    return out, lse
+
+
 def ring_attention_backward(
+    backend: str,
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,36 +123,37 @@ def ring_attention_backward(
     scale: float | None = None,
     seq_len: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `ring_attention` from its saved inputs and results, without an autograd graph.
-
-    The backend is chosen as in a forward call, so `torch.nn.attention.sdpa_kernel` holds for it.
+    """Gradients of `ring_attention_by_backend` from its inputs and results, without an autograd graph.
 
     Args:
         grad_out: (B, H, S, Dv), the gradient of this rank's `out`.
-        q: (B, H, S, D), this rank's queries.
-        k: (B, Hkv, T, D), this rank's keys. H may be a multiple of Hkv.
-        v: (B, Hkv, T, Dv), this rank's values.
-        out: (B, H, S, Dv), this rank's result.
-        lse: (B, H, S), contiguous; natural log of the softmax denominator over all keys, float32 (float64 for float64).
-        mesh, mask, layout, scale: as for `ring_attention`.
-        seq_len: the global numbers of queries and keys.
+        out, lse: the results; lse contiguous.
+        backend, q, k, v, mesh, mask, layout, scale, seq_len: as there.
 
     Returns:
         (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: no allowed SDPA backend can compute it.
+        as `ring_attention_by_backend`.
     """
-    check_qkv(q, k, v, enable_gqa=True)
-    config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
-    with torch.enable_grad():  # positive_scale moves a scale <= 0 into the queries, which has a derivative
+    with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
         leaf = q.detach().requires_grad_()
-        scaled, scale = positive_scale(leaf, softmax_scale(q, scale))
-    call = decide_call(scaled, k, v, config.splitting, seq_len, mask, NO_MODIFIERS, scale, config.ranks)
+        scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
     with torch.no_grad(), no_autocast(q):
         saved = call.saved_again(scaled.detach(), k, v, out, lse)
         grad_q, grad_k, grad_v = call.backward(grad_out, NO_MODIFIERS, saved, None)
     if scaled is not leaf:
         (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
     return grad_q, grad_k, grad_v
+
+
+def _ring_call(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
+    scale: float | None, seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, AttentionCall]:  # fmt: skip
+    """Returns the queries, multiplied so that the scale is positive, and the planned call."""
+    check_qkv(q, k, v, enable_gqa=True)
+    config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
+    q, scale = positive_scale(q, softmax_scale(q, scale))
+    allowed = only_backend(backend)
+    return q, decide_call(q, k, v, config.splitting, seq_len, mask, NO_MODIFIERS, scale, config.ranks, allowed)
