@@ -5,7 +5,7 @@ Integrations, in this package or elsewhere, import the public names of `cp_dtens
 - Ranks: `Mesh`, `sequence_ranks`, `default_rotate_method`.
 - Layouts of your own: `Segment`, `CachedHash`, `take_shard`.
 - Checks of arguments: `bottom_right_mask`, `heads_before_rows`, `heads_first_of_packed`, `ascending`,
-  `refuse_no_edges`, `is_integer`, `checked_buffers`, `refuse_unsupported_sdpa`.
+  `refuse_no_edges`, `is_integer`, `checked_buffers`, `checked_sequence`, `refuse_unsupported_sdpa`.
 - SDPA of the whole process: `intercepted`, `SdpaArguments`, `SharedInstallation`, `local_sdpa`.
 - Parts of attention: `merge` of partial results; `ring_attention_by_backend` and `ring_attention_backward`.
 - Autograd and compiler: `current_backward`, `never_compiled`, `version_of`.
@@ -19,7 +19,7 @@ from cp_dtensor._torch import current_backward, never_compiled, version_of
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.local_sdpa import local_sdpa
-from cp_dtensor.api.sharding import checked_buffers, take_shard
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence, take_shard
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
@@ -49,6 +49,7 @@ __all__ = [
     "ascending",
     "bottom_right_mask",
     "checked_buffers",
+    "checked_sequence",
     "current_backward",
     "default_rotate_method",
     "heads_before_rows",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -40,7 +39,6 @@ _PREPARE = "llama3_flash_attn_prepare_cu_seqlens"
 _FUNCTION = "llama3_flash_attn_varlen_func"
 _NOTE = "cp_dtensor_documents"
 """Attribute of prepared tensors: their `_Documents` and their version when prepared."""
-_Span = tuple[int, int]
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -74,70 +72,48 @@ def llama3_flash_attn_prepare_cu_seqlens(
         raise ValueError(f"expected cu_seqlens to begin with 0, got {list(edges)}")
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank of world_size={world_size}, got rank={rank}")
-    documents = _Documents(edges, bool(causal), rank, world_size)
-    q_edges = cu_seqlens.new_tensor(documents.q_edges)
-    k_edges = cu_seqlens.new_tensor(documents.k_edges)
-    for tensor in (q_edges, k_edges):
+    starts = [_part(edges[-1], each, world_size)[0] for each in range(world_size)]
+    start, stop = _part(edges[-1], rank, world_size)
+    queries, keys = [], []  # spans of positions, by document of this rank
+    for first, last in pairwise(edges):
+        if first < stop and (last > start or first == start):
+            queries.append((max(first, start), min(last, stop)))
+            keys.append((first, min(last, stop) if causal else last))
+    keys_of_rank = (keys[0][0], keys[-1][1]) if keys else (start, start)
+    max_seqlen_q, max_seqlen_k = (max((last - first for first, last in each), default=0) for each in (queries, keys))
+    documents = _Documents(
+        edges, rank, world_size, stop - start, keys_of_rank, (max_seqlen_q, max_seqlen_k),
+        leaves_out_keys=bool(causal) and not {*starts} <= {*edges},
+    )  # fmt: skip
+    cu_seqlens_q = cu_seqlens.new_tensor([0, *(last - start for _, last in queries)])
+    cu_seqlens_k = cu_seqlens.new_tensor([0, *(last - keys_of_rank[0] for _, last in keys)])
+    for tensor in (cu_seqlens_q, cu_seqlens_k):
         setattr(tensor, _NOTE, (documents, version_of(tensor)))
-    return q_edges, k_edges, *documents.longest, slice(*documents.keys)
+    return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, slice(*keys_of_rank)
+
+
+def _part(seq_len: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Returns the positions of a rank."""
+    (segment,) = Contiguous().segments(seq_len, rank, world_size)
+    return segment.start, segment.start + segment.length
 
 
 @dataclass(frozen=True)
 class _Documents:
-    """The documents of the whole sequence, as seen by one rank."""
+    """The documents that one rank's tensors were prepared from."""
 
     cu_seqlens: tuple[int, ...]
     """Of the whole sequence, from 0 to its length."""
-    causal: bool
-    """True if keys after the rank's part are left out."""
     rank: int
     world_size: int
-
-    @cached_property
-    def part(self) -> _Span:
-        """The positions of this rank."""
-        return self._part_of(self.rank)
-
-    def _part_of(self, rank: int) -> _Span:
-        (segment,) = Contiguous().segments(self.cu_seqlens[-1], rank, self.world_size)
-        return segment.start, segment.start + segment.length
-
-    @cached_property
-    def pieces(self) -> tuple[tuple[_Span, _Span], ...]:
-        """For each document of this rank: the positions of the rank's queries, and of the keys they see."""
-        start, stop = self.part
-        return tuple(
-            ((max(first, start), min(last, stop)), (first, min(last, stop) if self.causal else last))
-            for first, last in pairwise(self.cu_seqlens)
-            if first < stop and (last > start or first == start)
-        )
-
-    @cached_property
-    def keys(self) -> _Span:
-        """The positions of all these keys."""
-        return (self.pieces[0][1][0], self.pieces[-1][1][1]) if self.pieces else (self.part[0],) * 2
-
-    @property
-    def q_edges(self) -> list[int]:
-        """Edges of documents among this rank's queries."""
-        return [0, *(queries[1] - self.part[0] for queries, _ in self.pieces)]
-
-    @property
-    def k_edges(self) -> list[int]:
-        """Edges of documents among the keys."""
-        return [0, *(keys[1] - self.keys[0] for _, keys in self.pieces)]
-
-    @cached_property
-    def longest(self) -> _Span:
-        """Most queries and most keys of one document."""
-        spans = zip(*self.pieces, strict=True) if self.pieces else ((), ())
-        queries, keys = (max((last - first for first, last in each), default=0) for each in spans)
-        return queries, keys
-
-    @cached_property
-    def some_cross_ranks(self) -> bool:
-        """True if a document lies on several ranks."""
-        return not {self._part_of(rank)[0] for rank in range(self.world_size)} <= {*self.cu_seqlens}
+    tokens: int
+    """The number of this rank's tokens."""
+    keys: tuple[int, int]
+    """The positions of the keys that its queries see."""
+    longest: tuple[int, int]
+    """Most queries and most keys of one document."""
+    leaves_out_keys: bool
+    """True if prepared for causal attention, with a document on several ranks."""
 
 
 def _documents_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> _Documents:
@@ -160,6 +136,8 @@ def _documents_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> _Do
 
 @dataclass(frozen=True)
 class _Llama3(PackedForms):
+    """The llama3 functions of packed documents."""
+
     leading_dims = "tokens"
 
     @never_compiled
@@ -233,11 +211,11 @@ class _Llama3(PackedForms):
         for got, expected in (
             (f"rank {ranks.rank} of {ranks.size}", f"rank {documents.rank} of {documents.world_size}"),
             (f"local_k_slice from {keys.start} to {keys.stop}", "local_k_slice from {} to {}".format(*documents.keys)),
-            (f"{q.size(0)} tokens", f"{documents.part[1] - documents.part[0]} tokens"),
+            (f"{q.size(0)} tokens", f"{documents.tokens} tokens"),
         ):
             if got != expected:
                 raise ValueError(f"{_FUNCTION} got documents that were prepared for {expected}, and here is {got}")
-        if documents.causal and not causal and documents.some_cross_ranks:
+        if documents.leaves_out_keys and not causal:
             raise ValueError(
                 f"{_FUNCTION} got causal=False with documents that were prepared for causal=True, which leaves out "
                 f"keys; expected {_PREPARE}(..., causal=False)"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -40,30 +39,8 @@ __all__ = [
 ]
 
 
-class _AttnMode:
-    """Base of the modes: `context_parallel` over the whole `with` block."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        method: str,
-        layout: Layout | None,
-        rotate_method: str | None,
-        seq_lens: Collection[int],
-        debug: bool,
-    ) -> None:
-        layout = Contiguous() if layout is None else layout
-        self._context = context_parallel(
-            mesh, method=method, layout=layout, rotate_method=rotate_method, seq_lens=seq_lens, debug=debug
-        )
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.__exit__(kind, error, trace)
+class _AttnMode(context_parallel):
+    """Base of the modes."""
 
     @staticmethod
     def replicated_keys() -> AbstractContextManager[None]:
@@ -114,7 +91,10 @@ class UnifiedAttnMode(_AttnMode):
         debug: bool = False,
     ) -> None:
         axes, method = _axes_and_method(group_or_default(mesh))
-        super().__init__(axes, method, layout, rotate_method, seq_lens, debug)
+        super().__init__(
+            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_lens=seq_lens,
+            debug=debug,
+        )  # fmt: skip
 
 
 class UlyssesAttnMode(_AttnMode):
@@ -133,7 +113,9 @@ class UlyssesAttnMode(_AttnMode):
         seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
-        super().__init__(group_or_default(mesh), "ulysses", layout, None, seq_lens, debug)
+        super().__init__(
+            group_or_default(mesh), method="ulysses", layout=layout or Contiguous(), seq_lens=seq_lens, debug=debug
+        )
 
 
 class RingAttnMode(_AttnMode):
@@ -153,7 +135,10 @@ class RingAttnMode(_AttnMode):
         seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
-        super().__init__(group_or_default(mesh), "ring", layout, rotate_method, seq_lens, debug)
+        super().__init__(
+            group_or_default(mesh), method="ring", layout=layout or Contiguous(), rotate_method=rotate_method,
+            seq_lens=seq_lens, debug=debug,
+        )  # fmt: skip
 
 
 def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
@@ -235,7 +220,7 @@ def _attn_func(
 ) -> torch.Tensor:
     out = context_parallel_attention(
         query, key, value, mesh=group_or_default(mesh), method=method, is_causal=is_causal, attn_mask=attn_mask,
-        dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=Contiguous() if layout is None else layout,
+        dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out

@@ -1,4 +1,4 @@
-"""The llama3 functions for packed documents, which are cut wherever the ranks' parts begin and end."""
+"""The llama3 functions for packed documents, which lie across the edges of the ranks' parts."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def numbers(prepared: dict[str, Any]) -> list[Any]:
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in prepared.values()]
 
 
-def test_what_each_rank_is_told() -> None:
-    """By hand: 8 parts of 2 tokens; of 2 ranks' parts with the keys behind them, where attention is not causal."""
+def test_arguments_prepared_for_each_rank() -> None:
+    """Results by hand: 8 parts of 2 tokens; 2 parts, not causal, with the keys after them."""
     expected = [
         [[0, 2], [0, 2], 2, 2, slice(0, 2)],
         [[0, 2], [0, 4], 2, 4, slice(0, 4)],
@@ -201,7 +201,7 @@ def call(rank: int, ranks: int = 2, **changed: Any) -> None:
     llama3_flash_attn_varlen_func(q, q, q, **{**told, "heads_k_stride": 1, "causal": True, **changed})
 
 
-def test_keys_that_were_left_out_are_missed_on_every_rank() -> None:
+def test_documents_prepared_for_causal_attention_only() -> None:
     q = torch.randn(6, 2, 8)
     for error in errors_by_rank(2, lambda rank: call(rank, causal=False)):
         assert isinstance(error, ValueError)
@@ -243,6 +243,6 @@ def test_documents_of_another_rank_or_length() -> None:
         ((torch.tensor([0, 4]), True, 2, 2), ValueError, "a rank of world_size=2, got rank=2"),
     ],
 )
-def test_what_cannot_be_prepared(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_refused_arguments_of_prepare(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         llama3_flash_attn_prepare_cu_seqlens(*arguments)

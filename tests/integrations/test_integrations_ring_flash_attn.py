@@ -1,4 +1,4 @@
-"""Drop-in functions of ring-flash-attention: those of one device, gradients too, and refusals instead of surprises."""
+"""Drop-in functions of ring-flash-attention: out and gradients equal those of one device; refusals."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_shard_and_unshard(kind: str) -> None:
 
 
 def test_a_group_and_an_axis_of_a_mesh() -> None:
-    """Ranks 0 and 1 are one ring, 2 and 3 another, with another problem."""
+    """Ranks 0 and 1 form one ring; ranks 2 and 3 form another, with other tensors."""
     problem = Problem(12, 12, is_causal=True)
 
     def body(rank: int) -> None:
@@ -141,7 +141,7 @@ def test_a_group_and_an_axis_of_a_mesh() -> None:
 
 
 @each_kind
-def test_a_ring_of_rings(kind: str) -> None:
+def test_nested_ring(kind: str) -> None:
     problem = Problem(21, 21, batch=2, is_causal=True)
     *qkv, _ = whole = problem.draw(0)
     out = heads_last(reference(problem, *whole)[0])
@@ -257,7 +257,7 @@ def test_groups_and_kinds_that_do_not_fit() -> None:
     run_ranks(2, body)
 
 
-def test_lengths_that_are_no_division_are_refused_on_every_rank() -> None:
+def test_lengths_that_no_layout_gives_are_refused_on_every_rank() -> None:
     def body(rank: int) -> None:
         q = torch.randn(1, 4 + 3 * rank, 2, 8)
         with pytest.raises(ValueError, match="query"):

@@ -1,4 +1,4 @@
-"""Varlen functions of ring-flash-attention whose documents lie across all ranks: those of one device, gradients too."""
+"""Varlen functions that divide each document over all ranks: out and gradients equal those of one device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(packing: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> l
 
 
 def extracted(kind: str, tensor: torch.Tensor, edges: tuple[int, ...], rank: int, ranks: int) -> torch.Tensor:
-    """What a rank has, document after document, and its share of the padding behind them."""
+    """Returns a rank's tokens of each document, then its part of the padding."""
     parts = []
     for start, stop in pairwise(edges):
         if start < stop:
@@ -89,7 +89,7 @@ _ends = st.one_of(st.none(), st.integers(0, 9))
 @each_packing
 @each_kind
 def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> None:
-    """Of documents of any length that the ranks divide, also empty ones, with padding behind them."""
+    """Documents of any length that the ranks divide evenly, also empty ones, with padding after them."""
 
     @settings(max_examples=12, deadline=None)
     @given(
@@ -117,7 +117,7 @@ def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> N
 
 
 @each_kind
-def test_a_ring_of_rings(kind: str) -> None:
+def test_nested_ring(kind: str) -> None:
     problem = PackedProblem((0, 8, 24), is_causal=True)
     *qkv, _ = whole = problem.draw(0)
     expected = problem.reference(*whole)[0]
@@ -283,7 +283,7 @@ def test_ranks_that_differ_are_refused_on_every_rank(kind: str, differ: str) -> 
 
 
 @each_kind
-def test_ranks_tell_each_other_nothing_but_for_debugging(kind: str) -> None:
+def test_ranks_exchange_metadata_only_with_debug(kind: str) -> None:
     q = torch.randn(8, 2, 8)
     for options, exchanges in (({}, 0), ({"debug": True}, 2)):
         with recorded_collectives() as collectives:

@@ -277,7 +277,7 @@ def test_replaced_rings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("buffers", "dims", "message"),
     [
         (torch.zeros(4, 2), [0], "expected buffers to be a sequence such as a list, got Tensor"),
-        ([torch.zeros(4)], 0, "expected sequence dims to be a sequence such as a list, got int"),
+        ([torch.zeros(4)], 0, "expected buffer_seq_dims to be a sequence such as a list, got int"),
         ([None], [0], "buffer 0: expected a plain torch.Tensor that every rank has whole, got NoneType"),
         ([torch.zeros(4)], [None], "buffer 0: expected an integer sequence dim, got None"),
     ],

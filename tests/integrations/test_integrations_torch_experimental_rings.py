@@ -33,7 +33,7 @@ def _fresh_options() -> Iterator[None]:
 
 
 class OwnOp:
-    """Attention in float64, as a program brings it; remembers how it was called."""
+    """Attention in float64 as an op of a program; records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, bool]] = []

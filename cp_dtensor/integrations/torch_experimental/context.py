@@ -21,6 +21,7 @@ from cp_dtensor.api.extension import (
     Mesh,
     SdpaArguments,
     checked_buffers,
+    checked_sequence,
     current_backward,
     intercepted,
     never_compiled,
@@ -57,9 +58,9 @@ def context_parallel(
             would have no effect.
     """
     refuse_patched_rings()
-    tensors: Sequence[torch.Tensor] = () if buffers is None else buffers
-    seq_dims: Sequence[int] = () if buffer_seq_dims is None else buffer_seq_dims
-    dims = checked_buffers(tensors, seq_dims, Contiguous())
+    tensors = checked_sequence("buffers", () if buffers is None else buffers)
+    dims = checked_sequence("buffer_seq_dims", () if buffer_seq_dims is None else buffer_seq_dims)
+    dims = checked_buffers(tensors, dims, Contiguous())
     group = axis_group(mesh)
     layout = None
     if dims:

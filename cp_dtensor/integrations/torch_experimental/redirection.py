@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType, TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 
 from cp_dtensor.api.extension import SharedInstallation
 from cp_dtensor.integrations.torch_experimental.rings import watched
@@ -64,36 +64,17 @@ def _watching(module: ModuleType) -> Iterator[None]:
 _installation = SharedInstallation(_parts)
 
 
-class Redirection:
-    """Result of `redirect_imports`: ends it on exit of a `with` block or on `close()`."""
-
-    def __init__(self) -> None:
-        _installation.acquire()
-        self._is_open = True
-
-    def close(self) -> None:
-        """Ends the redirection; further calls do nothing."""
-        is_open, self._is_open = self._is_open, False
-        if is_open:
-            _installation.release()
-
-    def __enter__(self) -> Redirection:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def redirect_imports() -> Redirection:
+def redirect_imports() -> ExitStack:
     """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
 
         redirect_imports()  # before other imports of these names
         import accelerate
 
     The modules stay torch's, and so do names in them that this package does not have. Code that imported a name before
-    keeps torch's. It may be called several times; the result ends one call: `with redirect_imports(): ...` or
-    `.close()`. After the last one the modules are as before, except for names that others have replaced meanwhile.
+    keeps torch's. It may be called several times; `close()` of the result, or the end of a `with` block over it, takes
+    one call back. After the last one the modules are as before, except for names that others replaced meanwhile.
     """
-    return Redirection()
+    _installation.acquire()
+    redirection = ExitStack()
+    redirection.callback(_installation.release)  # unlike an entered context, not called when the result is collected
+    return redirection
