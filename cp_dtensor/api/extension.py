@@ -157,4 +157,7 @@ def _ring_call(
     config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
     q, scale = positive_scale(q, softmax_scale(q, scale))
     allowed = only_backend(backend)
-    return q, decide_call(q, k, v, config.splitting, seq_len, mask, NO_MODIFIERS, scale, config.ranks, allowed)
+    try:
+        return q, decide_call(q, k, v, config.splitting, seq_len, mask, NO_MODIFIERS, scale, config.ranks, allowed)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor import Contiguous, Layout, context_parallel, context_parallel_attention
+from cp_dtensor import Contiguous, Layout, context_parallel, ring_attention, ulysses_attention
 from cp_dtensor.api.extension import Mesh, local_sdpa
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 
@@ -170,7 +170,7 @@ def ulysses_attn_func(
     mesh: Mesh | None = None,
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """`context_parallel_attention` with method "ulysses" and the arguments of `F.scaled_dot_product_attention`.
+    """`cp_dtensor.ulysses_attention` with the arguments of `F.scaled_dot_product_attention`.
 
     Args:
         query, key, value: (B, H, S, D), this rank's shards.
@@ -185,7 +185,12 @@ def ulysses_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: as `context_parallel_attention`.
     """
-    return _attn_func("ulysses", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mesh, layout)
+    out = ulysses_attention(
+        query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p,
+        scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def ring_attn_func(
@@ -201,26 +206,10 @@ def ring_attn_func(
     mesh: Mesh | None = None,
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """`context_parallel_attention` with method "ring"; otherwise as `ulysses_attn_func`."""
-    return _attn_func("ring", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mesh, layout)
-
-
-def _attn_func(
-    method: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    mesh: Mesh | None,
-    layout: Layout | None,
-) -> torch.Tensor:
-    out = context_parallel_attention(
-        query, key, value, mesh=group_or_default(mesh), method=method, is_causal=is_causal, attn_mask=attn_mask,
-        dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
+    """`cp_dtensor.ring_attention` with the arguments of `ulysses_attn_func`."""
+    out = ring_attention(
+        query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p,
+        scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out
