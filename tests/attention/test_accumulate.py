@@ -1,4 +1,4 @@
-"""Accumulating results from parts: exact however they come, rounded once, and what is borrowed is not written to."""
+"""Accumulation of parts: exact in any order, rounded once, and tensors that must not be overwritten are not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObje
 def test_the_own_tile_and_then_other_ranks_by_groups_of_heads(
     kind: str, dtype: torch.dtype, may_overwrite: bool, stages: int, count: int
 ) -> None:
-    """As the all-gather rotation adds; more than MAX_PARTS are added in turn."""
+    """The order of the all-gather transport; more than MAX_PARTS are added one after another."""
     source = Source(kind, dtype)
     script = [Add(ALL_HEADS, [source.part()], is_last=False)]
     for heads in head_spans(HEADS, stages):
