@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 import torch
-from support.dropouts import dropout_in_runs, dropout_of, ordered
+from support.dropouts import dropout_of, ordered
 
 from cp_dtensor.attention.triton.dropout import are_in_runs, kept_reference, philox_reference
 
@@ -67,20 +67,6 @@ def test_probabilities_are_multiples_of_2_to_the_minus_16() -> None:
 )
 def test_what_runs_are(positions: torch.Tensor, expected: bool) -> None:
     assert are_in_runs(positions) is expected
-
-
-def test_tiles_of_runs_are_in_runs_where_these_begin() -> None:
-    dropout = dropout_in_runs(70, 80)
-    for rows, columns, expected in (
-        ((16, 40), (32, 80), True),
-        ((-6, 70), (-16, None), True),
-        ((-16, None), (0, 8), False),
-        ((0, 8), (8, 80), False),
-        ((1, 70), (0, 16), False),
-    ):
-        tile = dropout.tile(slice(*rows), slice(*columns))
-        assert tile.in_runs is expected
-        assert expected == (are_in_runs(tile.q_positions) and are_in_runs(tile.kv_positions))
 
 
 NEAR = [(0, 1), (1, 0), (1, 1), (0, 8), (8, 0), (8, 8), (0, 9), (8, 1), (8, 9), (0, 16), (16, 0)]
