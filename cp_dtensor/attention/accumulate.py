@@ -249,5 +249,5 @@ def _cut(tensors: Tensors, batch: Span, heads: Span, first_head: int, start: int
 
 
 def _empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the memory order of `like` if the shapes are equal: kernels need gradients and outputs in equal order."""
+    """In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order."""
     return torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)

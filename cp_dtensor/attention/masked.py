@@ -30,11 +30,6 @@ if TRITON_AVAILABLE:
     from cp_dtensor.attention.triton.delta import launch_attention_delta
     from cp_dtensor.attention.triton.forward import launch_attention_forward
 
-__all__ = [
-    "MAX_HEAD_DIM", "Dropout", "RowMask", "attention_backward", "attention_bias_gradient", "attention_delta",
-    "attention_forward", "positions_of", "uses_triton",
-]  # fmt: skip
-
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 """Largest head dim of the Triton kernels, for each dtype that they take."""
 

@@ -102,7 +102,7 @@ def test_groups_of_heads_need_not_have_equally_many_parts(
 @each_dtype
 @each_owner
 def test_hop_by_hop(kind: str, dtype: torch.dtype, may_overwrite: bool) -> None:
-    """As the ring adds; the third hop brings nothing that is seen, and so may the last."""
+    """The order of the ring; the third hop has no parts, and the last may have none."""
     source = Source(kind, dtype)
     own, *hops = ([source.part()], [source.part(rows=(3, 6))], [], [source.part(), source.part(rows=(0, 3))])
     for last_hop in ([source.part(rows=(1, 5))], []):
@@ -118,7 +118,7 @@ def test_hop_by_hop(kind: str, dtype: torch.dtype, may_overwrite: bool) -> None:
 def test_batch_rows_that_are_divided_differently(
     kind: str, dtype: torch.dtype, may_overwrite: bool, stages: int
 ) -> None:
-    """As with `MirroredBatch`: tiles by halves of the batch, what comes home for all of it."""
+    """As with `MirroredBatch`: tiles have halves of the batch, contributions of other ranks the whole batch."""
     source = Source(kind, dtype)
     halves = [(0, 1), (1, 2)]
     script = [Add(ALL_HEADS, [source.part(batch=half) for half in halves], is_last=False)]

@@ -129,7 +129,7 @@ def test_rows_of_columns_are_all_of_them_and_tight(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_rows_that_see_nothing_between_documents_do_not_split_what_is_seen_wholly(data: st.DataObject) -> None:
-    """As of keys that others own: some documents have them, and those between have none."""
+    """Such masks come from keys of other ranks: some documents have keys there, those between have none."""
     documents = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=5))
     lo, hi, columns = [], [], 0
     for rows, length in documents:

@@ -71,7 +71,7 @@ def test_gradient_of_a_bias(
 
 
 def test_tiles_add_up() -> None:
-    """Of columns, where the bias broadcasts over them and where it does not; lse and delta are those of all tiles."""
+    """Tiles of columns, for biases with and without a column dim; lse and delta are of all tiles."""
     tensors, grad_out, bias = draw()
     q, k, v = tensors
     mask = masks_of(ROWS, COLUMNS)["causal documents"]
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_forward(shape: tuple[int, ...]) -> None:
 
 
 def test_dtypes() -> None:
-    """That of the bias, or the one that is asked for, whatever q has."""
+    """The dtype of the bias, or `grad_dtype`; that of q has no influence."""
     tensors, grad_out, bias = draw()
     q, k, v, narrow_grad = (x.bfloat16() for x in (*tensors, grad_out))
     for given in (torch.float16, torch.float32):

@@ -59,7 +59,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
 def test_logits_take_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 * 4 * 1000 * 1000 logits there are never more than the limit; the tensors themselves take 0.5 MiB."""
+    """No tensor exceeds the limit, though there are 2 * 4 * 1000 * 1000 logits; q, k and v take 0.5 MiB."""
     limit = 2**20
     monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit)
     tensors = draw(1000, 1000, 4, torch.float32)

@@ -164,7 +164,7 @@ def test_tiles_heads_and_batch_rows_are_those_of_the_whole() -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """What `attention_forward` and `attention_backward` are to autograd."""
+    """autograd.Function of `attention_forward` and `attention_backward`."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:

@@ -29,7 +29,7 @@ CASES = [(name, 128, torch.bfloat16) for name in MASKS]
 CASES += [("causal", 64, torch.float16), ("window", 96, torch.bfloat16), ("documents", 256, torch.bfloat16)]
 CASES += [("causal", 64, torch.float32), ("documents", 128, torch.float32)]
 FACTOR = {torch.float32: 3.0}
-"""Of torch's error, at most; else 1.5. Three products of TF32 measure up to 1.7 times that of products of float32."""
+"""Limit relative to torch's error, else 1.5. Three TF32 products have up to 1.7 times the error of float32 products."""
 BACKENDS = {torch.float32: [SDPBackend.MATH]}
 
 

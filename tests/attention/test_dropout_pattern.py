@@ -1,4 +1,4 @@
-"""What dropout drops: a function of seed and positions, whose 8 numbers of a counter are as good as any."""
+"""The dropout pattern: a function of seed and positions, with independent numbers from each counter."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NEAR = [(0, 1), (1, 0), (1, 1), (0, 8), (8, 0), (8, 8), (0, 9), (8, 1), (8, 9), 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.97, 1.0])
 def test_fractions_are_kept(p: float) -> None:
-    """Of everything, and of each row, column and head."""
+    """The kept fraction of all weights, and of each row, column and head."""
     count = 200
     kept = kept_reference(ordered(p, 7, count, count), 2, 3, range(count), range(count)).double()
     for dims in ((), (0, 1, 2), (0, 1, 3), (0, 2, 3)):

@@ -75,7 +75,7 @@ def test_dropout_keeps_what_the_reference_keeps(config: BlockConfig) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dropout_of_runs_is_that_of_single_elements_in_default_blocks(dim: int) -> None:
-    """The same bits of every result, with equal blocks."""
+    """All results are bitwise equal, with equal blocks."""
     tensors = draw("cuda", 300, 520, heads=(4, 2), dims=(dim, dim), batch=2)
     dropout = moved(dropout_in_runs(300, 520), "cuda")
     forward, backward = configs.default_config(*tensors[1:]), configs.default_backward_config(*tensors, tensors[0])
@@ -119,7 +119,7 @@ def test_results_do_not_vary() -> None:
 
 
 def test_a_graph_takes_masks_and_seeds_as_they_are_at_replay() -> None:
-    """What was derived of a mask before is not part of the graph; the seed is read by the kernels."""
+    """Tables that a mask cached before are not part of the graph; kernels read the seed."""
     q, k, v = draw("cuda", 300, 300, dims=(128, 128))
     position = torch.arange(300, device="cuda", dtype=torch.int32)
     mask, other = (window(position, left, 0) for left in (50, 150))

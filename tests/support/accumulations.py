@@ -96,7 +96,7 @@ def assert_rounded_once(source: Source, got: torch.Tensor, exact: torch.Tensor, 
 
 
 def float64_results(kind: str, script: list[Add]) -> tuple[Tensors, torch.Tensor]:
-    """What the parts of a script make, and for each element the sum of its terms' magnitudes."""
+    """The result of a script in float64, and for each element the sum of its terms' magnitudes."""
     placed = [(add.heads, part) for add in script for part in add.parts]
     total, scale = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
     lse = torch.full(SHAPE[:3], float("-inf"), dtype=torch.float64)

@@ -178,7 +178,7 @@ def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
 
 
 _cached_rows = KeptValues[TileRows](most=256)
-"""By mask (compared by identity) and device. Document masks are new with every batch: enough for a few batches."""
+"""Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
 
 
 def _tile_rows(mask: TileMask, device: torch.device) -> TileRows:

@@ -31,7 +31,7 @@ _FASTEST_FIRST = {
     (9, 0): ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
     (0, 0): ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"),
 }
-"""By the least CUDA compute capability, (0, 0) also elsewhere. cuDNN is the fastest measured on H100 and H200."""
+"""Names by least CUDA compute capability; (0, 0) also for CPUs. cuDNN is the fastest measured on H200."""
 
 
 class Allowed(NamedTuple):

@@ -35,9 +35,9 @@ class BackwardConfig:
     """Block sizes of the two kernels of a backward pass."""
 
     dq: BlockConfig
-    """Of the dQ kernel, whose loop reads K and V."""
+    """Config of the dQ kernel, whose loop reads K and V."""
     dkv: BlockConfig
-    """Of the dK/dV kernel, whose loop reads Q and the gradient of the output."""
+    """Config of the dK/dV kernel, whose loop reads Q and the gradient of the output."""
 
 
 # Head dims 64 and 128: the fastest of those measured on an H200. The others are not measured; they fit 227 KiB of

@@ -110,7 +110,7 @@ def launch_merge(
     """
     assert len(parts) <= MAX_PARTS
     pointers = [x for _, *pair in parts for x in pair] + [out, lse] * (MAX_PARTS - len(parts))
-    of_parts = tuple((span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts)
+    of_parts = tuple([(span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts])
     launch = _merge_launch(facts(out), facts(lse), facts(base_out), facts(base_lse), of_parts)
     launch(out, lse, base_out, base_lse, *pointers)
 
@@ -185,7 +185,7 @@ def launch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[tuple[Span
     """
     assert len(parts) <= MAX_PARTS
     stacks = [stack for _, stack in parts] + [base] * (MAX_PARTS - len(parts))
-    launch = _sum_launch(facts(out), facts(base), tuple((span, facts(stack)) for span, stack in parts))
+    launch = _sum_launch(facts(out), facts(base), tuple([(span, facts(stack)) for span, stack in parts]))
     launch(out, base, *stacks)
 
 
