@@ -1,7 +1,7 @@
-"""Merging partial attention results: the softmax over all keys from softmaxes over parts of them.
+"""LSE merge of partial attention results, sums of partial gradients, and attention sinks.
 
-A partial result is `(out, lse)`; `lse` is the log of the softmax denominator, -inf for a query that saw no key (its
-`out` is 0). Merging is commutative and associative, and `(0, -inf)` is its identity:
+A partial result is `(out, lse)` over some keys. `lse` is the natural log of the softmax denominator, -inf for a query
+without keys (its `out` is 0). Merging is commutative and associative, and `(0, -inf)` is its identity:
 
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -18,22 +18,17 @@ from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
 from cp_dtensor.spec.layouts import Span
 
 if TRITON_AVAILABLE:
-    from cp_dtensor.attention.triton.lse_merge import launch_merge
-if TRITON_AVAILABLE:
-    from cp_dtensor.attention.triton.part_sum import launch_sum
-
+    from cp_dtensor.attention.triton.merge import launch_merge, launch_sum
 
 MergePart = tuple[Span, torch.Tensor, torch.Tensor]
-"""`(rows, out, lse)`: the rows of the result that it concerns, (B, H, rows, D) and (B, H, rows)."""
+"""`(rows, out, lse)`: a span of rows of the result, (B, H, rows, D) and (B, H, rows)."""
+SumPart = tuple[Span, torch.Tensor]
+"""`(rows, stack)`: a span of rows of the result, and (N, B, H, rows, D), N tensors to add there."""
 
 
 def merge(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    base_out: torch.Tensor,
-    base_lse: torch.Tensor,
-    parts: Sequence[MergePart],
-) -> None:
+    out: torch.Tensor, lse: torch.Tensor, base_out: torch.Tensor, base_lse: torch.Tensor, parts: Sequence[MergePart]
+) -> None:  # fmt: skip
     """Writes the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
 
     Args:
@@ -41,7 +36,7 @@ def merge(
         lse: (B, H, S), float32 or float64; the last dim contiguous, as in all LSEs here. May be `base_lse`.
         base_out: (B, H, S, D).
         base_lse: (B, H, S).
-        parts: at most MAX_PARTS; each concerns the rows that it names.
+        parts: at most MAX_PARTS.
 
     >>> out, lse = torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]])
     >>> merge(out, lse, out, lse, [((0, 1), torch.tensor([[[[5.0]]]]), torch.tensor([[[3.0]]]).log())])
@@ -55,36 +50,22 @@ def merge(
 
 
 def merge_reference(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    base_out: torch.Tensor,
-    base_lse: torch.Tensor,
-    parts: Sequence[MergePart],
-) -> None:
-    """As `merge`, in plain torch operations: the oracle of the kernel."""
+    out: torch.Tensor, lse: torch.Tensor, base_out: torch.Tensor, base_lse: torch.Tensor, parts: Sequence[MergePart]
+) -> None:  # fmt: skip
+    """As `merge`, in plain torch operations: the reference implementation of the kernel."""
     in_place = out is base_out and out.dtype == lse.dtype
     total, total_lse = (out, lse) if in_place else (base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True))
     for (start, stop), part_out, part_lse in parts:
-        _merge_pair_(total[:, :, start:stop], total_lse[:, :, start:stop], part_out, part_lse)
+        rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
+        seen = torch.maximum(rows_lse, part_lse) > float("-inf")  # else both are -inf, and -inf - -inf would be NaN
+        # Weights from the difference, not from the merged LSE, whose rounding error does not cancel if LSE is large.
+        weight = torch.where(seen, torch.sigmoid(rows_lse - part_lse), 0)
+        part_weight = torch.where(seen, torch.sigmoid(part_lse - rows_lse), 0)
+        rows.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(lse.dtype), part_weight.unsqueeze(-1))
+        rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
     if not in_place:
         out.copy_(total)
         lse.copy_(total_lse)
-
-
-def _merge_pair_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
-    part_lse = part_lse.to(lse.dtype)
-    seen = torch.maximum(lse, part_lse) > float("-inf")  # elsewhere both are -inf, and -inf - -inf would be NaN
-    # Weights from the difference, not from the merged LSE: its rounding error would not cancel where LSE is large.
-    weight = torch.where(seen, torch.sigmoid(lse - part_lse), 0)
-    part_weight = torch.where(seen, torch.sigmoid(part_lse - lse), 0)
-    out.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(out.dtype), part_weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, part_lse))
-
-
-# Summing partial gradients: what tiles and ranks contribute, added in float32 or wider and rounded once.
-
-SumPart = tuple[Span, torch.Tensor]
-"""`(rows, stack)`: the rows of the result that it concerns, and (N, B, H, rows, D): N tensors to add there."""
 
 
 def add_parts(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
@@ -93,8 +74,8 @@ def add_parts(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], s
     Args:
         out: (B, H, S, D), any floating dtype. May be `base`.
         base: (B, H, S, D).
-        parts: at most `kernels.MAX_PARTS`; each concerns the rows that it names.
-        sum_dtype: in what to add, float32 or float64.
+        parts: at most MAX_PARTS.
+        sum_dtype: dtype of the sums, float32 or float64.
 
     >>> out = torch.tensor([[[[1.0]]]])
     >>> add_parts(out, out, [((0, 1), torch.tensor([2.0, 3.0]).view(2, 1, 1, 1, 1))], torch.float32)
@@ -110,7 +91,7 @@ def add_parts(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], s
 def add_parts_reference(
     out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype
 ) -> None:
-    """As `add_parts`, in plain torch operations: the oracle of the kernel."""
+    """As `add_parts`, in plain torch operations: the reference implementation of the kernel."""
     in_place = out is base and out.dtype == sum_dtype
     total = out if in_place else base.to(sum_dtype, copy=True)
     for (start, stop), stack in parts:
@@ -120,19 +101,19 @@ def add_parts_reference(
         out.copy_(total)
 
 
-# Attention sinks: a logit of each query head that counts in the softmax denominator alone. A sink is one more
-# partial result, (0, sink), merged once with that of all keys of a row. What backends compute in backward from the
-# merged out and lse is right as it is, and the gradient of the sinks follows from these rows alone: lse' =
-# log(exp(lse) + exp(sink)), out' = exp(lse - lse') out, dsink = -sum(exp(sink - lse') sum(dout' out')) Source: gpt-
-# oss (arXiv 2508.10925) learns them; StreamingLLM (arXiv 2309.17453) compares such with sinks of 0.
-
-
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of all keys, merged with the sinks; new tensors if there are any.
+    """Merges the result over all keys with attention sinks; new tensors if there are sinks.
+
+    A sink is a logit of each query head that counts in the softmax denominator alone: one more partial result, (0,
+    sink). Backward of the backends, from the merged out and lse, needs no change.
+
+        lse' = log(exp(lse) + exp(sink)),   out' = exp(lse - lse') out
+
+    Source: gpt-oss (arXiv 2508.10925) learns sinks; StreamingLLM (arXiv 2309.17453) compares with sinks of 0.
 
     Args:
         out: (B, H, S, Dv).
-        lse: (B, H, S), float32 or float64; -inf for rows that see no key, which then have the sink's.
+        lse: (B, H, S), float32 or float64; for rows without keys (-inf), lse' is the sink.
         sinks: (H,), any floating dtype, or None.
 
     >>> out, lse = with_sinks(torch.tensor([[[[4.0]]]]), torch.tensor([[[3.0]]]).log(), torch.zeros(1))
@@ -143,19 +124,21 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None)
         return out, lse
     with on_device_of(out):
         merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
-        nothing = out.new_zeros(out.size(3)).expand(out.shape)
-        of_rows = sinks.to(lse)[:, None].expand(lse.shape[1:]).contiguous().expand(lse.shape)
-        merge(merged, merged_lse, out, lse, [((0, out.size(2)), nothing, of_rows)])
+        zero = out.new_zeros(out.size(3)).expand(out.shape)
+        lse_of_sinks = sinks.to(lse)[:, None].expand(lse.shape[1:]).contiguous().expand(lse.shape)
+        merge(merged, merged_lse, out, lse, [((0, out.size(2)), zero, lse_of_sinks)])
     return merged, merged_lse
 
 
 def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """What some rows contribute to the gradient of the sinks: (H,), in lse's dtype.
+    """The contribution of some rows to the gradient of the sinks: (H,), in lse's dtype.
+
+        dsink = -sum over rows of exp(sink - lse') delta
 
     Args:
         sinks: (H,).
-        lse: (B, H, S), merged with the sinks.
-        delta: (B, H, S), the sum over the last dim of out and its gradient.
+        lse: (B, H, S), lse' of `with_sinks`.
+        delta: (B, H, S), the sum over the last dim of out' times its gradient.
     """
     weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
     return -(weights * delta).sum((0, 2))

@@ -1,4 +1,4 @@
-"""What an attention call has besides q, k, v and a mask by positions: a bias, dropout, and sinks."""
+"""Score modifiers of an attention call: bias, dropout and sinks."""
 
 from __future__ import annotations
 
@@ -13,56 +13,55 @@ from cp_dtensor.spec.layouts import Span
 
 @dataclass(frozen=True, eq=False)
 class Modifiers:
-    """What belongs to the local queries and all keys.
-
-    Where batch rows and heads are cut, `first_batch` and `first_head` say where they stood: dropout depends on it.
-    """
+    """Bias, dropout and sinks of the local queries and all keys."""
 
     bias: torch.Tensor | None = None
-    """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or (boolean) what may be seen."""
+    """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or boolean, False masks."""
     dropout_p: float = 0.0
     seed: torch.Tensor | None = None
-    """() int64, of dropout; None until it is drawn."""
+    """() int64, of dropout; None before `drawn`."""
     first_batch: int = 0
+    """Index of the first batch row among all, on which dropout depends."""
     first_head: int = 0
-    """Of the query heads."""
+    """Index of the first query head among all, on which dropout depends."""
     sinks: torch.Tensor | None = None
-    """(H,), any floating dtype: logits that count in the softmax denominator alone."""
+    """(H,), any floating dtype: a logit of each query head that counts in the softmax denominator alone."""
 
     @classmethod
     def of(
         cls, bias: torch.Tensor | None, dropout_p: float, seed: torch.Tensor | None, first_batch: int,
         first_head: int, sinks: torch.Tensor | None,
     ) -> Modifiers:  # fmt: skip
-        """Of these; `NO_MODIFIERS` itself where there are none, which is all that most calls need to see."""
+        """Returns the modifiers; without any, the object `NO_MODIFIERS`."""
         if bias is None and not dropout_p and sinks is None:
             return NO_MODIFIERS
         return cls(bias, dropout_p, seed, first_batch, first_head, sinks)
 
     @property
     def concern_tiles(self) -> bool:
-        """Whether tiles are computed otherwise because of them. Sinks are of whole rows."""
+        """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""
         return self.bias is not None or bool(self.dropout_p)
 
     @property
     def need_lse(self) -> bool:
-        """Whether backward reads the lse of this rank's own rows."""
+        """True if backward reads the lse of this rank's rows."""
         return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
 
     def drawn(self, device: torch.device) -> Modifiers:
-        """With a seed, if there is dropout.
+        """Draws a seed if there is dropout.
 
-        Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another each time.
+        The generator is that of the device, as in torch's kernels: activation checkpointing restores the seed, and each
+        replay of a CUDA graph draws another one.
         """
         if not self.dropout_p:
             return self
         return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 
     def described(self, q: torch.Tensor) -> str:
-        """The bias in words that must be the same on every rank, whatever its share of the queries q."""
+        """A description of the bias that must be equal on all ranks, independent of the local queries q."""
         if self.bias is None:
             return "none"
-        # Of a single local query it cannot be seen whether there are rows, so these are not described.
+        # With a single local query, a bias with rows looks like one without, so rows are left out.
         full = zip("BH", self.bias.shape[:2], q.shape[:2], strict=True)
         dims = [dim if size != 1 or of_q == 1 else "1" for dim, size, of_q in full]
         grad = " grad" * (self.bias.requires_grad and torch.is_grad_enabled())
@@ -70,11 +69,11 @@ class Modifiers:
 
     @property
     def has_rows(self) -> bool:
-        """Whether there is a bias with rows of its own for each query; of a single one it cannot be seen."""
+        """True if a bias has a row for each query. Always False with a single query."""
         return self.bias is not None and self.bias.size(2) != 1
 
     def described_sinks(self, values: bool) -> str:
-        """The sinks in words that must be the same on every rank; with `values`, which waits for their device."""
+        """A description of the sinks that must be equal on all ranks; `values` adds a checksum, waiting for the GPU."""
         if self.sinks is None:
             return "none"
         kind = f"{str(self.sinks.dtype).removeprefix('torch.')} {tuple(self.sinks.shape)}{' grad' * self.need_lse}"
@@ -84,7 +83,7 @@ class Modifiers:
         return f"{kind} {zlib.crc32(bytes(elements.tolist())):08x}"
 
     def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Modifiers:
-        """Of some batch rows, query heads and queries."""
+        """The modifiers of some batch rows, query heads and queries."""
         return replace(
             self,
             bias=None if self.bias is None else bias_part(self.bias, batch, heads, rows),
@@ -98,7 +97,7 @@ NO_MODIFIERS = Modifiers()
 
 
 def bias_part(bias: torch.Tensor, batch: Span, heads: Span, rows: Span | None) -> torch.Tensor:
-    """Some batch rows, query heads and queries of a bias that may be the same for all."""
+    """Some batch rows, query heads and queries of a bias, whose dims may broadcast."""
     return cut(
         bias,
         batch if bias.size(0) > 1 else None,

@@ -15,13 +15,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from triton.runtime.errors import TritonError
 
+from cp_dtensor.attention.masked import RowMask
 from cp_dtensor.attention.triton.reference import attention_forward_reference
 from cp_dtensor.tools.kernel_baselines import MASKS, Case, Pass, Problem, Ways, flex_ways, ready_ways, seen_pairs
 from cp_dtensor.tools.report import environment, markdown_table
@@ -113,11 +114,15 @@ def _error(problem: Problem, out: torch.Tensor) -> float:
     rows = slice(case.length - _CHECKED_ROWS, case.length)
     last_q, k, v = (x[:, :1].double() for x in (problem.q[:, :, rows], problem.k, problem.v))
     exact = torch.empty_like(last_q)
-    tile = problem.mask.tile(rows.start, rows.stop, 0).arguments()
-    dropout = problem.dropout and problem.dropout.tile(rows, slice(None))
-    attention_forward_reference(
-        exact, exact.new_empty(exact.shape[:3]), last_q, k, v, problem.scale, **tile, dropout=dropout
-    )
+    mask, dropout = problem.mask, problem.dropout
+    if mask.intervals is not None:
+        mask = RowMask(lo=mask.intervals[0][rows], hi=mask.intervals[1][rows])
+    elif mask.causal_offset is not None:
+        mask = RowMask(causal_offset=mask.causal_offset + rows.start)
+    if dropout is not None:
+        dropout = replace(dropout, q_positions=dropout.q_positions[rows])
+    lse = exact.new_empty(exact.shape[:3])
+    attention_forward_reference(exact, lse, last_q, k, v, mask, problem.scale, dropout=dropout)
     return ((out[:, :1, rows].double() - exact).norm() / exact.norm()).item()
 
 

@@ -100,7 +100,7 @@ def row_mask(case: Case) -> RowMask:
         return window(position, _WINDOW - 1, 0)
     if case.mask == "prefix":
         return prefix(position, case.length // 4)
-    return documents(position, torch.tensor(document_edges(case.length), device="cuda")) & window(position, None, 0)
+    return documents(position, torch.tensor(document_edges(case.length), device="cuda"), is_causal=True)
 
 
 def document_edges(length: int) -> list[int]:

@@ -20,8 +20,10 @@ def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMa
     return RowMask(lo=lo, hi=hi)
 
 
-def documents(position: torch.Tensor, cu_seqlens: torch.Tensor) -> RowMask:
-    """A row sees the columns of its own document; document n has positions cu_seqlens[n] to cu_seqlens[n + 1].
+def documents(position: torch.Tensor, cu_seqlens: torch.Tensor, is_causal: bool = False) -> RowMask:
+    """A row sees the columns of its own document, with `is_causal` up to its own position.
+
+    Document n has positions cu_seqlens[n] to cu_seqlens[n + 1].
 
     >>> mask = documents(torch.arange(5), torch.tensor([0, 3, 5]))
     >>> mask.lo.tolist(), mask.hi.tolist()
@@ -32,7 +34,8 @@ def documents(position: torch.Tensor, cu_seqlens: torch.Tensor) -> RowMask:
     outside = (following == 0) | (following == edges.numel())  # such a row sees nothing
     hi = edges[following.clamp(max=edges.numel() - 1)].to(torch.int32)
     lo = edges[(following - 1).clamp(min=0)].to(torch.int32)
-    return RowMask(lo=torch.where(outside, hi, lo), hi=hi)
+    lo = torch.where(outside, hi, lo)
+    return RowMask(lo=lo, hi=torch.minimum(hi, position.to(torch.int32) + 1) if is_causal else hi)
 
 
 def prefix(position: torch.Tensor, length: int | torch.Tensor) -> RowMask:

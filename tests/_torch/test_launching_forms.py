@@ -106,7 +106,8 @@ class Calls:
 
     def attention(self) -> None:
         from cp_dtensor.attention.masked import RowMask
-        from cp_dtensor.attention.triton.backward import launch_attention_backward, launch_attention_delta
+        from cp_dtensor.attention.triton.backward import launch_attention_backward
+        from cp_dtensor.attention.triton.delta import launch_attention_delta
         from cp_dtensor.attention.triton.dropout import Dropout
         from cp_dtensor.attention.triton.forward import launch_attention_forward
 
@@ -128,21 +129,18 @@ class Calls:
         if choice((True, False, False)):
             positions = (self.integers(*choice(((), (1,), (batch,))), length) for length in (rows, columns))
             dropout = Dropout(choice((0.5, 1.0)), torch.tensor(1), *positions, choice((0, 1)), choice((0, 1)))
-        options: dict[str, Any] = {**mask.arguments(), "bias": bias, "dropout": dropout}
+        options: dict[str, Any] = {"bias": bias, "dropout": dropout}
         scale = choice((1.0, 0.25, 1))
-        sinks = choice((None, tensor(heads), tensor(heads, dtype=torch.float16)))
-        state = choice((None, (out, lse), (tensor(batch, heads, rows, 16), tensor(batch, heads, rows))))
-        launch_attention_forward(out, lse, q, k, v, scale, sinks=sinks, state=state, **options)
+        launch_attention_forward(out, lse, q, k, v, mask, scale, **options)
         launch_attention_delta(delta, grad, out)
         gradients = [tensor(*x.shape, dtype=choice((dtype, torch.float32))) for x in (q, k, v)]
-        launch_attention_backward(*gradients, grad, q, k, v, lse, delta, scale, **options)
+        launch_attention_backward(*gradients, grad, q, k, v, lse, delta, mask, scale, **options)
 
     def integers(self, *shape: int) -> torch.Tensor:
         return self.tensor(*shape).to(torch.int32) if self.choice((True, False)) else torch.zeros(shape).int()
 
     def combination(self) -> None:
-        from cp_dtensor.attention.triton.lse_merge import launch_merge
-        from cp_dtensor.attention.triton.part_sum import launch_sum
+        from cp_dtensor.attention.triton.merge import launch_merge, launch_sum
 
         choice, tensor = self.choice, self.tensor
         shape = (choice((1, 2)), choice((1, 2)), choice((1, 16, 20)), choice((8, 16)))
@@ -178,15 +176,16 @@ class Calls:
 def main() -> None:
     from cp_dtensor._torch.triton_launch import Launch
     from cp_dtensor.attention.triton import backward as attention_backward
+    from cp_dtensor.attention.triton import delta as attention_delta
     from cp_dtensor.attention.triton import forward as attention_forward
-    from cp_dtensor.attention.triton import lse_merge, part_sum
+    from cp_dtensor.attention.triton import merge
     from cp_dtensor.comm import triton_kernels as copy_pieces
     from cp_dtensor.comm import triton_kernels as flags
 
     forms = Forms()
     Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
-    for module in (attention_forward, attention_backward, copy_pieces, flags, lse_merge, part_sum):
-        for name in ("_launch", "_launches", "_delta_launch"):
+    for module in (attention_forward, attention_backward, attention_delta, copy_pieces, flags, merge):
+        for name in ("_launch", "_launches", "_merge_launch", "_sum_launch"):
             if hasattr(module, name):
                 setattr(module, name, checked(getattr(module, name)))
     calls = Calls()

@@ -1,4 +1,4 @@
-"""Accumulating results from parts: exact however they come, rounded once, and what is borrowed is not written to."""
+"""Accumulation of parts: exact in any order, rounded once, and tensors that must not be overwritten are not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObje
 def test_the_own_tile_and_then_other_ranks_by_groups_of_heads(
     kind: str, dtype: torch.dtype, may_overwrite: bool, stages: int, count: int
 ) -> None:
-    """As the all-gather rotation adds; more than MAX_PARTS are added in turn."""
+    """The order of the all-gather transport; more than MAX_PARTS are added one after another."""
     source = Source(kind, dtype)
     script = [Add(ALL_HEADS, [source.part()], is_last=False)]
     for heads in head_spans(HEADS, stages):
@@ -102,7 +102,7 @@ def test_groups_of_heads_need_not_have_equally_many_parts(
 @each_dtype
 @each_owner
 def test_hop_by_hop(kind: str, dtype: torch.dtype, may_overwrite: bool) -> None:
-    """As the ring adds; the third hop brings nothing that is seen, and so may the last."""
+    """The order of the ring; the third hop has no parts, and the last may have none."""
     source = Source(kind, dtype)
     own, *hops = ([source.part()], [source.part(rows=(3, 6))], [], [source.part(), source.part(rows=(0, 3))])
     for last_hop in ([source.part(rows=(1, 5))], []):
@@ -118,7 +118,7 @@ def test_hop_by_hop(kind: str, dtype: torch.dtype, may_overwrite: bool) -> None:
 def test_batch_rows_that_are_divided_differently(
     kind: str, dtype: torch.dtype, may_overwrite: bool, stages: int
 ) -> None:
-    """As with `MirroredBatch`: tiles by halves of the batch, what comes home for all of it."""
+    """As with `MirroredBatch`: tiles have halves of the batch, contributions of other ranks the whole batch."""
     source = Source(kind, dtype)
     halves = [(0, 1), (1, 2)]
     script = [Add(ALL_HEADS, [source.part(batch=half) for half in halves], is_last=False)]

@@ -41,7 +41,7 @@ def expected_gradient(
     q, k, v = tensors
     k, v = (x.repeat_interleave(HEADS // 2, 1) for x in (k, v))
     leaf = bias.clone().requires_grad_()
-    seen = seen_reference(range(ROWS), range(COLUMNS), q.device, **mask.arguments())
+    seen = seen_reference(mask, range(ROWS), range(COLUMNS), q.device)
     seen = torch.ones(ROWS, COLUMNS, dtype=torch.bool) if seen is None else seen
     logits = (SCALE * q @ k.mT + leaf.nan_to_num(neginf=0.0)).masked_fill(~(seen & (leaf > -float("inf"))), -1e300)
     weights = logits.softmax(-1) * (logits > -1e300)
@@ -71,10 +71,11 @@ def test_gradient_of_a_bias(
 
 
 def test_tiles_add_up() -> None:
-    """Of columns, where the bias broadcasts over them and where it does not; lse and delta are those of all tiles."""
+    """Tiles of columns, for biases with and without a column dim; lse and delta are of all tiles."""
     tensors, grad_out, bias = draw()
     q, k, v = tensors
     mask = masks_of(ROWS, COLUMNS)["causal documents"]
+    assert mask.intervals is not None
     for whole in (bias, bias[..., :1].contiguous()):
         out, lse = attention_forward(*tensors, mask, SCALE, bias=whole)
         delta = attention_delta(grad_out, out)
@@ -82,7 +83,7 @@ def test_tiles_add_up() -> None:
         got = torch.zeros_like(whole)
         for columns in (slice(0, 11), slice(11, 12), slice(12, COLUMNS)):
             at = columns if whole.size(-1) > 1 else slice(None)
-            tile = mask.tile(0, ROWS, columns.start)
+            tile = RowMask(lo=mask.intervals[0] - columns.start, hi=mask.intervals[1] - columns.start)
             got[..., at] += attention_bias_gradient(
                 grad_out, q, k[:, :, columns], v[:, :, columns], lse, tile, SCALE, bias=whole[..., at], delta=delta
             )
@@ -90,13 +91,12 @@ def test_tiles_add_up() -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """With a sink, and a loss that looks at lse."""
+    """With a loss that depends on lse too."""
 
     @staticmethod
     def forward(ctx: Any, bias: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         mask, dropout = RowMask(causal_offset=2), dropout_of(5, 8, 0.4)
-        sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
-        out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, sinks=sinks, dropout=dropout)
+        out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, dropout=dropout)
         ctx.save_for_backward(bias, *tensors, out, lse)
         ctx.options = mask, dropout
         return out, lse
@@ -107,7 +107,7 @@ class _Attention(torch.autograd.Function):
         mask, dropout = ctx.options
         options = {"bias": bias, "delta": attention_delta(grads[0], out) - grads[1], "dropout": dropout}
         gradients = attention_backward(grads[0], *tensors, out, lse, mask, SCALE, **options)
-        return attention_bias_gradient(grads[0], *tensors, lse, mask, SCALE, **options), *gradients[:3]
+        return attention_bias_gradient(grads[0], *tensors, lse, mask, SCALE, **options), *gradients
 
 
 @pytest.mark.parametrize("shape", [(HEADS, 1, 8), (5, 8)], ids=str)
@@ -118,11 +118,11 @@ def test_gradients_are_those_of_the_forward(shape: tuple[int, ...]) -> None:
 
 
 def test_dtypes() -> None:
-    """That of the bias, or the one that is asked for, whatever q has."""
+    """The dtype of the bias, or `grad_dtype`; that of q has no influence."""
     tensors, grad_out, bias = draw()
     q, k, v, narrow_grad = (x.bfloat16() for x in (*tensors, grad_out))
     for given in (torch.float16, torch.float32):
-        out, lse = attention_forward(q, k, v, RowMask(), SCALE, bias=bias.to(given), out_dtype=torch.float32)
+        out, lse = attention_forward(q, k, v, RowMask(), SCALE, bias=bias.to(given))
         options = {"bias": bias.to(given), "delta": attention_delta(narrow_grad, out)}
         got = attention_bias_gradient(narrow_grad, q, k, v, lse, RowMask(), SCALE, **options)
         assert got.dtype == given

@@ -1,4 +1,4 @@
-"""The twin of the attention kernels works in blocks: its memory is bounded, its work is that of what is seen."""
+"""Blocks of the reference implementation: memory is bounded, work is proportional to the attended pairs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from cp_dtensor.tools.row_masks import documents, window
 ROWS, COLUMNS, HEADS = 37, 41, 4
 
 
-def computed(
-    tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, state: Tensors | None = None
-) -> Tensors:
+def computed(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None) -> Tensors:
     """out, lse and all gradients."""
-    sinks = torch.linspace(-1, 2, tensors[0].size(1), dtype=torch.float64)
-    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, sinks=sinks, state=state)
+    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias)
     grad_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return out, lse, *attention_backward(grad_out, *tensors, out, lse, mask, SCALE, bias=bias)[:3]
+    return out, lse, *attention_backward(grad_out, *tensors, out, lse, mask, SCALE, bias=bias)
 
 
 def draw(rows: int, columns: int, heads: int, dtype: torch.dtype = torch.float64) -> Tensors:
@@ -39,13 +36,12 @@ def test_results_do_not_depend_on_blocks(
     bias: torch.Tensor | None, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = draw(ROWS, COLUMNS, HEADS)
-    state = attention_forward(*tensors, masks_of(ROWS, COLUMNS)["causal, from below"], SCALE)
     masks = masks_of(ROWS, COLUMNS).values()
-    expected = [computed(tensors, mask, bias, state) for mask in masks]
+    expected = [computed(tensors, mask, bias) for mask in masks]
     monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit * 2 * HEADS * COLUMNS * 8)
     monkeypatch.setattr(attention_reference, "_MASKED_ROWS", 7)
     for mask, wanted in zip(masks_of(ROWS, COLUMNS).values(), expected, strict=True):
-        for x, y in zip(computed(tensors, mask, bias, state), wanted, strict=True):
+        for x, y in zip(computed(tensors, mask, bias), wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -63,7 +59,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["full", "causal", "window"])
 def test_logits_take_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 * 4 * 1000 * 1000 logits there are never more than the limit; the tensors themselves take 0.5 MiB."""
+    """No tensor exceeds the limit, though there are 2 * 4 * 1000 * 1000 logits; q, k and v take 0.5 MiB."""
     limit = 2**20
     monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit)
     tensors = draw(1000, 1000, 4, torch.float32)
@@ -89,4 +85,4 @@ def test_work_is_that_of_what_is_seen() -> None:
     assert flops(window(position, 127, 0), length) <= full * 383 / length
     edges = torch.arange(0, length + 1, 128)
     assert flops(documents(position, edges), length) == full * 256 / length
-    assert flops(documents(position, edges) & window(position, None, 0), length) == full * 256 / length
+    assert flops(documents(position, edges, is_causal=True), length) == full * 256 / length

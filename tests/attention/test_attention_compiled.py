@@ -31,8 +31,7 @@ def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[st
     from triton.compiler import ASTSource
 
     from cp_dtensor._torch.direct_launch import Described, Parameters, map_format
-    from cp_dtensor.attention.triton import backward_kv as attention_backward_kv
-    from cp_dtensor.attention.triton import backward_q as attention_backward_q
+    from cp_dtensor.attention.triton import backward as attention_backward
     from cp_dtensor.attention.triton import configs as attention_configs
     from cp_dtensor.attention.triton import forward as attention_forward
 
@@ -45,8 +44,8 @@ def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[st
             attention_configs.default_config(x, x, draws_each=draws_each),
             ("k", "v"),
         ),
-        "dq": (attention_backward_q.attention_dq_kernel, backward.dq, ("k", "v")),
-        "dkv": (attention_backward_kv.attention_dkv_kernel, backward.dkv, ("q", "grad")),
+        "dq": (attention_backward.attention_dq_kernel, backward.dq, ("k", "v")),
+        "dkv": (attention_backward.attention_dkv_kernel, backward.dkv, ("q", "grad")),
     }[name]
     constants = {"HEAD_DIM": head_dim, "V_DIM": head_dim, "BLOCK_DIM": head_dim, "BLOCK_V": head_dim}
     constants |= {"BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns}
@@ -57,8 +56,6 @@ def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[st
         "DROPOUT": dropout != "none",
         "IN_RUNS": dropout == "in runs",
         "TMA": True,
-        "HAS_STATE": False,
-        "HAS_SINKS": False,
     }
     read = config.block_rows if name == "dkv" else config.block_columns
     line = f"tensordesc<{{}}[1,{config.block_rows}]>"

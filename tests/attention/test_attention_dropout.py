@@ -1,4 +1,4 @@
-"""Dropout in masked attention: its pattern is a function of seed and positions, the same in kernels and their twin."""
+"""Dropout in masked attention: its pattern is a function of seed and positions, equal in kernels and reference."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from support.attention_kernels import (
     check,
     draw,
     interpreted,
-    launch,
     masks_of,
     patterns,
     through_kernels,
 )
 from support.dropouts import dropout_in_runs, dropout_of, moved
 
+from cp_dtensor.attention.accumulate import Part, output_accumulator
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.attention.triton.dropout import kept_reference
 
 
 @interpreted
 @pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((32, 16), True), ((16, 32), True)], ids=str)
-def test_kernels_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
+def test_kernels_keep_what_the_reference_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
     rows, columns = 20, 40
     dropout = dropout_of(rows, columns)
     expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
@@ -47,7 +47,7 @@ def moved_by(dropout: Dropout, rows: int, columns: int, step: int = 1) -> Dropou
 
 @interpreted
 @pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((64, 32), True), ((16, 64), True)], ids=str)
-def test_kernels_of_runs_keep_what_the_twin_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
+def test_kernels_of_runs_keep_what_the_reference_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
     rows, columns = 38, 56
     dropout = dropout_in_runs(rows, columns)
     expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
@@ -59,7 +59,7 @@ def test_kernels_of_runs_keep_what_the_twin_keeps(device: str, blocks: tuple[int
 
 @interpreted
 @pytest.mark.parametrize(("by", "step"), [*(((n, 8 - n), 1) for n in range(1, 8)), ((0, 1), 2), ((3, 0), 5)], ids=str)
-def test_kernels_keep_what_the_twin_keeps_wherever_runs_begin(device: str, by: tuple[int, int], step: int) -> None:
+def test_kernels_keep_what_the_reference_keeps_wherever_runs_begin(device: str, by: tuple[int, int], step: int) -> None:
     """Moved by a part of a run, and in stripes."""
     rows, columns = 17, 32
     dropout = moved_by(dropout_in_runs(rows, columns), *by, step)
@@ -69,7 +69,7 @@ def test_kernels_keep_what_the_twin_keeps_wherever_runs_begin(device: str, by: t
 
 
 @interpreted
-def test_kernels_of_runs_compute_what_the_twin_computes(device: str) -> None:
+def test_kernels_of_runs_compute_what_the_reference_computes(device: str) -> None:
     """Under each mask: blocks begin where runs do. The dtype is one whose sums show single elements."""
     for kind in ("causal", "causal window", "any intervals"):
         tensors, mask = draw(device, 38, 60, heads=(2, 1), batch=2), masks_of(38, 60)[kind]
@@ -77,30 +77,12 @@ def test_kernels_of_runs_compute_what_the_twin_computes(device: str) -> None:
 
 
 @interpreted
-def test_dropout_goes_on_from_a_state(device: str) -> None:
-    q, k, v = draw(device, 36, 64, batch=2)
-    dropout = moved(dropout_in_runs(36, 64), device)
-    whole = attention_forward(q, k, v, RowMask(), SCALE, dropout=dropout)
-    state = None
-    for columns in (slice(0, 32), slice(32, 64)):
-        of_tile = dropout.tile(slice(0, 36), columns)
-        out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
-        k_tile, v_tile = k[:, :, columns].contiguous(), v[:, :, columns].contiguous()
-        launch(out, lse, q, k_tile, v_tile, SCALE, state=state, dropout=of_tile, config=SMALL)
-        state = out, lse
-    assert state is not None
-    for one, other in zip(state, whole, strict=True):
-        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
-
-
-@interpreted
 @pytest.mark.parametrize(
     ("kind", "bias"), [("full", "none"), ("causal", "boolean"), ("any intervals", "additive"), ("documents", "none")]
 )
-def test_kernels_compute_what_the_twin_computes(device: str, kind: str, bias: str) -> None:
+def test_kernels_compute_what_the_reference_computes(device: str, kind: str, bias: str) -> None:
     tensors = draw(device, 20, 37, heads=(2, 1), batch=2)
-    mask, sinks = masks_of(20, 37)[kind], torch.tensor([0.5, 3.0])
-    check(tensors, mask, biases_of(2, 20, 37)[bias], sinks, replace(SMALL, tma=True), dropout_of(20, 37))
+    check(tensors, masks_of(20, 37)[kind], biases_of(2, 20, 37)[bias], replace(SMALL, tma=True), dropout_of(20, 37))
 
 
 @interpreted
@@ -115,9 +97,9 @@ def test_default_configs(device: str, dim: int) -> None:
 def test_everything_may_be_dropped(device: str) -> None:
     tensors = draw(device, 18, 21, batch=2, dtype=EXACT[device])
     dropout = moved(dropout_of(18, 21, 1.0), device)
-    results = through_kernels(tensors, tensors[0], RowMask(), None, None, SMALL, dropout=dropout)
+    results = through_kernels(tensors, tensors[0], RowMask(), None, SMALL, dropout)
     assert all((x == 0).all() for x in (results[0], *results[2:]))
-    assert torch.equal(results[1], through_kernels(tensors, tensors[0], RowMask(), None, None, SMALL)[1])
+    assert torch.equal(results[1], through_kernels(tensors, tensors[0], RowMask(), None, SMALL)[1])
     assert (attention_forward(*tensors, RowMask(), SCALE, dropout=dropout)[0] == 0).all()
 
 
@@ -148,62 +130,61 @@ def test_tiles_heads_and_batch_rows_are_those_of_the_whole() -> None:
     for batch in range(2):
         for head in range(2):
             for rows in (slice(0, 9), slice(9, 23)):
-                state, parts = None, []
+                parts = []
                 rows_of = (slice(batch, batch + 1), slice(2 * head, 2 * head + 2), rows)
-                here = RowMask(lo=mask.lo[batch, rows], hi=mask.hi[batch, rows])
                 for columns in (slice(0, 11), slice(11, 12), slice(12, 29)):
                     one = replace(
-                        dropout.tile(rows, columns),
+                        dropout,
                         first_batch=dropout.first_batch + batch,
                         first_head=dropout.first_head + 2 * head,
                         q_positions=dropout.q_positions[batch, rows],
                         kv_positions=dropout.kv_positions[batch : batch + 1, columns],
                     )
                     of = slice(batch, batch + 1), slice(head, head + 1), columns
-                    tile = here.tile(0, rows.stop - rows.start, columns.start)
-                    state = attention_forward(q[rows_of], k[of], v[of], tile, SCALE, state=state, dropout=one)
-                    parts.append((of, tile, one))
-                assert state is not None
-                torch.testing.assert_close(state[0], out[rows_of], rtol=1e-12, atol=1e-12)
-                torch.testing.assert_close(state[1], lse[rows_of], rtol=1e-12, atol=1e-12)
-                for of, tile, one in parts:
+                    lo, hi = (x[batch, rows] - columns.start for x in (mask.lo, mask.hi))
+                    tile = RowMask(lo=lo, hi=hi)
+                    partial = attention_forward(q[rows_of], k[of], v[of], tile, SCALE, dropout=one)
+                    parts.append((of, tile, one, partial))
+                accumulator = output_accumulator(q[rows_of], v.size(3), torch.float64)
+                everything = (0, 1), (0, rows.stop - rows.start)
+                for *_, partial in parts:
+                    accumulator.add((0, 2), [Part(*everything, partial)], is_last=partial is parts[-1][-1])
+                merged, merged_lse = accumulator.result()
+                torch.testing.assert_close(merged, out[rows_of], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(merged_lse, lse[rows_of], rtol=1e-12, atol=1e-12)
+                for of, tile, one, _ in parts:
                     got = attention_backward(
-                        grad_out[rows_of], q[rows_of], k[of], v[of], *state, tile, SCALE, dropout=one
+                        grad_out[rows_of], q[rows_of], k[of], v[of], merged, merged_lse, tile, SCALE, dropout=one
                     )
-                    for total, index, gradient in zip(gradients, (rows_of, of, of), got[:3], strict=True):
+                    for total, index, gradient in zip(gradients, (rows_of, of, of), got, strict=True):
                         total[index] += gradient
     expected = attention_backward(grad_out, q, k, v, out, lse, mask, SCALE, dropout=dropout)
-    for total, wanted in zip(gradients, expected, strict=False):
+    for total, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
 
 
 class _Attention(torch.autograd.Function):
-    """What `attention_forward` and `attention_backward` are to autograd."""
+    """autograd.Function of `attention_forward` and `attention_backward`."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         mask, dropout = masks_of(5, 8)["causal"], dropout_of(5, 8, 0.4)
-        out, lse = attention_forward(q, k, v, mask, SCALE, sinks=sinks, dropout=dropout)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = mask, dropout
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         mask, dropout = ctx.options
         delta = (grads[0] * out).sum(-1) - grads[1]
-        gradients = attention_backward(
-            grads[0], q, k, v, out, lse, mask, SCALE, sinks=sinks, delta=delta, dropout=dropout
-        )
-        assert gradients[3] is not None
-        return gradients
+        return attention_backward(grads[0], q, k, v, out, lse, mask, SCALE, delta=delta, dropout=dropout)
 
 
 def test_gradients_are_those_of_the_forward() -> None:
     q, k, v = (x[:, :, :8].requires_grad_() for x in draw_wide(5, 8))
-    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(_Attention.apply, (q, k, v, sinks))
+    assert torch.autograd.gradcheck(_Attention.apply, (q, k, v))
 
 
 def test_the_mean_over_seeds_is_attention_without_dropout() -> None:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from support.attention_kernels import (
     NARROW,
     SCALE,
     SMALL,
+    BlockConfig,
     assert_close,
     attended,
+    attention,
     computed,
+    configs,
     draw,
     each_way_to_load,
     interpreted,
-    kernel,
     launch,
+    seen_by,
 )
+
+from cp_dtensor.attention.masked import RowMask
 
 MASKS = {
     # (rows, columns, offset): blocks have 16 rows and 16 columns
@@ -60,7 +67,7 @@ def test_head_dims(device: str, dims: tuple[int, int], tma: bool) -> None:
     q, k, v = draw(device, 20, 37, dims=dims, dtype=NARROW[device])
     expected = attended(q, k, v, 5)
     assert_close(computed(q, k, v, 5, config=replace(SMALL, tma=tma)), expected, q.dtype)
-    assert_close(computed(q, k, v, 5, config=replace(kernel.default_config(k, v), tma=tma)), expected, q.dtype)
+    assert_close(computed(q, k, v, 5, config=replace(configs.default_config(k, v), tma=tma)), expected, q.dtype)
 
 
 @interpreted
@@ -85,8 +92,7 @@ def test_dtypes(device: str, dtype: torch.dtype) -> None:
 
 @interpreted
 @each_way_to_load
-@pytest.mark.parametrize("has_state", [False, True])
-def test_strides_are_free_but_for_the_last_dim(device: str, has_state: bool, tma: bool) -> None:
+def test_strides_are_free_but_for_the_last_dim(device: str, tma: bool) -> None:
     """Queries and results in (B, S, H, D) memory, keys and values in rows [K | V] of which only some are used."""
     heads, rows, columns, dim = 2, 19, 23, 32
     q, k, v = draw(device, rows, columns, heads=(heads, heads), batch=2)
@@ -99,24 +105,18 @@ def test_strides_are_free_but_for_the_last_dim(device: str, has_state: bool, tma
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     out = q.new_empty(2, rows, heads, dim + 16, dtype=torch.float32)[..., :dim].transpose(1, 2)
     lse = q.new_empty(rows, 2, heads, dtype=torch.float32).permute(1, 2, 0).contiguous()[..., :rows]
-    state, whole_k, whole_v = None, k, v
-    if has_state:
-        others = draw(device, rows, 11, heads=(heads, heads), batch=2)[1:]
-        whole_k, whole_v = (torch.cat(pair, dim=2) for pair in zip(others, (k, v), strict=True))
-        before = computed(q, *others, None)
-        state = before[0].transpose(1, 2).contiguous().transpose(1, 2), before[1]
-    assert kernel.can_use_tma(packed_k, packed_v)
-    launch(out, lse, q, packed_k, packed_v, SCALE, state=state, config=replace(SMALL, tma=tma))
-    assert_close((out, lse), attended(q, whole_k, whole_v, None), q.dtype)
+    assert configs.can_use_tma(packed_k, packed_v)
+    launch(out, lse, q, packed_k, packed_v, RowMask(), SCALE, config=replace(SMALL, tma=tma))
+    assert_close((out, lse), attended(q, k, v, None), q.dtype)
 
 
 def test_descriptors_want_aligned_rows_and_some_keys() -> None:
     aligned = torch.zeros(2, 2, 8, 32, dtype=torch.float16)
-    assert kernel.can_use_tma(aligned, aligned)
+    assert configs.can_use_tma(aligned, aligned)
     for other in (aligned[:, :, :0], aligned[..., 1:17], aligned[:, :1].expand(2, 2, 8, 32), torch.zeros(2, 2, 8, 33)):
-        assert not kernel.can_use_tma(aligned, other)
-        assert not kernel.default_config(other, aligned).tma
-    assert kernel.default_config(aligned, aligned).tma
+        assert not configs.can_use_tma(aligned, other)
+        assert not configs.default_config(other, aligned).tma
+    assert configs.default_config(aligned, aligned).tma
 
 
 @interpreted
@@ -134,3 +134,43 @@ def test_blocks_that_no_row_sees_are_not_read(device: str, tma: bool) -> None:
 def test_no_rows_are_no_work(device: str) -> None:
     q, k, v = draw(device, 0, 5)
     assert computed(q, k, v, None)[0].shape == (1, 2, 0, 32)
+
+
+@interpreted
+def test_extreme_logits_do_not_overflow(device: str) -> None:
+    """A row whose logits are 30000 times those of the others decides alone, whichever block of columns comes first."""
+    q, k, v = draw(device, 20, 37, dtype=torch.float16)
+    high, low = k.clone(), k.clone()
+    high[:, :, 5] = 1e4 * q[:, :1, 3] / q[:, :1, 3].double().square().sum(-1, keepdim=True).to(q)
+    low[:, :, :] = -high[:, :, 5:6]
+    for first, second in ((high, low), (low, high)):
+        keys, values = torch.cat([first, second], 2), torch.cat([v, v], 2)
+        got = computed(q, keys, values, None, scale=3.0)
+        assert got[0].isfinite().all()
+        expected = attention(q, keys, values, seen_by(20, 74, None), scale=3.0)
+        torch.testing.assert_close(got[1].cpu().double(), expected[1], rtol=1e-5, atol=1e-4)
+        # float32 resolves logits of 30000 to 0.002
+        torch.testing.assert_close(got[0].cpu().double(), expected[0], rtol=0, atol=2e-2)
+
+
+@interpreted
+def test_the_numbers_of_the_docstring(device: str) -> None:
+    """q 0 attends to the values 1 and 3: out 2, lse log 2."""
+    dtype = NARROW[device]
+    zero, values = torch.zeros(1, 1, 2, 1, device=device, dtype=dtype), torch.tensor([1.0, 3.0], device=device)
+    out, lse = computed(zero[:, :, :1], zero, values.to(dtype).view(1, 1, 2, 1), None, scale=1.0)
+    torch.testing.assert_close((out.item(), lse.exp().item()), (2.0, 2.0), rtol=1e-5, atol=0)
+
+
+@interpreted
+@given(data=st.data())
+@settings(max_examples=30)
+def test_any_lengths_offset_groups_and_blocks(device: str, data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(0, 90), "columns")
+    offset = data.draw(st.none() | st.integers(-50, 70), "offset")
+    heads = data.draw(st.sampled_from([(2, 1), (1, 1), (3, 3)]), "heads")
+    blocks = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 32)]), "blocks")
+    tma = data.draw(st.booleans(), "tma") and columns > 0
+    q, k, v = draw(device, rows, columns, heads=heads)
+    config = BlockConfig(*blocks, warps=4, stages=2, tma=tma)
+    assert_close(computed(q, k, v, offset, config=config), attended(q, k, v, offset), q.dtype)

@@ -1,4 +1,4 @@
-"""Row masks derive what kernels read of them once, and nothing outlives them."""
+"""Tables that kernels derive from row masks: computed once, correct, and freed with the mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.attention_kernels import SCALE, SMALL, backward_kernel, configs, dr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.triton.intervals import Intervals, rows_of_columns
+from cp_dtensor.attention.triton.row_mask import rows_of_columns
 from cp_dtensor.tools.row_masks import window
 
 ROWS, COLUMNS = 37, 53
@@ -50,7 +50,6 @@ def operations(call: Callable[[], object]) -> list[str]:
 @pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
 @pytest.mark.parametrize("kind", ["window", "any intervals"])
 def test_a_second_call_launches_kernels_alone(kind: str) -> None:
-    """In backward, and for a tile of the mask, which is the same object each time."""
     q, k, v = draw("cpu", ROWS, COLUMNS, heads=(1, 1), batch=2)
     mask = masks_of(ROWS, COLUMNS)[kind]
     lse, delta = torch.zeros(2, *q.shape[:3])
@@ -59,28 +58,24 @@ def test_a_second_call_launches_kernels_alone(kind: str) -> None:
     config = configs.BackwardConfig(dq=SMALL, dkv=cut)
 
     def backward() -> None:
-        arguments = mask.tile(0, ROWS, 4).arguments()
-        backward_kernel.launch_attention_backward(*gradients, q, q, k, v, lse, delta, SCALE, **arguments, config=config)
+        backward_kernel.launch_attention_backward(*gradients, q, q, k, v, lse, delta, mask, SCALE, config=config)
 
     def forward() -> None:
-        arguments = mask.tile(0, ROWS, 4).arguments()
-        launch(gradients[0], lse, q, k, v, SCALE, **arguments, config=SMALL)
+        launch(gradients[0], lse, q, k, v, mask, SCALE, config=SMALL)
 
     assert "searchsorted" in operations(backward)
     assert operations(backward) == []
     assert operations(forward) == []
-    assert mask.tile(0, ROWS, 4) is mask.tile(0, ROWS, 4)
-    assert mask.tile(0, ROWS, 0) is mask
 
 
 def test_other_blocks_and_lengths_are_derived_anew() -> None:
     mask = window(torch.arange(ROWS), 9, 4)
     assert mask.intervals is not None
     for columns, block in ((53, 16), (53, 32), (40, 16), (53, 16)):
-        expected = rows_of_columns(mask.intervals.lo, mask.intervals.hi, columns, block)
-        assert torch.equal(mask.intervals.rows_of_columns(columns, block), expected)
+        expected = rows_of_columns(*mask.intervals, columns, block)
+        assert torch.equal(mask.rows_of_columns(columns, block), expected)
     for length in (40, 64, 40):
-        lo, hi = mask.intervals.padded_lines(length)
+        lo, hi = mask.padded_intervals(length)
         assert lo.shape == hi.shape == (1, length)
         assert (lo[0, ROWS:] == 0).all()
         assert (hi[0, ROWS:] == 0).all()
@@ -89,15 +84,13 @@ def test_other_blocks_and_lengths_are_derived_anew() -> None:
 def test_what_is_derived_dies_with_the_mask() -> None:
     mask = window(torch.arange(ROWS), 9, 4)
     q, k, v = (x.double() for x in draw("cpu", ROWS, COLUMNS))
-    tile = mask.tile(3, ROWS, 2)
-    assert tile.intervals is not None
-    attention_backward(q[:, :, 3:], q[:, :, 3:], k, v, *attention_forward(q[:, :, 3:], k, v, tile, SCALE), tile, SCALE)
-    ranges = tile.intervals.rows_of_columns(COLUMNS, 16)
-    alive = [weakref.ref(x) for x in (mask, tile, ranges)]
+    attention_backward(q, q, k, v, *attention_forward(q, k, v, mask, SCALE), mask, SCALE)
+    ranges = mask.rows_of_columns(COLUMNS, 16)
+    alive = [weakref.ref(x) for x in (mask, ranges)]
     gc.disable()  # no cycles, so that memory is free at once
     try:
-        del mask, tile, ranges
-        assert [x() for x in alive] == [None] * 3
+        del mask, ranges
+        assert [x() for x in alive] == [None] * 2
     finally:
         gc.enable()
 
@@ -110,7 +103,7 @@ def test_columns_of_rows_are_all_of_them_and_tight(data: st.DataObject) -> None:
     lo, hi = (torch.tensor(data.draw(edge, name), dtype=torch.int32).view(batch, rows) for name in ("lo", "hi"))
     column = torch.arange(columns)
     seen = ((lo.unsqueeze(-1) <= column) & (column < hi.unsqueeze(-1))).any(0)
-    ranges = Intervals(lo, hi).columns_of_rows(columns, block)
+    ranges = RowMask(lo=lo, hi=hi).columns_of_rows(columns, block)
     parts = seen.split(block) if rows else ()
     assert len(ranges) == len(parts)
     for part, (first, last) in zip(parts, ranges, strict=True):

@@ -1,4 +1,4 @@
-"""What dropout drops: a function of seed and positions, whose 8 numbers of a counter are as good as any."""
+"""The dropout pattern: a function of seed and positions, with independent numbers from each counter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 import torch
-from support.dropouts import dropout_in_runs, dropout_of, ordered
+from support.dropouts import dropout_of, ordered
 
 from cp_dtensor.attention.triton.dropout import are_in_runs, kept_reference, philox_reference
 
@@ -69,27 +69,13 @@ def test_what_runs_are(positions: torch.Tensor, expected: bool) -> None:
     assert are_in_runs(positions) is expected
 
 
-def test_tiles_of_runs_are_in_runs_where_these_begin() -> None:
-    dropout = dropout_in_runs(70, 80)
-    for rows, columns, expected in (
-        ((16, 40), (32, 80), True),
-        ((-6, 70), (-16, None), True),
-        ((-16, None), (0, 8), False),
-        ((0, 8), (8, 80), False),
-        ((1, 70), (0, 16), False),
-    ):
-        tile = dropout.tile(slice(*rows), slice(*columns))
-        assert tile.in_runs is expected
-        assert expected == (are_in_runs(tile.q_positions) and are_in_runs(tile.kv_positions))
-
-
 NEAR = [(0, 1), (1, 0), (1, 1), (0, 8), (8, 0), (8, 8), (0, 9), (8, 1), (8, 9), (0, 16), (16, 0)]
 """Distances of elements in rows and columns, those of what shares a counter among them."""
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.97, 1.0])
 def test_fractions_are_kept(p: float) -> None:
-    """Of everything, and of each row, column and head."""
+    """The kept fraction of all weights, and of each row, column and head."""
     count = 200
     kept = kept_reference(ordered(p, 7, count, count), 2, 3, range(count), range(count)).double()
     for dims in ((), (0, 1, 2), (0, 1, 3), (0, 2, 3)):

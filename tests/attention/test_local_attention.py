@@ -1,4 +1,4 @@
-"""Local attention: one contract that every backend passes, and the policy that chooses among them."""
+"""Attention backends: one contract that all pass, and the choice among them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_contract(
     backend: AttentionBackend, case: Case, mask: ShapedMask, scale: float, transposed: bool = False
 ) -> None:
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, in memory as (B, S, H, D) where the test asks for that."""
+        """Equal values, in (B, S, H, D) memory if `transposed`."""
         return tensor.transpose(1, 2).contiguous().transpose(1, 2) if transposed and tensor.dim() == 4 else tensor
 
     q, k, v = map(laid_out, case.inputs)

@@ -1,4 +1,4 @@
-"""The merge of partial results: the Triton kernel and its torch twin."""
+"""LSE merge of partial results: the Triton kernel and its reference implementation."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from cp_dtensor.attention.merge import MergePart, merge, merge_reference
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
-launch_merge = pytest.importorskip("cp_dtensor.attention.triton.lse_merge").launch_merge
+launch_merge = pytest.importorskip("cp_dtensor.attention.triton.merge").launch_merge
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[MergePart]], None]

@@ -1,4 +1,4 @@
-"""Sums of partial gradients: the Triton kernel and its torch twin."""
+"""Sums of partial gradients: the Triton kernel and its reference implementation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from cp_dtensor.attention.merge import SumPart, add_parts, add_parts_reference
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
-launch_sum = pytest.importorskip("cp_dtensor.attention.triton.part_sum").launch_sum
+launch_sum = pytest.importorskip("cp_dtensor.attention.triton.merge").launch_sum
 
 Sum = Callable[[torch.Tensor, torch.Tensor, Sequence[SumPart]], None]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

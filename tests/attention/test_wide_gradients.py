@@ -1,4 +1,4 @@
-"""Gradients of a rank's own keys that are not rounded before they are added to what other ranks give."""
+"""Float32 gradients of a rank's own keys, added to the contributions of other ranks before rounding."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", [HeadTail(), Contiguous(), Striped(1), Striped(4)], ids=repr)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_equal_to_one_device(layout: Layout, is_causal: bool) -> None:
-    """Staircases, as stripes have them, too."""
+    """Also with the staircase tiles of stripes."""
     problem = Problem(41, 41, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
     check_against_reference(problem, 4, layout, rotate_method="allgather")
 
 
 @pytest.mark.usefixtures("_everywhere")
 def test_less_is_rounded() -> None:
-    """Of all gradients, by the all-gather rotation of four ranks and more; other rotations are as they were."""
+    """All gradients of the all-gather transport with four or more ranks; others are unchanged."""
     problem = Problem(256, 256, q_heads=4, kv_heads=2, head_dim=16, is_causal=True, dtype=torch.bfloat16)
     tensors = problem.draw(0)
     truth = reference(problem, *tensors)

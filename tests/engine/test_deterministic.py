@@ -20,8 +20,8 @@ from support.ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
 from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, ulysses_attention, varlen_attention
+from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import Allowed
-from cp_dtensor.attention.masked import IntervalAttention
 from cp_dtensor.engine import planner as splitting
 from cp_dtensor.engine.compiled_spec import ShardCallSpec
 from cp_dtensor.engine.config import AttentionConfig

@@ -25,7 +25,7 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_attention,
 )
-from cp_dtensor.attention import masked as by_row
+from cp_dtensor.attention.backends import interval
 from cp_dtensor.attention.masked import Dropout
 from cp_dtensor.attention.triton.dropout import are_in_runs
 
@@ -117,7 +117,7 @@ def test_kernels_are_told_of_runs_of_positions(
         seen.append(Dropout(*args))
         return seen[-1]
 
-    monkeypatch.setattr(by_row, "Dropout", noticed)
+    monkeypatch.setattr(interval, "Dropout", noticed)
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

@@ -13,13 +13,10 @@ import torch
 from support.attention_kernels import (
     SCALE,
     SMALL,
-    ForwardConfig,
+    BlockConfig,
     Tensors,
-    assert_close,
-    attended,
     backward_kernel,
     biases_of,
-    carried,
     check,
     configs,
     draw,
@@ -47,12 +44,11 @@ ROWS, COLUMNS = 37, 53
 TMA = replace(SMALL, tma=True)
 
 
-def test_pointers_intervals_an_additive_bias_and_sinks() -> None:
+def test_pointers_intervals_and_an_additive_bias() -> None:
     tensors = draw("cuda", ROWS, COLUMNS, heads=(4, 2), dims=(48, 20), batch=2)
-    sinks = torch.tensor([0.5, 3.0, -1.0, 0.0])
     for kind in ("any intervals", "documents", "prefixes"):
         mask, bias = masks_of(ROWS, COLUMNS)[kind], biases_of(4, ROWS, COLUMNS)["additive"]
-        check(tensors, mask, bias, sinks, SMALL)
+        check(tensors, mask, bias, SMALL)
 
 
 def test_descriptors_a_causal_mask_and_a_boolean_bias() -> None:
@@ -69,7 +65,7 @@ def test_dropout_with_intervals() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, replace(TMA, block_columns=32)], ids=["pointers", "descriptors"])
-def test_dropout_keeps_what_the_twin_keeps(config: ForwardConfig) -> None:
+def test_dropout_keeps_what_the_reference_keeps(config: BlockConfig) -> None:
     rows, columns = 57, 64
     for dropout in (dropout_of(rows, columns), dropout_in_runs(rows, columns)):
         expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
@@ -79,7 +75,7 @@ def test_dropout_keeps_what_the_twin_keeps(config: ForwardConfig) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dropout_of_runs_is_that_of_single_elements_in_default_blocks(dim: int) -> None:
-    """The same bits of every result, with equal blocks."""
+    """All results are bitwise equal, with equal blocks."""
     tensors = draw("cuda", 300, 520, heads=(4, 2), dims=(dim, dim), batch=2)
     dropout = moved(dropout_in_runs(300, 520), "cuda")
     forward, backward = configs.default_config(*tensors[1:]), configs.default_backward_config(*tensors, tensors[0])
@@ -87,11 +83,11 @@ def test_dropout_of_runs_is_that_of_single_elements_in_default_blocks(dim: int) 
     for one in (dropout, replace(dropout, in_runs=False)):
         check(tensors, RowMask(causal_offset=7), config=None, dropout=one)
         out, lse = torch.empty_like(tensors[0]), tensors[0].new_empty(tensors[0].shape[:3], dtype=torch.float32)
-        launch(out, lse, *tensors, SCALE, dropout=one, config=forward)
+        launch(out, lse, *tensors, RowMask(), SCALE, dropout=one, config=forward)
         gradients = [torch.empty_like(x) for x in tensors]
         delta = attention_delta(out, out)
         options = {"dropout": one, "config": backward}
-        backward_kernel.launch_attention_backward(*gradients, out, *tensors, lse, delta, SCALE, **options)
+        backward_kernel.launch_attention_backward(*gradients, out, *tensors, lse, delta, RowMask(), SCALE, **options)
         results.append((out, lse, *gradients))
     assert all(map(torch.equal, *results))
 
@@ -100,29 +96,19 @@ def test_float32() -> None:
     check(draw("cuda", 100, 90, dtype=torch.float32, batch=2), RowMask(causal_offset=0), config=None)
 
 
-@pytest.mark.parametrize("offset", [None, 7])
-def test_carried_state(offset: int | None) -> None:
-    """Of four tiles, in place and not; the last one rounds."""
-    q, k, v = draw("cuda", 33, 60)
-    expected = attended(q, k, v, offset)
-    for in_place in (False, True):
-        got = carried(q, k, v, [20, 1, 23, 16], offset, in_place=in_place, dtype=torch.bfloat16, config=TMA)
-        assert_close(got, expected, torch.bfloat16)
-
-
 def test_blocks_that_are_not_seen_are_not_read() -> None:
     q, k, v = draw("cuda", 48, 80)
     mask = to(window(torch.arange(48), 15, 0), "cuda")
     for x in (k, v):
         x[:, :, 63:] = float("nan")
-    results = through_kernels((q, k, v), torch.ones_like(q), mask, None, None, TMA)
+    results = through_kernels((q, k, v), torch.ones_like(q), mask, None, TMA)
     assert all(x[:, :, :63].isfinite().all() for x in results)
 
 
 def computed(tensors: Tensors, mask: RowMask) -> Tensors:
-    """out, lse and the gradients, by what everybody calls."""
+    """out, lse and the gradients, by the public functions of the room."""
     out, lse = attention_forward(*tensors, mask, SCALE)
-    return out, lse, *attention_backward(out, *tensors, out, lse, mask, SCALE)[:3]
+    return out, lse, *attention_backward(out, *tensors, out, lse, mask, SCALE)
 
 
 def test_results_do_not_vary() -> None:
@@ -133,7 +119,7 @@ def test_results_do_not_vary() -> None:
 
 
 def test_a_graph_takes_masks_and_seeds_as_they_are_at_replay() -> None:
-    """What was derived of a mask before is not part of the graph; the seed is read by the kernels."""
+    """Tables that a mask cached before are not part of the graph; kernels read the seed."""
     q, k, v = draw("cuda", 300, 300, dims=(128, 128))
     position = torch.arange(300, device="cuda", dtype=torch.int32)
     mask, other = (window(position, left, 0) for left in (50, 150))
@@ -143,7 +129,7 @@ def test_a_graph_takes_masks_and_seeds_as_they_are_at_replay() -> None:
 
     def call() -> Tensors:
         out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
-        return out, lse, *attention_backward(out, q, k, v, out, lse, mask, SCALE, dropout=dropout)[:3]
+        return out, lse, *attention_backward(out, q, k, v, out, lse, mask, SCALE, dropout=dropout)
 
     call()  # compiles, and derives
     graph = torch.cuda.CUDAGraph()

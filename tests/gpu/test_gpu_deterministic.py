@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.processes import Processes
 
-from cp_dtensor.attention.masked import IntervalAttention
+from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
 from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_qkvpacked_func
 

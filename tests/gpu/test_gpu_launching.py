@@ -12,7 +12,7 @@ import torch
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_delta, attention_forward
 from cp_dtensor.attention.merge import add_parts, add_parts_reference, merge, merge_reference
 from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
-from cp_dtensor.tools.row_masks import documents, window
+from cp_dtensor.tools.row_masks import documents
 
 launching = pytest.importorskip("cp_dtensor._torch.triton_launch")
 direct_launch = pytest.importorskip("cp_dtensor._torch.direct_launch")
@@ -56,10 +56,10 @@ def attended(tensors: Tensors, mask: RowMask) -> Tensors:
 def expected(tensors: Tensors, mask: RowMask) -> Tensors:
     q, k, v, grad = (x.double() for x in tensors)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
-    attention_forward_reference(out, lse, q, k, v, SCALE, **mask.arguments())
+    attention_forward_reference(out, lse, q, k, v, mask, SCALE)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     delta = (out * grad).sum(-1)
-    attention_backward_reference(*gradients, grad, q, k, v, lse, delta, SCALE, **mask.arguments())
+    attention_backward_reference(*gradients, grad, q, k, v, lse, delta, mask, SCALE)
     return out, lse, *gradients
 
 
@@ -72,7 +72,7 @@ def assert_close(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) ->
 def masks(rows: int) -> list[RowMask]:
     position = torch.arange(rows, device="cuda")
     edges = torch.tensor([0, rows // 3, rows], device="cuda")
-    return [RowMask(), RowMask(causal_offset=0), documents(position, edges) & window(position, None, 0)]
+    return [RowMask(), RowMask(causal_offset=0), documents(position, edges, is_causal=True)]
 
 
 def test_attention_that_changes_from_call_to_call(by_triton: list[str]) -> None:

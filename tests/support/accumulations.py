@@ -1,4 +1,4 @@
-"""Parts for accumulators, and what float64 makes of them; shared by the tests of accumulators and of placing sums."""
+"""Parts for accumulators, and their sums in float64; shared by the tests of accumulators and of `place_sums`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.accumulate import Accumulator, Addition, LseMerge, Part, Tensors
+from cp_dtensor.attention.accumulate import Accumulator, GradientAccumulator, OutputAccumulator, Part, Tensors
 from cp_dtensor.spec.layouts import Span
 
 BATCH, HEADS, ROWS, DIM = 2, 4, 6, 3
@@ -50,9 +50,9 @@ class Source:
         return Part(batch, rows, (tensors[0].to(self.state_dtype if wide else self.dtype), *tensors[1:]))
 
     def accumulator(self, may_overwrite: bool, like: torch.Tensor | None = None) -> Accumulator:
-        combination = (LseMerge if self.kind == "merge" else Addition)(self.state_dtype)
+        kind = OutputAccumulator if self.kind == "merge" else GradientAccumulator
         like = torch.empty(SHAPE, dtype=self.dtype) if like is None else like
-        return Accumulator(combination, SHAPE, like, may_overwrite)
+        return kind(SHAPE, like, self.state_dtype, may_overwrite)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
@@ -96,7 +96,7 @@ def assert_rounded_once(source: Source, got: torch.Tensor, exact: torch.Tensor, 
 
 
 def float64_results(kind: str, script: list[Add]) -> tuple[Tensors, torch.Tensor]:
-    """What the parts of a script make, and for each element the sum of its terms' magnitudes."""
+    """The result of a script in float64, and for each element the sum of its terms' magnitudes."""
     placed = [(add.heads, part) for add in script for part in add.parts]
     total, scale = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
     lse = torch.full(SHAPE[:3], float("-inf"), dtype=torch.float64)

@@ -1,10 +1,8 @@
-"""The Triton attention kernel, what it is given, and textbook attention in float64; shared by its tests."""
+"""Launches of the Triton attention kernels, their inputs, and textbook attention in float64; shared by tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -19,8 +17,9 @@ from support.triton_interpreter import replace_functions_once_a_launch
 
 kernel = pytest.importorskip("cp_dtensor.attention.triton.forward")
 backward_kernel = pytest.importorskip("cp_dtensor.attention.triton.backward")
+delta_kernel = pytest.importorskip("cp_dtensor.attention.triton.delta")
 configs = pytest.importorskip("cp_dtensor.attention.triton.configs")
-ForwardConfig, launch = kernel.ForwardConfig, kernel.launch_attention_forward
+BlockConfig, launch = configs.BlockConfig, kernel.launch_attention_forward
 
 Tensors = tuple[torch.Tensor, ...]
 INFINITY = float("inf")
@@ -30,8 +29,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# The kernels run in Triton's interpreter where there is no GPU, and only there. It has no dots of bfloat16. Compiling
-# takes a second for each kernel and kind of arguments: `test_attention_gpu` has those cases that are run compiled.
+# Without a GPU the kernels run in Triton's interpreter, which has no bfloat16 dots. Compiling takes a second for each
+# kernel and kind of arguments: `test_attention_gpu` has the compiled cases.
 if not GPUS:
     replace_functions_once_a_launch()
 no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
@@ -41,10 +40,9 @@ each_device = pytest.mark.parametrize(
     "device", [_INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu, id="triton")]
 )
 each_way_to_load = pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-each_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 NARROW = {"cpu": torch.float16, "cuda": torch.bfloat16}
 EXACT = {"cpu": torch.float32, "cuda": torch.bfloat16}
-SMALL = ForwardConfig(block_rows=16, block_columns=16, warps=4, stages=2)
+SMALL = BlockConfig(block_rows=16, block_columns=16, warps=4, stages=2)
 
 
 def draw(
@@ -70,7 +68,7 @@ def seen_by(rows: int, columns: int, offset: int | None) -> torch.Tensor:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = SCALE) -> Tensors:
-    """The oracle: `(out, lse)` in float64; (0, -inf) for rows that see nothing."""
+    """Expected `(out, lse)`, in float64; (0, -inf) for rows that see nothing."""
     q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
     group = q.size(1) // k.size(1)
     logits = (scale * q @ k.repeat_interleave(group, 1).mT).masked_fill(~seen, -INFINITY)
@@ -80,7 +78,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Ten
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int | None) -> Tensors:
-    """The oracle of one tile."""
+    """Expected `(out, lse)` of a tile with a causal offset."""
     return attention(q, k, v, seen_by(q.size(2), k.size(2), offset))
 
 
@@ -94,15 +92,14 @@ def computed(
     k: torch.Tensor,
     v: torch.Tensor,
     offset: int | None,
-    state: Tensors | None = None,
     *,
     scale: float = SCALE,
     dtype: torch.dtype = torch.float32,
-    config: ForwardConfig | None = SMALL,
+    config: BlockConfig | None = SMALL,
 ) -> Tensors:
     """The kernel's result in new tensors."""
     result = empty_result(q, v, dtype)
-    launch(*result, q, k, v, scale, causal_offset=offset, state=state, config=config)
+    launch(*result, q, k, v, RowMask(causal_offset=offset), scale, config=config)
     return result
 
 
@@ -117,41 +114,13 @@ def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], 
     torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-4)
 
 
-def carried(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Sequence[int],
-    offset: int | None,
-    *,
-    in_place: bool,
-    dtype: torch.dtype = torch.float32,
-    config: ForwardConfig = SMALL,
-) -> Tensors:
-    """Attention tile by tile, of `lengths` keys each; the state in float32, the last result in `dtype`."""
-    state = None
-    edges = list(accumulate(lengths, initial=0))
-    for start, stop in pairwise(edges):
-        is_last = stop == edges[-1]
-        result = empty_result(q, v, dtype if is_last else torch.float32)
-        if in_place and state is not None:
-            result = (result[0] if is_last and dtype != torch.float32 else state[0], state[1])
-        tile = k[:, :, start:stop], v[:, :, start:stop]
-        local = None if offset is None else offset - start
-        tile_config = config if start < stop else replace(config, tma=False)
-        launch(*result, q, *tile, SCALE, causal_offset=local, state=state, config=tile_config)
-        state = result
-    assert state is not None
-    return state
-
-
 def masks_of(rows: int, columns: int) -> dict[str, RowMask]:
     """One of each kind, with rows that see nothing among them."""
     position = torch.arange(rows)
     generator = torch.Generator().manual_seed(rows)
     lo = torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
     hi = lo + torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
-    packed = documents(position + 3, torch.tensor([5, 5, 12, rows - 4, rows - 2]))
+    edges = torch.tensor([5, 5, 12, rows - 4, rows - 2])
     return {
         "full": RowMask(),
         "causal": RowMask(causal_offset=columns - rows),
@@ -160,8 +129,8 @@ def masks_of(rows: int, columns: int) -> dict[str, RowMask]:
         "causal window": window(position + columns - rows, 20, 0),
         "prefix": prefix(position, 11),
         "prefixes": prefix(position, torch.tensor([[11], [0]])),
-        "documents": packed,
-        "causal documents": packed & window(position + 3, None, 0),
+        "documents": documents(position + 3, edges),
+        "causal documents": documents(position + 3, edges, is_causal=True),
         "any intervals": RowMask(lo=lo, hi=hi),
     }
 
@@ -194,43 +163,39 @@ def through_kernels(
     grad_out: torch.Tensor,
     mask: RowMask,
     bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    config: ForwardConfig | None,
-    state: Tensors | None = None,
+    config: BlockConfig | None,
     dropout: Dropout | None = None,
 ) -> Tensors:
     """`(out, lse, dq, dk, dv)`; backward takes the out and lse of forward."""
     q, k, v = tensors
     out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
     lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    arguments = {**mask.arguments(), "bias": bias, "dropout": dropout}
-    launch(out, lse, q, k, v, SCALE, **arguments, sinks=sinks, state=state, config=config)
-    backward_kernel.launch_attention_delta(delta, grad_out, out)
+    launch(out, lse, q, k, v, mask, SCALE, bias=bias, dropout=dropout, config=config)
+    delta_kernel.launch_attention_delta(delta, grad_out, out)
     gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
     both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
     backward_kernel.launch_attention_backward(
-        *gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments, config=both
+        *gradients, grad_out, q, k, v, lse, delta, mask, SCALE, bias=bias, dropout=dropout, config=both
     )
     return out, lse, *gradients
 
 
-def through_twin(
+def through_reference(
     tensors: Tensors,
     grad_out: torch.Tensor,
     mask: RowMask,
     bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     dropout: Dropout | None = None,
 ) -> Tensors:
-    """The same by the twin, in float64 on the CPU."""
+    """`(out, lse, dq, dk, dv)` by the reference implementation, in float64 on the CPU."""
     q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
     out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
-    arguments = {**to(mask, "cpu").arguments(), "bias": None if bias is None else bias.cpu()}
-    arguments["dropout"] = None if dropout is None else moved(dropout, "cpu")
-    attention_forward_reference(out, lse, q, k, v, SCALE, **arguments, sinks=None if sinks is None else sinks.cpu())
+    mask, bias = to(mask, "cpu"), None if bias is None else bias.cpu()
+    dropout = None if dropout is None else moved(dropout, "cpu")
+    attention_forward_reference(out, lse, q, k, v, mask, SCALE, bias=bias, dropout=dropout)
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     delta = (grad_out * out).sum(-1)
-    attention_backward_reference(*gradients, grad_out, q, k, v, lse, delta, SCALE, **arguments)
+    attention_backward_reference(*gradients, grad_out, q, k, v, lse, delta, mask, SCALE, bias=bias, dropout=dropout)
     return out, lse, *gradients
 
 
@@ -238,20 +203,19 @@ def check(
     tensors: Tensors,
     mask: RowMask,
     bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    config: ForwardConfig | None = SMALL,
+    config: BlockConfig | None = SMALL,
     dropout: Dropout | None = None,
 ) -> None:
-    """Kernels against their twin."""
+    """Compares kernels with their reference implementation."""
     q, _, v = tensors
     device = q.device
     dropout = None if dropout is None else moved(dropout, str(device))
     mask = to(mask, str(device))
-    bias, sinks = (None if x is None else x.to(device) for x in (bias, sinks))
+    bias = None if bias is None else bias.to(device)
     shape = (*q.shape[:3], v.size(3))
     grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, q.dtype)
-    results = through_kernels(tensors, grad_out, mask, bias, sinks, config, dropout=dropout)
-    expected = through_twin(tensors, grad_out, mask, bias, sinks, dropout)
+    results = through_kernels(tensors, grad_out, mask, bias, config, dropout)
+    expected = through_reference(tensors, grad_out, mask, bias, dropout)
     for name, got, wanted in zip(NAMES, results, expected, strict=True):
         got = got.cpu().double()
         unseen = wanted == -float("inf")
@@ -263,8 +227,8 @@ def check(
     assert (results[2].cpu()[expected[1] == -float("inf")] == 0).all()
 
 
-def patterns(dropout: Dropout, rows: int, columns: int, config: ForwardConfig | None, device: str) -> Tensors:
-    """What the three kernels keep, boolean, (2, 2, rows, columns), read off their results.
+def patterns(dropout: Dropout, rows: int, columns: int, config: BlockConfig | None, device: str) -> Tensors:
+    """The weights that each of the three kernels keeps, boolean, (2, 2, rows, columns), derived from their results.
 
     out = P v is the pattern for v = 1 (the matrix), dV = P^T dO its transpose for dO = 1. If dO V^T is the same
     everywhere, delta is less than it times 1 / (1 - p), and dS is positive where it is kept: dQ = dS K is that for
@@ -279,7 +243,7 @@ def patterns(dropout: Dropout, rows: int, columns: int, config: ForwardConfig | 
         q, k, v, grad_out = (
             x[:, :, :length].contiguous() for x, length in ((one, rows), (one, columns), (v, columns), (grad_out, rows))
         )
-        return through_kernels((q, k, v), grad_out, RowMask(), None, None, config, dropout=device_dropout)
+        return through_kernels((q, k, v), grad_out, RowMask(), None, config, device_dropout)
 
     out, _, _, _, dv = run(one, one)
     _, _, dq, dk, _ = run(ones, ones)

@@ -11,7 +11,8 @@ from pathlib import Path
 def run_uninterpreted(*arguments: str, timeout: float = 200) -> str:
     """What `python ARGUMENTS` prints; AssertionError, with its errors, if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    tests = Path(__file__).parents[1]
+    environment["PYTHONPATH"] = f"{tests.parent}{os.pathsep}{tests}"  # the package of this checkout
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def dropout_of(rows: int, columns: int, p: float = 0.3) -> Dropout:
 
 
 def dropout_in_runs(rows: int, columns: int, p: float = 0.3) -> Dropout:
-    """As `dropout_of`, but of positions in runs of 16 from multiples of 16 on, which are in no order."""
+    """As `dropout_of`, with positions in unordered runs of 16 that begin at multiples of 16."""
     generator = torch.Generator().manual_seed(columns)
     within = torch.arange(max(rows, columns)) % 16
     positions = [

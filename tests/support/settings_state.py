@@ -11,7 +11,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from cp_dtensor._torch.cache import KeptValues
 from cp_dtensor.api.flex import block_mask as flex_rows
 from cp_dtensor.api.flex import block_mask as flex_tables
-from cp_dtensor.attention import masked as tile_rows
+from cp_dtensor.attention.backends import interval
 
 
 def cold_caches() -> None:
@@ -21,7 +21,7 @@ def cold_caches() -> None:
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
-    tile_rows._kept = KeptValues(most=256)
+    interval._cached_rows = KeptValues(most=256)
     flex_rows._kept = KeptValues(most=32)
     flex_tables.cache = flex_tables._TableCache()
 

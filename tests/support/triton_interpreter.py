@@ -1,8 +1,8 @@
-"""Triton's interpreter without work that it does again and again: a third less time, and the same results.
+"""Faster Triton interpreter: a third less time, and equal results.
 
-Where a kernel is launched, the interpreter replaces the functions of `triton.language` by its own, and puts them back
-behind the launch. It does so once more for each call of a function of a kernel, thousands of times in a launch, though
-all of them are replaced already.
+At each launch, the interpreter replaces the functions of `triton.language` by its own, and restores them after the
+launch. It repeats the replacement for each call of a jitted function, thousands of times in a launch, though all are
+replaced already. `replace_functions_once_a_launch` skips the repetitions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 from typing import Any
 
 _launch = threading.local()
-"""`.replaced` of a thread that runs a launch: the modules for whose functions everything has been replaced in it."""
+"""`.replaced`, in a thread that runs a launch: ids of the modules whose functions have been replaced."""
 
 
 def replace_functions_once_a_launch() -> None:
-    """From here on, in this process; not with a Triton whose interpreter may be built in another way."""
+    """Patches the interpreter of this process, unless the version of Triton is unknown."""
     from triton.runtime import interpreter
 
     from cp_dtensor._torch.direct_launch import version_is_known
@@ -30,7 +30,7 @@ def replace_functions_once_a_launch() -> None:
         if replaced is None:
             return replace(function)
         if id(function.__globals__) in replaced:
-            return None  # what a launch gets is of use to it; functions that it calls look at nothing
+            return None  # only a launch uses the returned value, calls of jitted functions do not
         replaced.add(id(function.__globals__))
         return replace(function)
 

@@ -1,4 +1,4 @@
-"""torch's cuDNN attention, the fastest on Hopper."""
+"""Backends on torch's own attention operators: flash, cuDNN, memory-efficient, flash on CPUs, and plain math."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from cp_dtensor.plan.tiles import TileMask
 
 aten = torch.ops.aten
 
-
-# torch's FlashAttention-2 kernels on CUDA.
-
-aten = torch.ops.aten
+# The memory-efficient kernels read LSE and bias rows in groups of this many elements.
+_LSE_ALIGNMENT = 32
+_BIAS_ALIGNMENT = 16
 
 
 class FlashAttention(AttentionBackend):
-    """bfloat16 and float16, head dims that are multiples of 8 up to 256, GQA natively.
+    """FlashAttention-2 on CUDA: bfloat16 and float16, head dims that are multiples of 8 up to 256, GQA natively.
 
     Causal tiles are square, so the kernel's bottom-right alignment is also top-left.
     """
 
-    @property
-    def name(self) -> str:
-        return "FLASH_ATTENTION"
+    name = "FLASH_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
-        return half_precision_refusal(problem, max_head_dim=256)
+        return _half_precision_refusal(problem, max_head_dim=256)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -42,88 +39,49 @@ class FlashAttention(AttentionBackend):
         return out, lse
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rng_state, unused = no_dropout_state(q.device)
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        rng_state, unused = _random_state(q.device)
         return aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2),
             0.0, mask.is_causal, rng_state, unused, scale=scale,
         )  # fmt: skip
 
 
-def half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
-    """What the flash and cuDNN kernels refuse alike."""
-    if problem.device_type != "cuda":
-        return f"the tensors are on {problem.device_type}, not cuda"
-    if problem.capability is not None and problem.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, got {problem.dtype}"
-    if problem.head_dim != problem.v_head_dim:
-        return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
-    if problem.head_dim % 8 or problem.head_dim > max_head_dim:
-        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
-    if problem.staircase:
-        return "it cannot mask the staircase tiles of this layout (Striped with block > 1)"
-    return None
-
-
-def no_dropout_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two random-state arguments of fused backward kernels, which are not read without dropout."""
-    return (torch.zeros((2,), dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device))
-
-
 class CudnnAttention(AttentionBackend):
-    """bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
+    """cuDNN on CUDA: bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
 
-    Causal is aligned top-left; tiles are square, so it does not matter. Tiles of one query or one key, which uneven
-    shards may have and which cuDNN crashes on, go to the flash kernel; it takes whatever else cuDNN takes.
+    The flash kernel computes tiles of one query or one key: cuDNN crashes on them, and uneven shards may have them.
     """
 
-    _for_single_rows = FlashAttention()
+    _flash = FlashAttention()
 
-    @property
-    def name(self) -> str:
-        return "CUDNN_ATTENTION"
+    name = "CUDNN_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
-        return half_precision_refusal(problem, max_head_dim=128)
+        return _half_precision_refusal(problem, max_head_dim=128)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _has_single_row(q, k):
-            return self._for_single_rows.forward(q, k, v, mask, scale)
+            return self._flash.forward(q, k, v, mask, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
         )
         return out, lse.view(out.shape[:3])
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         if _has_single_row(q, k):
-            return self._for_single_rows.backward(grad_out, q, k, v, out, lse, mask, scale)
-        # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run one that was made
-        # for other strides of out; so those must follow from q's. (Those of grad_out must be those of out.)
+            return self._flash.backward(grad_out, q, k, v, out, lse, mask, scale)
+        # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run a plan made for
+        # other strides of out. The strides of out must therefore follow from q's. (grad_out must have those of out.)
         grad_out, out = laid_out_after(q, grad_out), laid_out_after(q, out)
-        state = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: not read
+        state = torch.empty((), dtype=torch.int64, device=q.device)  # random state, not read without dropout
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,
             q.size(2), k.size(2), 0.0, mask.is_causal, scale=scale,
@@ -134,25 +92,14 @@ def _has_single_row(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.size(2) == 1 or k.size(2) == 1
 
 
-# torch's memory-efficient attention on CUDA: float32, and masks that flash and cuDNN cannot do.
-
-aten = torch.ops.aten
-
-# The kernels read LSE and bias rows in groups of this many elements.
-_LSE_ALIGNMENT = 32
-_BIAS_ALIGNMENT = 16
-
-
 class EfficientAttention(AttentionBackend):
-    """float32, bfloat16 and float16; K/V are expanded for GQA, here only, after they have travelled."""
+    """Memory-efficient attention on CUDA: float32, bfloat16 and float16. Expands K/V for GQA, on the receiving rank."""
 
-    @property
-    def name(self) -> str:
-        return "EFFICIENT_ATTENTION"
+    name = "EFFICIENT_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.device_type != "cuda":
-            return f"the tensors are on {problem.device_type}, not cuda"
+            return _wrong_device(problem, "cuda")
         if problem.dtype == torch.float64:
             return "it does not compute in float64"
         alignment = 4 if problem.dtype == torch.float32 else 8
@@ -172,23 +119,16 @@ class EfficientAttention(AttentionBackend):
         return out, lse[:, :, : q.size(2)]
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         kv_heads = k.size(1)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         padding = -lse.size(2) % _LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf")) if padding else lse.contiguous()
-        if out.stride()[1:] != (out.size(3), out.size(1) * out.size(3), 1):  # the kernel computes out's row pitch so
+        if out.stride()[1:] != (out.size(3), out.size(1) * out.size(3), 1):  # the kernel assumes this row pitch of out
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        seed, offset = no_dropout_state(q.device)
+        seed, offset = _random_state(q.device)
         grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out, q, k, v, _stairs(mask, q, k), out, lse, seed, offset, 0.0,
             [True, True, True, False], mask.is_causal, scale=scale,
@@ -206,24 +146,15 @@ def _stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | 
     return bias[:, :columns].expand(q.size(0), q.size(1), -1, -1)
 
 
-# torch's blocked CPU attention (`SDPBackend.FLASH_ATTENTION` on CPU tensors).
-
-aten = torch.ops.aten
-
-
 class CpuFlashAttention(AttentionBackend):
-    """float64, float32, bfloat16 and float16; GQA and every tile mask natively."""
+    """Blocked attention on CPUs (`SDPBackend.FLASH_ATTENTION` there): any floating dtype, GQA natively."""
 
-    @property
-    def name(self) -> str:
-        return "FLASH_ATTENTION"
+    name = "FLASH_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.device_type != "cpu":
-            return f"the tensors are on {problem.device_type}, not cpu"
-        if problem.head_dim != problem.v_head_dim:
-            return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
-        return None
+            return _wrong_device(problem, "cpu")
+        return _unequal_head_dims(problem)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -234,16 +165,9 @@ class CpuFlashAttention(AttentionBackend):
         return out, lse
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
         )
@@ -253,15 +177,10 @@ def _cpu_stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tenso
     return None if mask.is_causal else additive_mask(mask, q.size(2), k.size(2), q)
 
 
-# Attention in plain torch operations: any device, dtype and head dim. The oracle of the other backends.
-
-
 class MathAttention(AttentionBackend):
-    """Computes in float32 (float64 for float64 inputs) and holds the S x T matrix of one tile in memory."""
+    """Plain torch operations in float32 (float64 for float64): any device, dtype and head dim. Stores S x T logits."""
 
-    @property
-    def name(self) -> str:
-        return "MATH"
+    name = "MATH"
 
     def refusal(self, problem: Problem) -> str | None:
         return None
@@ -275,16 +194,9 @@ class MathAttention(AttentionBackend):
         return torch.exp(logits - lse.unsqueeze(-1)) @ expand_kv_heads(v, q.size(1)), lse
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         kv_heads = k.size(1)
         q, k, v, grad_out, out = _widened(q, k, v, grad_out, out)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
@@ -304,3 +216,35 @@ def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> t
     logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
     bias = additive_mask(mask, q.size(2), k.size(2), logits)
     return logits if bias is None else logits + bias
+
+
+def _half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
+    """Why the flash and cuDNN kernels on CUDA cannot compute a problem, None if they can."""
+    if problem.device_type != "cuda":
+        return _wrong_device(problem, "cuda")
+    if problem.capability is not None and problem.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bfloat16 or float16, got {problem.dtype}"
+    if problem.head_dim != problem.v_head_dim:
+        return _unequal_head_dims(problem)
+    if problem.head_dim % 8 or problem.head_dim > max_head_dim:
+        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
+    if problem.staircase:
+        return "it cannot mask the staircase tiles of this layout (Striped with block > 1)"
+    return None
+
+
+def _wrong_device(problem: Problem, needed: str) -> str:
+    return f"the tensors are on {problem.device_type}, not {needed}"
+
+
+def _unequal_head_dims(problem: Problem) -> str | None:
+    if problem.head_dim == problem.v_head_dim:
+        return None
+    return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two random-state arguments of fused backward kernels, not read without dropout."""
+    return (torch.zeros((2,), dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device))

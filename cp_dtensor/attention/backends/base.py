@@ -1,4 +1,4 @@
-"""The contract of a local attention: one tile in, a partial result or gradients out."""
+"""Interface of attention backends: one tile in, a partial result or gradients out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cp_dtensor.plan.tiles import ShapedMask, TileMask
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides whether a backend can compute a call; the same on every rank."""
+    """The facts by which backends accept or refuse a call; equal on all ranks."""
 
     device_type: str
     capability: tuple[int, int] | None
@@ -25,11 +25,11 @@ class Problem:
     staircase: bool
     """Whether any tile has a mask other than full or causal."""
     by_row: bool = False
-    """Whether tiles are masked row by row, or have a bias or dropout."""
+    """True if tiles are interval-masked, or have a bias or dropout."""
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """dtype of LSE and of everything that is accumulated: float64 for float64 inputs, else float32."""
+        """dtype of LSE and of accumulators: float64 for float64 inputs, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
@@ -37,15 +37,14 @@ class AttentionBackend(ABC):
     """Attention of one tile on one device.
 
     Shapes: q (B, H, S, D), k (B, Hkv, T, D), v (B, Hkv, T, Dv), Hkv divides H; query head h reads key head
-    h // (H / Hkv). S, T >= 1; scale > 0, since kernels mask before they scale. Strides are free but for the last dim,
-    which is contiguous.
-    Implementations are stateless and never override one another.
+    h // (H / Hkv). S, T >= 1; scale > 0, since kernels mask before they scale. The last dim is contiguous; other
+    strides are free. Implementations are stateless and do not inherit from each other.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name in messages, that of `torch.nn.attention.SDPBackend`."""
+        """The name in messages: of torch's backends, the name in `torch.nn.attention.SDPBackend`."""
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
@@ -64,16 +63,9 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """This tile's share of (dq, dk, dv), given the *final* out and lse of its rows, merged over all tiles.
 
         With P = exp(scale q k^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
@@ -98,7 +90,7 @@ def expand_kv_heads(kv: torch.Tensor, q_heads: int) -> torch.Tensor:
 
 
 def reduce_kv_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The transpose of `expand_kv_heads`: sums gradients (B, H, T, D) over each group, in float32 or wider."""
+    """The adjoint of `expand_kv_heads`: sums gradients (B, H, T, D) over each group, in float32 or wider."""
     if grad.size(1) == kv_heads:
         return grad
     wide = torch.promote_types(grad.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Which backend computes a call: the one place that knows an order of preference."""
+"""Choice of the backend that computes a call."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ from cp_dtensor.attention.backends.aten import (
     MathAttention,
 )
 from cp_dtensor.attention.backends.base import AttentionBackend, Problem
+from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.wide_gradients import WideGradients
-from cp_dtensor.attention.masked import MAX_HEAD_DIM, IntervalAttention
+from cp_dtensor.attention.masked import MAX_HEAD_DIM
 
 _BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
 }
 _CPU_FLASH = CpuFlashAttention()
-_BY_ROW = IntervalAttention()
+_INTERVALS = IntervalAttention()
+
+_FASTEST_FIRST = {
+    (9, 0): ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
+    (0, 0): ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"),
+}
+"""Names by least CUDA compute capability; (0, 0) also for CPUs. cuDNN is the fastest measured on H200."""
 
 
 class Allowed(NamedTuple):
-    """What the process's settings ask of attention; read in forward, and the same for its backward."""
+    """Process-wide SDPA settings, read in forward and used for its backward too."""
 
     enabled: tuple[bool, ...]
-    """Each backend of torch, in the order of `_BACKENDS`."""
+    """True for each backend of `_BACKENDS` that is enabled."""
     order: tuple[str, ...] | None
-    """The user's order of them, if there is one."""
+    """The user's order of preference, None without one."""
     deterministic: bool = False
-    """Whether torch is to be deterministic (see `is_deterministic`)."""
+    """True after `torch.use_deterministic_algorithms(True)`."""
 
 
 def allowed_backends() -> Allowed:
-    """What `torch.nn.attention.sdpa_kernel`, the `torch.backends.cuda` flags and
-    `torch.use_deterministic_algorithms` say at this moment."""
+    """Reads `sdpa_kernel`, the `torch.backends.cuda` flags and `torch.use_deterministic_algorithms`."""
     order = _torch.user_sdpa_priority()
     return Allowed(
         tuple(map(_torch.sdpa_backend_enabled, _BACKENDS)),
@@ -55,35 +61,30 @@ def only_backend(name: str) -> Allowed:
 
 
 def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> bool:
-    """Whether kernels must be such that equal inputs give equal bits: torch is to be so, or the call has asked for it.
-
-    False on CPUs, where all of them are.
-    """
+    """True if kernels must be deterministic: torch is set so, or the call (`asked`). False on CPUs, where all are."""
     return q.is_cuda and (allowed.deterministic or asked)
 
 
 def choose_backend(problem: Problem, allowed: Allowed | None = None) -> AttentionBackend:
     """The first backend, in order of preference, that the user allows and that does not refuse the problem.
 
-    `torch.nn.attention.sdpa_kernel` decides what is allowed, and the order too if called with `set_priority=True`.
-    Otherwise cuDNN comes first on Hopper and newer (measured fastest there), then flash, efficient and math.
-
-    What is masked by row has one backend, which is none of torch's and is always allowed.
+    `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order. The default
+    order is `_FASTEST_FIRST`. Interval-masked problems always use this package's own backend.
 
     Raises:
-        NotImplementedError: every allowed backend refuses; the message has each one's reason.
+        NotImplementedError: every allowed backend refuses; the message has the reason of each.
     """
     if problem.by_row:
-        return _BY_ROW
+        return _INTERVALS
     allowed = allowed or allowed_backends()
     return _choose(problem, allowed.enabled, allowed.order)
 
 
 def with_wide_gradients(backend: AttentionBackend, problem: Problem) -> AttentionBackend | None:
-    """The backend with gradients in float32, where our kernels make them nearly as fast; None elsewhere.
+    """The backend with float32 gradients from the Triton kernels, None where these kernels may be much slower.
 
-    In backward of a causal tile of 4,096 to 32,768 rows on an H200 they take 4 to 22% longer than cuDNN. On newer GPUs
-    they have not been measured, and cuDNN has been written anew for those.
+    Only on Hopper GPUs and in half precision: backward of a causal tile of 4,096 to 32,768 rows on an H200 takes 4 to
+    22% longer than with cuDNN. Newer GPUs are not measured.
     """
     is_half = problem.dtype in (torch.bfloat16, torch.float16)
     is_hopper = problem.capability is not None and problem.capability[0] == 9
@@ -93,7 +94,7 @@ def with_wide_gradients(backend: AttentionBackend, problem: Problem) -> Attentio
 
 
 def backend_by_name(name: str, device_type: str) -> AttentionBackend:
-    """The backend of an `SDPBackend` name, on a device type."""
+    """The backend with an `SDPBackend` name on a device type."""
     return _CPU_FLASH if (name, device_type) == ("FLASH_ATTENTION", "cpu") else _BACKENDS[name]
 
 
@@ -101,7 +102,7 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
 def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
     is_enabled = dict(zip(_BACKENDS, enabled, strict=True))
     refusals = []
-    for name in _by_preference(problem, user_order):
+    for name in sorted(_BACKENDS, key=user_order.index) if user_order else _fastest_first(problem.capability):
         if not is_enabled[name]:
             refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
@@ -115,10 +116,5 @@ def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, 
     )
 
 
-def _by_preference(problem: Problem, user_order: tuple[str, ...] | None) -> list[str]:
-    """The names of all backends, the one to try first at the front."""
-    if user_order is not None:
-        return sorted(_BACKENDS, key=user_order.index)
-    others = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
-    is_hopper = problem.capability is not None and problem.capability >= (9, 0)
-    return ["CUDNN_ATTENTION", *others] if is_hopper else [*others, "CUDNN_ATTENTION"]
+def _fastest_first(capability: tuple[int, int] | None) -> tuple[str, ...]:
+    return next(names for least, names in _FASTEST_FIRST.items() if (capability or (0, 0)) >= least)

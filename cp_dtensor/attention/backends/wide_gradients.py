@@ -1,4 +1,4 @@
-"""A backend whose gradients are not rounded: they are by our own kernels, which give float32."""
+"""Backend with float32 gradients from the Triton kernels, around a backend of torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
 
 @dataclass(frozen=True)
 class WideGradients(AttentionBackend):
-    """Another backend, with gradients in float32 (float64 for float64 inputs).
+    """The forward of another backend, with gradients in float32 (float64 for float64 inputs).
 
-    torch's kernels round gradients to the dtype of their inputs. Where several are added, each rounds once more; the
-    largest of them is best left as it is. Staircases are left to the other backend, too.
+    torch's kernels round gradients to the dtype of their inputs, so that a sum of several has several rounding errors.
+    Float32 gradients of a rank's own tile, usually the largest term, avoid the largest of these errors. The other
+    backend computes gradients of tiles that are neither full nor causal.
     """
 
     backend: AttentionBackend
@@ -36,19 +37,11 @@ class WideGradients(AttentionBackend):
         return self.backend.forward(q, k, v, mask, scale)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: TileMask,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: TileMask, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         if not isinstance(mask, ShapedMask) or not (mask.is_full or mask.is_causal):
             return self.backend.backward(grad_out, q, k, v, out, lse, mask, scale)
         rows = _CAUSAL if mask.is_causal else _FULL
         grad_dtype = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv, _ = attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=grad_dtype)
-        return dq, dk, dv
+        return attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=grad_dtype)

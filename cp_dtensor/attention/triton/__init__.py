@@ -1,4 +1,4 @@
-"""Triton kernels. Only kernels and their launchers: what runs where is decided elsewhere."""
+"""Triton kernels of attention, their launchers, and reference implementations in torch operations."""
 
 MAX_PARTS = 2
-"""Parts that a kernel adds at once. Each argument costs launch time; two parts are what head-tail needs."""
+"""Parts that a merge or sum kernel adds at once. Each argument costs launch time; head-tail needs two parts."""

@@ -1,4 +1,8 @@
-"""Gradients of one tile of attention: the launchers of their kernels. Every sum has a fixed order."""
+"""Gradients of one tile of attention: Triton kernels and their launchers.
+
+FlashAttention-2 (arXiv 2307.08691, algorithm 2), with one kernel for dQ and one for dK and dV, so that every sum has a
+fixed order.
+"""
 
 from __future__ import annotations
 
@@ -7,83 +11,370 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
-from cp_dtensor.attention.triton.backward_kv import attention_dkv_kernel
-from cp_dtensor.attention.triton.backward_q import attention_delta_kernel, attention_dq_kernel, attention_rows_kernel
-from cp_dtensor.attention.triton.common import INTERVALS, bias_argument, blocks_of_rows, mask_arguments
-from cp_dtensor.attention.triton.configs import BackwardConfig, ForwardConfig, default_backward_config, padded
+from cp_dtensor.attention.triton.common import (
+    CAUSAL,
+    FULL,
+    INTERVALS,
+    LOG2_E,
+    NO_BIAS,
+    bias_argument,
+    blocks_of_rows,
+    load_bias,
+    load_row_values,
+    load_rows,
+    mask_arguments,
+    seeing_rows,
+    seen_columns,
+)
+from cp_dtensor.attention.triton.configs import BackwardConfig, default_backward_config, padded
 from cp_dtensor.attention.triton.dropout import Dropout
-from cp_dtensor.attention.triton.intervals import Intervals
-from cp_dtensor.attention.triton.philox import dropout_arguments
+from cp_dtensor.attention.triton.philox import (
+    DROPOUT_NOT_ALIGNED,
+    DROPOUT_NOT_SPECIALIZED,
+    dropout_arguments,
+    load_positions,
+    which_are_kept,
+    which_are_kept_transposed,
+)
+from cp_dtensor.attention.triton.row_mask import RowMask
 
-_BLOCK = 4096
-"""Elements of a program of the small kernels, at most."""
+_ROWS_BLOCK = 4096
+"""Rows of a program of `attention_rows_kernel`."""
 
 
-def launch_attention_delta(delta: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes sum(out * grad_out) over Dv to `delta`, in float32; one launch.
+@triton.jit(do_not_specialize=["rows", "padded_rows"])
+def attention_rows_kernel(
+    shift_ptr, padded_delta_ptr, lse_ptr, delta_ptr,
+    rows, padded_rows, log_scale, kept_share, lse_stride_b, lse_stride_h, delta_stride_b, delta_stride_h,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes LSE (in units of log 2) and delta of each (batch, head) as lines of `padded_rows` numbers.
 
-    Args:
-        delta: (B, H, S), float32; the last dim contiguous, as in all of these.
-        grad_out: (B, H, S, Dv), any floating dtype.
-        out: (B, H, S, Dv), any floating dtype.
+    The LSE of rows without keys, and of padding, is infinity: every weight is exp2(x - inf) = 0. Dropout's scale s is
+    folded into both, since P (s dP - delta) = s P (dP - delta / s): `log_scale` is log2(s), `kept_share` is 1 / s.
     """
-    if out.numel() == 0:
-        delta.zero_()
-        return
-    _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    lse_ptrs = lse_ptr + batch * lse_stride_b + head * lse_stride_h + row
+    delta_ptrs = delta_ptr + batch * delta_stride_b + head * delta_stride_h + row
+    lse = tl.load(lse_ptrs, mask=row < rows, other=float("-inf")).to(tl.float32)
+    delta = tl.load(delta_ptrs, mask=row < rows, other=0.0).to(tl.float32)
+    at = (batch * tl.num_programs(1) + head) * padded_rows + row
+    shift = lse * LOG2_E - log_scale
+    tl.store(shift_ptr + at, tl.where(lse > float("-inf"), shift, float("inf")), mask=row < padded_rows)
+    tl.store(padded_delta_ptr + at, delta * kept_share, mask=row < padded_rows)
 
 
-@kept
-def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
-    batch, heads, rows, v_dim = out.shape
-    block_v = padded(v_dim)
-    block_rows = _BLOCK // block_v
-    return Launch(
-        attention_delta_kernel,
-        (triton.cdiv(rows, block_rows), heads, batch),
-        (rows, *delta.strides[:2], *out.strides[:3], *grad_out.strides[:3]),
-        {"V_DIM": v_dim, "BLOCK_ROWS": block_rows, "BLOCK_V": block_v},
+@triton.jit
+def _add_columns(
+    acc, q, grad, shift, delta, row, lo, hi, scale_log2,
+    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns, q_position, kv_positions, dropout,
+    k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the dQ of `count` blocks of columns to `acc`; `before` and `gap` are as in `_attend` of the forward."""
+    for index in tl.range(0, count):
+        if MASKED and MASK == INTERVALS:
+            start = first + tl.where(index < before, index, index + gap) * BLOCK_COLUMNS
+        elif MASKED:
+            start = first + (index + gap) * BLOCK_COLUMNS
+        else:
+            start = first + index * BLOCK_COLUMNS
+        k_block = load_rows(
+            k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
+        )
+        v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
+        logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2
+        column = start + tl.arange(0, BLOCK_COLUMNS)
+        if BIAS != NO_BIAS:
+            logits += load_bias(
+                bias, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
+            )  # fmt: skip
+        weights = tl.math.exp2(logits - shift[:, None])
+        if MASKED:
+            seen = column[None, :] < hi[:, None]
+            if MASK == INTERVALS:
+                seen = seen & (column[None, :] >= lo[:, None])
+            weights = tl.where(seen, weights, 0.0)
+        grad_weights = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
+        if DROPOUT:
+            kv_position = load_positions(kv_positions, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
+            kept = which_are_kept(q_position, kv_position, dropout, row.shape[0], BLOCK_COLUMNS, IN_RUNS)
+            grad_weights = tl.where(kept, grad_weights, 0.0)
+        grad_logits = weights * (grad_weights - delta[:, None])
+        acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
+    return acc
+
+
+# Triton does not specialise on these, so that tiles with other numbers share the compiled code.
+_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "padded_rows", "intervals_stride_b", *DROPOUT_NOT_SPECIALIZED]
+
+
+@triton.jit(
+    do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["lo_ptr", "hi_ptr", *DROPOUT_NOT_ALIGNED]
+)
+def attention_dq_kernel(
+    dq_ptr, grad_ptr, q_ptr, k, v, shift_ptr, delta_ptr, lo_ptr, hi_ptr, bias_ptr,
+    seed_ptr, q_position_ptr, kv_position_ptr,
+    rows, columns, offset, scale_log2, scale, group, padded_rows,
+    dq_stride_b, dq_stride_h, dq_stride_s, grad_stride_b, grad_stride_h, grad_stride_s,
+    q_stride_b, q_stride_h, q_stride_s,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, dropout_limit,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they attend to."""
+    head = tl.program_id(0)
+    batch = tl.program_id(2)
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS  # the most work first, as in forward
+    kv_head = head // group
+    head_64, batch_64, kv_head_64 = head.to(tl.int64), batch.to(tl.int64), kv_head.to(tl.int64)
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    row_64 = row.to(tl.int64)
+    dim = tl.arange(0, BLOCK_DIM)
+    v_dim = tl.arange(0, BLOCK_V)
+    in_rows = row < rows
+    in_q = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
+    if not TMA:
+        k += batch_64 * k_stride_b + kv_head_64 * k_stride_h
+        v += batch_64 * v_stride_b + kv_head_64 * v_stride_h
+    bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
+    lo_ptr += batch_64 * intervals_stride_b
+    hi_ptr += batch_64 * intervals_stride_b
+    q = tl.load(
+        q_ptr + batch_64 * q_stride_b + head_64 * q_stride_h + row_64[:, None] * q_stride_s + dim[None, :],
+        mask=in_q, other=0.0,
+    )  # fmt: skip
+    grad_ptr += batch_64 * grad_stride_b + head_64 * grad_stride_h
+    grad = tl.load(
+        grad_ptr + row_64[:, None] * grad_stride_s + v_dim[None, :],
+        mask=in_rows[:, None] & (v_dim < V_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    at = (batch_64 * tl.num_programs(0) + head_64) * padded_rows + row_64
+    shift = tl.load(shift_ptr + at)
+    delta = tl.load(delta_ptr + at)
+    seed, q_position = 0, row
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        kv_position_ptr += batch_64 * kv_position_stride_b
+        q_position_ptr += batch_64 * q_position_stride_b
+        q_position = load_positions(q_position_ptr, first_row, rows, BLOCK_ROWS, IN_RUNS, 8)
+    dropout = (seed, first_batch + batch, first_head + head, dropout_limit)
+
+    lo, hi, first, blocks, before, whole = seen_columns(
+        lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    acc = _add_columns(
+        acc, q, grad, shift, delta, row, lo, hi, scale_log2,
+        k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
+        q_position, kv_position_ptr, dropout,
+        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
+    )  # fmt: skip
+    acc = _add_columns(
+        acc, q, grad, shift, delta, row, lo, hi, scale_log2,
+        k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
+        q_position, kv_position_ptr, dropout,
+        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
+    )  # fmt: skip
+    dq_ptrs = dq_ptr + batch_64 * dq_stride_b + head_64 * dq_stride_h + row_64[:, None] * dq_stride_s + dim[None, :]
+    tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=in_q)
+
+
+@triton.jit
+def _add_rows(
+    grad_k, grad_v, k_block, v_block, column, scale_log2,
+    q, grad, shift, delta, lo, hi, bias, batch, kv_head, heads, group, interval_line,
+    first, count, before, gap, rows, columns, offset, padded_rows, q_positions, kv_position, dropout,
+    q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds dK and dV of `count` blocks of rows, for each query head of the group, to `grad_k` and `grad_v`.
+
+    MASKED: the first `before` blocks begin at row `first`, the others `gap` blocks later. Otherwise all blocks follow
+    each other from `first`, and all their rows attend to all of these columns. Logits are transposed, (columns, rows):
+    each thread then has the operands of the next product. One loop runs over all heads, so that loads stay ahead from
+    head to head.
+    """
+    head = kv_head * group
+    index = 0
+    for _ in tl.range(0, count * group):
+        if MASKED:
+            start = first + tl.where(index < before, index, index + gap) * BLOCK_ROWS
+        else:
+            start = first + index * BLOCK_ROWS
+        row = start + tl.arange(0, BLOCK_ROWS)
+        line = batch * heads + head
+        if TMA:
+            head_q, head_grad, head_shift, head_delta = q, grad, shift, delta
+        else:
+            head_q = q + head.to(tl.int64) * q_stride_h
+            head_grad = grad + head.to(tl.int64) * grad_stride_h
+            head_shift = shift + line.to(tl.int64) * padded_rows
+            head_delta = delta + line.to(tl.int64) * padded_rows
+        q_block = load_rows(head_q, batch, head, start, rows, q_stride_s, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA)
+        row_shift = load_row_values(head_shift, line, start, BLOCK_ROWS, TMA)
+        logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * scale_log2
+        if BIAS != NO_BIAS:
+            logits += load_bias(
+                bias + head.to(tl.int64) * bias_stride_h, row[None, :], column[:, None], rows, columns,
+                bias_stride_s, bias_stride_t, BIAS,
+            )  # fmt: skip
+        weights = tl.math.exp2(logits - row_shift[None, :])
+        if MASKED and MASK == CAUSAL:
+            weights = tl.where(column[:, None] <= row[None, :] + offset, weights, 0.0)
+        elif MASKED and MASK == INTERVALS:
+            row_lo = load_row_values(lo, interval_line, start, BLOCK_ROWS, TMA)
+            row_hi = load_row_values(hi, interval_line, start, BLOCK_ROWS, TMA)
+            seen = (column[:, None] >= row_lo[None, :]) & (column[:, None] < row_hi[None, :])
+            weights = tl.where(seen, weights, 0.0)
+        grad_block = load_rows(
+            head_grad, batch, head, start, rows, grad_stride_s, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA
+        )
+        row_delta = load_row_values(head_delta, line, start, BLOCK_ROWS, TMA)
+        grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
+        if DROPOUT:
+            seed, counted_batch, first_head, dropout_limit = dropout
+            q_position = load_positions(q_positions, start, rows, BLOCK_ROWS, IN_RUNS, 8)
+            kept = which_are_kept_transposed(
+                q_position, kv_position, (seed, counted_batch, first_head + head, dropout_limit),
+                BLOCK_ROWS, column.shape[0], IN_RUNS,
+            )  # fmt: skip
+            dropped = tl.where(kept, weights, 0.0)
+        else:
+            dropped = weights
+        grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
+        if DROPOUT:  # `kept` is used only once, which saves registers
+            grad_logits = dropped * grad_weights - weights * row_delta[None, :]
+        else:
+            grad_logits = weights * (grad_weights - row_delta[None, :])
+        grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
+        index += 1
+        head = tl.where(index == count, head + 1, head)
+        index = tl.where(index == count, 0, index)
+    return grad_k, grad_v
+
+
+@triton.jit(
+    do_not_specialize=[*_NOT_SPECIALIZED, "ranges_stride", "ranges_stride_b"],
+    do_not_specialize_on_alignment=["lo", "hi", *DROPOUT_NOT_ALIGNED],
+)
+def attention_dkv_kernel(
+    dk_ptr, dv_ptr, grad, q, k_ptr, v_ptr, shift, delta, lo, hi, ranges_ptr, bias_ptr,
+    seed_ptr, q_position_ptr, kv_position_ptr,
+    rows, columns, offset, scale_log2, scale, group, padded_rows,
+    dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
+    grad_stride_b, grad_stride_h, grad_stride_s, q_stride_b, q_stride_h, q_stride_s,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    intervals_stride_b, ranges_stride, ranges_stride_b,
+    bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, dropout_limit,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads."""
+    kv_head = tl.program_id(0)
+    batch = tl.program_id(2)
+    first_column = tl.program_id(1) * BLOCK_COLUMNS  # under a causal mask, the first columns have the most work
+    batch_64, kv_head_64 = batch.to(tl.int64), kv_head.to(tl.int64)
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    column_64 = column.to(tl.int64)[:, None]
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    v_dim = tl.arange(0, BLOCK_V)[None, :]
+    in_k = (column < columns)[:, None] & (dim < HEAD_DIM)
+    in_v = (column < columns)[:, None] & (v_dim < V_DIM)
+    k_block = tl.load(
+        k_ptr + batch_64 * k_stride_b + kv_head_64 * k_stride_h + column_64 * k_stride_s + dim, mask=in_k, other=0.0
+    )
+    v_block = tl.load(
+        v_ptr + batch_64 * v_stride_b + kv_head_64 * v_stride_h + column_64 * v_stride_s + v_dim, mask=in_v, other=0.0
+    )
+    interval_line = tl.where(intervals_stride_b > 0, batch, 0)
+    bias_ptr += batch_64 * bias_stride_b
+    if not TMA:
+        q += batch_64 * q_stride_b
+        grad += batch_64 * grad_stride_b
+        lo += batch_64 * intervals_stride_b
+        hi += batch_64 * intervals_stride_b
+    seed, kv_position = 0, column
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        q_position_ptr += batch_64 * q_position_stride_b
+        kv_position_ptr += batch_64 * kv_position_stride_b
+        kv_position = load_positions(kv_position_ptr, first_column, columns, BLOCK_COLUMNS, IN_RUNS, 8)
+    dropout = (seed, first_batch + batch, first_head, dropout_limit)
+    first, blocks, before, whole = seeing_rows(
+        ranges_ptr + batch_64 * ranges_stride_b + tl.program_id(1), ranges_stride,
+        first_column, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK,
+    )  # fmt: skip
+
+    grad_k = tl.zeros([BLOCK_COLUMNS, BLOCK_DIM], tl.float32)
+    grad_v = tl.zeros([BLOCK_COLUMNS, BLOCK_V], tl.float32)
+    heads = tl.num_programs(0) * group
+    if MASK != FULL:
+        grad_k, grad_v = _add_rows(
+            grad_k, grad_v, k_block, v_block, column, scale_log2,
+            q, grad, shift, delta, lo, hi, bias_ptr, batch, kv_head, heads, group, interval_line,
+            first, blocks - whole, before, whole, rows, columns, offset, padded_rows,
+            q_position_ptr, kv_position, dropout,
+            q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
+            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
+        )  # fmt: skip
+    grad_k, grad_v = _add_rows(
+        grad_k, grad_v, k_block, v_block, column, scale_log2,
+        q, grad, shift, delta, lo, hi, bias_ptr, batch, kv_head, heads, group, interval_line,
+        first + before * BLOCK_ROWS, whole, 0, 0, rows, columns, offset, padded_rows,
+        q_position_ptr, kv_position, dropout,
+        q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
+    )  # fmt: skip
+    tl.store(
+        dk_ptr + batch_64 * dk_stride_b + kv_head_64 * dk_stride_h + column_64 * dk_stride_s + dim,
+        (grad_k * scale).to(dk_ptr.dtype.element_ty), mask=in_k,
+    )  # fmt: skip
+    tl.store(
+        dv_ptr + batch_64 * dv_stride_b + kv_head_64 * dv_stride_h + column_64 * dv_stride_s + v_dim,
+        grad_v.to(dv_ptr.dtype.element_ty), mask=in_v,
+    )  # fmt: skip
 
 
 def launch_attention_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    *,
-    causal_offset: int | None = None,
-    intervals: Intervals | None = None,
-    bias: torch.Tensor | None = None,
-    dropout: Dropout | None = None,
-    config: BackwardConfig | None = None,
-) -> None:
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, mask: RowMask, scale: float, *,
+    bias: torch.Tensor | None = None, dropout: Dropout | None = None, config: BackwardConfig | None = None,
+) -> None:  # fmt: skip
     """Writes this tile's share of the gradients to `dq`, `dk` and `dv`; three launches.
 
-    With P = exp(scale q k^T + bias - lse) where seen, else 0: dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K,
-    dK = scale dS^T Q, summed over the query heads of a group. With dropout, P in dV and dO V^T are multiplied with its
-    factors.
+    With P = exp(scale q k^T + bias - lse) where a row attends, else 0: dV = P^T dO, dS = P * (dO V^T - delta),
+    dQ = scale dS K, dK = scale dS^T Q, summed over the query heads of a group. With dropout, P in dV and dO V^T are
+    multiplied by the dropout factors.
 
     Args:
-        dq: (B, H, S, D), float32 or narrower, as `dk` and `dv`; rounded once. The last dim contiguous, as in all of
-            these but the bias.
+        dq: (B, H, S, D), float32 or narrower, like `dk` and `dv`; rounded once. The last dim is contiguous, as in all
+            of these but the bias.
         dk: (B, Hkv, T, D).
         dv: (B, Hkv, T, Dv).
         grad_out: (B, H, S, Dv), dO, in the dtype of q, k and v.
-        q, k, v: as given to `launch_attention_forward`.
-        lse: (B, H, S), float32, of all tiles (and sinks) of these rows.
-        delta: (B, H, S), float32: sum(out * grad_out) over Dv with the out of all tiles of these rows, less the
-            gradient of lse if there is one.
-        scale, causal_offset, intervals, bias, dropout: as given to `launch_attention_forward`.
-        config: block sizes and the like; None: `default_backward_config`.
+        q, k, v, mask, scale, bias, dropout: as in `launch_attention_forward`.
+        lse: (B, H, S), float32, over all tiles (and sinks) of these rows.
+        delta: (B, H, S), float32: sum(out * grad_out) over Dv with the out of all tiles of these rows, minus the
+            gradient of lse if it has one.
+        config: block sizes; None: `default_backward_config`.
     """
     assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
@@ -96,27 +387,27 @@ def launch_attention_backward(
         return
     draws_each = dropout is not None and not dropout.in_runs
     config = config or default_backward_config(q, k, v, grad_out, bias is not None, draws_each)
-    mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
+    mask_kind, offset = mask_arguments(mask, rows, columns)
     bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
     seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
-    # Kernels read whole blocks of rows' numbers, which begin at any row; descriptors want lines of 16 bytes.
+    # Kernels read LSE and delta in whole blocks, which begin at any row; descriptors need lines of 16 bytes.
     padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
     padded_rows += -padded_rows % 4
     shift, padded_delta = lse.new_empty((2, batch * heads, padded_rows), dtype=torch.float32).unbind()
-    lo = hi = ranges = lse  # which the kernels do not look at then
+    lo = hi = ranges = lse  # not read without intervals
     interval_strides = (0, 0, 0)
-    if intervals is not None:
-        lo, hi = intervals.padded_lines(padded_rows)
-        ranges = intervals.rows_of_columns(columns, config.dkv.block_columns)
+    if mask.lo is not None:
+        lo, hi = mask.padded_intervals(padded_rows)
+        ranges = mask.rows_of_columns(columns, config.dkv.block_columns)
         interval_strides = (
             lo.stride(0) if lo.size(0) > 1 else 0, ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0
         )  # fmt: skip
     others = (bias, seed, q_position, kv_position)
     launches = _launches(
         facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
-        tuple([x.dtype for x in others]), (mask, offset, *interval_strides), (bias_kind, *bias_strides), tuple(drop),
-        1.0 if dropout is None else dropout.scale, dropout is not None, dropout is not None and dropout.in_runs,
-        float(scale), padded_rows, config,
+        tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), (bias_kind, *bias_strides),
+        tuple(drop), 1.0 if dropout is None else dropout.scale, dropout is not None,
+        dropout is not None and dropout.in_runs, float(scale), padded_rows, config,
     )  # fmt: skip
     launches.rows(shift, padded_delta, lse, delta)
     launches.dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
@@ -124,7 +415,7 @@ def launch_attention_backward(
 
 
 class _Launches(NamedTuple):
-    """Those of a backward pass, in order."""
+    """The launches of a backward pass, in order."""
 
     rows: Launch
     dkv: Launch
@@ -133,27 +424,12 @@ class _Launches(NamedTuple):
 
 @kept
 def _launches(
-    dq: Facts,
-    dk: Facts,
-    dv: Facts,
-    grad_out: Facts,
-    q: Facts,
-    k: Facts,
-    v: Facts,
-    lse: Facts,
-    delta: Facts,
-    _dtypes_of_others: tuple[torch.dtype, ...],
-    mask: tuple[int, ...],
-    bias: tuple[int, ...],
-    dropout: tuple[float, ...],
-    dropout_scale: float,
-    has_dropout: bool,
-    in_runs: bool,
-    scale: float,
-    padded_rows: int,
-    config: BackwardConfig,
-) -> _Launches:
-    """For tensors such as these. Of mask, bias and dropout, the numbers."""
+    dq: Facts, dk: Facts, dv: Facts, grad_out: Facts, q: Facts, k: Facts, v: Facts, lse: Facts, delta: Facts,
+    _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], bias: tuple[int, ...],
+    dropout: tuple[float, ...], dropout_scale: float, has_dropout: bool, in_runs: bool, scale: float,
+    padded_rows: int, config: BackwardConfig,
+) -> _Launches:  # fmt: skip
+    """The launches for tensors of these shapes, strides and dtypes, and these numbers of mask, bias and dropout."""
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns, v_dim = v.shape[1:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
@@ -167,11 +443,11 @@ def _launches(
     cut = config.dkv
     line = (1, cut.block_rows) if cut.tma else None
     of_intervals = line if mask_kind == INTERVALS.value else None
-    dkv = Launch(
+    of_dkv = Launch(
         attention_dkv_kernel,
         (kv_heads, triton.cdiv(columns, cut.block_columns), batch),
         (*numbers, *dk.strides[:3], *dv.strides[:3], *strides, *ranges_strides, *last),
-        constants | _constants(cut),
+        constants | cut.constants(),
         (
             *(None, None),
             blocks_of_rows(grad_out, cut.block_rows, block_v, cut.tma),
@@ -184,7 +460,7 @@ def _launches(
         attention_dq_kernel,
         (heads, triton.cdiv(rows, cut.block_rows), batch),
         (*numbers, *dq.strides[:3], *strides, *last),
-        constants | _constants(cut),
+        constants | cut.constants(),
         (
             *(None, None, None),
             blocks_of_rows(k, cut.block_columns, block_dim, cut.tma),
@@ -193,15 +469,8 @@ def _launches(
     )
     of_rows = Launch(
         attention_rows_kernel,
-        (triton.cdiv(padded_rows, _BLOCK), heads, batch),
+        (triton.cdiv(padded_rows, _ROWS_BLOCK), heads, batch),
         (rows, padded_rows, math.log2(dropout_scale), 1 / dropout_scale, *lse.strides[:2], *delta.strides[:2]),
-        {"BLOCK_ROWS": _BLOCK},
+        {"BLOCK_ROWS": _ROWS_BLOCK},
     )
-    return _Launches(of_rows, dkv, of_dq)
-
-
-def _constants(cut: ForwardConfig) -> dict[str, object]:
-    return {
-        "BLOCK_ROWS": cut.block_rows, "BLOCK_COLUMNS": cut.block_columns, "TMA": cut.tma, "PRECISION": cut.precision,
-        "num_warps": cut.warps, "num_stages": cut.stages, "enable_fp_fusion": True,
-    }  # fmt: skip
+    return _Launches(of_rows, of_dkv, of_dq)

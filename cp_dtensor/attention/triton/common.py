@@ -1,8 +1,7 @@
-"""What the attention kernels share: loading blocks, and which columns rows see.
+"""Functions shared by the attention kernels: loads of blocks, and the ranges of blocks that a mask leaves.
 
-Every mask but an arbitrary bias is an interval of columns for each row: row i sees columns [lo_i, hi_i). So a block of
-rows reads columns from the smallest lo to the largest hi only, and compares only in blocks that some row does not see
-wholly.
+Row i attends to columns [lo_i, hi_i). A block of rows therefore reads only columns from its smallest lo to its largest
+hi, and applies the mask only in blocks that some row attends to in part.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import triton.language as tl
 
 from cp_dtensor._torch.triton_launch import Facts
 from cp_dtensor.attention.triton.dropout import RUN
-from cp_dtensor.attention.triton.intervals import Intervals
+from cp_dtensor.attention.triton.row_mask import RowMask
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -38,14 +37,14 @@ def load_rows(
 ):  # fmt: skip
     """(BLOCK, BLOCK_DIM): rows from `start` of one (batch, head); 0 beyond `length` (if RAGGED) and beyond DIM.
 
-    `source` is a descriptor of the whole tensor with TMA, else a pointer to row 0 of this (batch, head).
+    With TMA, `source` is a descriptor of the whole tensor, else a pointer to row 0 of this (batch, head).
     """
     if TMA:
         block = source.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_DIM)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         dim = tl.arange(0, BLOCK_DIM)[None, :]
-        # Offsets inside of a block fit 32 bits (the launcher sees to it) and do not change from block to block.
+        # Offsets inside a block fit 32 bits (asserted by the launcher) and do not change from block to block.
         ptrs = source + tl.cast(start, tl.int64) * stride_s + (row * stride_s + dim)
         if RAGGED:
             block = tl.load(ptrs, mask=(start + row < length) & (dim < DIM), other=0.0)
@@ -58,10 +57,10 @@ def load_rows(
 
 @triton.jit
 def load_row_values(source, index, start, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """(BLOCK,): numbers of rows from `start` on, which may be `padded` beyond the last row.
+    """(BLOCK,): numbers of rows from `start` on; the memory is padded beyond the last row.
 
-    `source` is a descriptor of a matrix whose line `index` it is with TMA, else a pointer to that line. Without
-    descriptors, every thread holds the addresses of all numbers that it needs.
+    With TMA, `source` is a descriptor of a matrix and `index` a line of it; else `source` points to that line, and
+    every thread holds the addresses of all its numbers.
     """
     if TMA:
         return source.load([index, start]).reshape(BLOCK)
@@ -71,7 +70,7 @@ def load_row_values(source, index, start, BLOCK: tl.constexpr, TMA: tl.constexpr
 
 @triton.jit
 def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.constexpr):
-    """Of rows and columns that broadcast against each other, in units of log 2; -inf where a boolean one hides."""
+    """The bias at rows and columns that broadcast, in units of log 2; -inf where a boolean bias is False."""
     ptrs = bias + row.to(tl.int64) * stride_s + column.to(tl.int64) * stride_t
     block = tl.load(ptrs, mask=(row < rows) & (column < columns), other=0)
     if BIAS == BOOLEAN:
@@ -82,7 +81,7 @@ def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.con
 
 @triton.jit
 def load_intervals(lo_ptr, hi_ptr, row, rows, columns):
-    """[lo, hi) of rows, inside of [0, columns); empty beyond `rows`."""
+    """[lo, hi) of rows, inside [0, columns); empty beyond `rows`."""
     in_rows = row < rows
     lo = tl.load(lo_ptr + row, mask=in_rows, other=0)
     hi = tl.load(hi_ptr + row, mask=in_rows, other=0)
@@ -94,13 +93,14 @@ def seen_columns(
     lo_ptr, hi_ptr, first_row, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """What a block of rows sees, as `(lo, hi, first, blocks, before, whole)`.
+    """The blocks of columns that a block of rows attends to, as `(lo, hi, first, blocks, before, whole)`.
 
-    Of blocks of columns from `first` on, `blocks` are seen by some row; `whole` of them, after the first `before`, by
-    every row wholly. `lo` and `hi` are the rows' own. With DROPOUT, blocks begin where runs of positions may.
+    Some row attends to each of `blocks` blocks of columns from column `first` on. After the first `before` of them come
+    `whole` blocks all of whose columns every row attends to. `lo` and `hi` are the intervals of the rows. With DROPOUT,
+    `first` is a multiple of the length of a run of positions.
 
-    Example, 2 rows with [3, 40) and [5, 50), blocks of 8 columns: first 3, 6 blocks; the first one is not seen wholly
-    by the second row, the next 3 (columns 11 to 34) are seen by both.
+    Example, 2 rows with [3, 40) and [5, 50), blocks of 8 columns: first 3, 6 blocks; the second row attends to the
+    first block in part, and both rows to the next 3 (columns 11 to 34) entirely.
     """
     row = first_row + tl.arange(0, BLOCK_ROWS)
     if MASK == INTERVALS:
@@ -140,10 +140,10 @@ def seeing_rows(
     ranges_ptr, ranges_stride, first_column, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Who sees a block of columns, as `(first, blocks, before, whole)`: of rows, what `seen_columns` says of columns.
+    """The blocks of rows that attend to a block of columns, as `(first, blocks, before, whole)` of `seen_columns`.
 
-    `ranges_ptr` points to this block's four numbers, see `attention_intervals`. Of rows beyond the last everything is
-    0, so that the ragged block is as good as a whole one.
+    `ranges_ptr` points to the four numbers of this block, see `rows_of_columns`. All values of rows beyond the last are
+    0, so that a ragged block counts as whole.
     """
     if MASK == INTERVALS:
         first = tl.load(ranges_ptr)
@@ -161,23 +161,22 @@ def seeing_rows(
         last = rows
         whole_first = 0
         whole_last = rows + BLOCK_ROWS - 1
-    first = first // 16 * 16  # descriptors of row values want alignment
+    first = first // 16 * 16  # descriptors of row values need alignment
     blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK_ROWS)
     before = tl.minimum(tl.cdiv(tl.maximum(whole_first - first, 0), BLOCK_ROWS), blocks)
     whole = tl.maximum(tl.maximum(whole_last - first, 0) // BLOCK_ROWS - before, 0)
     return first, blocks, before, tl.minimum(whole, blocks - before)
 
 
-def mask_arguments(causal_offset: int | None, intervals: Intervals | None, rows: int, columns: int) -> tuple[int, int]:
-    """`(MASK, offset)` of the launchers' two ways to say what rows see."""
-    assert causal_offset is None or intervals is None
-    if intervals is not None:
-        assert all(x.dtype == torch.int32 and x.size(-1) == rows for x in (intervals.lo, intervals.hi))
+def mask_arguments(mask: RowMask, rows: int, columns: int) -> tuple[int, int]:
+    """`(MASK, offset)` as kernels take them."""
+    if mask.intervals is not None:
+        assert all(x.dtype == torch.int32 and x.size(-1) == rows for x in mask.intervals)
         return INTERVALS.value, 0
-    if causal_offset is None:
+    if mask.causal_offset is None:
         return FULL.value, 0
-    # Beyond these all or none are seen anyway, and the kernels compute with 32 bits.
-    return CAUSAL.value, max(-rows, min(causal_offset, columns))
+    # Beyond these limits a row attends to all columns or to none, and kernels compute with 32 bits.
+    return CAUSAL.value, max(-rows, min(mask.causal_offset, columns))
 
 
 def bias_argument(
@@ -195,6 +194,6 @@ def bias_argument(
 
 
 def blocks_of_rows(x: Facts, block: int, width: int, tma: bool) -> tuple[int, ...] | None:
-    """The blocks of (B, H, S, D) that `load_rows` reads by a descriptor; None: it takes a pointer."""
+    """Shape of the blocks of (B, H, S, D) that `load_rows` reads by a descriptor, None if it takes a pointer."""
     assert block * x.strides[2] < 2**31
     return (1, 1, block, width) if tma else None

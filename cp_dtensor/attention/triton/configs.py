@@ -1,4 +1,4 @@
-"""How the attention kernels cut up a tile: the one table of block sizes, by head dim and GPU."""
+"""Block sizes of the attention kernels, by head dim, dtype and GPU."""
 
 from __future__ import annotations
 
@@ -9,86 +9,75 @@ import torch
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """How one kernel cuts up a tile; what it computes does not depend on it."""
+class BlockConfig:
+    """Block sizes and compiler options of one kernel."""
 
     block_rows: int
     block_columns: int
     warps: int
     stages: int
-    """Blocks of what its loop reads that are in flight or in use at once."""
+    """Blocks in flight or in use at once, of those that the kernel's loop reads."""
     tma: bool = False
-    """Read what its loop reads by tensor descriptors, which takes fewer registers; only where `can_use_tma` says so."""
+    """True to read these blocks by tensor descriptors, which takes fewer registers; needs `can_use_tma`."""
     precision: str = "ieee"
-    """Of products of float32, see `triton.language.dot`; "ieee" does not use tensor cores."""
+    """`input_precision` of `triton.language.dot` for float32; "ieee" does not use tensor cores."""
+
+    def constants(self) -> dict[str, object]:
+        """The kernel's constants and Triton's options."""
+        return {
+            "BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns, "TMA": self.tma,
+            "PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Those of the two kernels of a backward pass."""
+    """Block sizes of the two kernels of a backward pass."""
 
-    dq: ForwardConfig
-    """Its loop reads K and V."""
-    dkv: ForwardConfig
-    """Its loop reads Q and the gradient of the output."""
+    dq: BlockConfig
+    """Config of the dQ kernel, whose loop reads K and V."""
+    dkv: BlockConfig
+    """Config of the dK/dV kernel, whose loop reads Q and the gradient of the output."""
 
 
-# For head dims 64 and 128 the fastest of those measured on an H200; others are guesses that fit: 227 KiB of shared
-# memory, and no spills without a bias. A test compiles those of 128.
-_HOPPER_FORWARD = {
-    16: ForwardConfig(128, 64, 4, 3),
-    32: ForwardConfig(128, 64, 4, 3),
-    64: ForwardConfig(128, 64, 4, 3),
-    128: ForwardConfig(128, 128, 8, 3),
-    256: ForwardConfig(128, 64, 8, 2),
+# Head dims 64 and 128: the fastest of those measured on an H200. The others are not measured; they fit 227 KiB of
+# shared memory and do not spill registers without a bias. A test compiles those of 128.
+_HOPPER_FORWARD = dict.fromkeys((16, 32, 64), BlockConfig(128, 64, 4, 3)) | {
+    128: BlockConfig(128, 128, 8, 3),
+    256: BlockConfig(128, 64, 8, 2),
 }
-_HOPPER_BACKWARD = {
-    16: BackwardConfig(ForwardConfig(128, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    32: BackwardConfig(ForwardConfig(128, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    64: BackwardConfig(ForwardConfig(128, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    128: BackwardConfig(ForwardConfig(128, 64, 8, 3), ForwardConfig(64, 128, 8, 3)),
-    256: BackwardConfig(ForwardConfig(64, 64, 8, 2), ForwardConfig(32, 64, 8, 2)),
+_HOPPER_BACKWARD = dict.fromkeys(
+    (16, 32, 64), BackwardConfig(BlockConfig(128, 64, 4, 3), BlockConfig(64, 64, 4, 3))
+) | {
+    128: BackwardConfig(BlockConfig(128, 64, 8, 3), BlockConfig(64, 128, 8, 3)),
+    256: BackwardConfig(BlockConfig(64, 64, 8, 2), BlockConfig(32, 64, 8, 2)),
 }
-# Guesses. These fit the 99 KiB of shared memory that some GPUs have.
-_SMALL_FORWARD = {
-    16: ForwardConfig(128, 64, 4, 3),
-    32: ForwardConfig(128, 64, 4, 3),
-    64: ForwardConfig(128, 64, 4, 3),
-    128: ForwardConfig(128, 64, 8, 2),
-    256: ForwardConfig(64, 32, 4, 2),
+# Not measured. These fit the 99 KiB of shared memory that some GPUs have.
+_SMALL_FORWARD = dict.fromkeys((16, 32, 64), BlockConfig(128, 64, 4, 3)) | {
+    128: BlockConfig(128, 64, 8, 2),
+    256: BlockConfig(64, 32, 4, 2),
 }
-_SMALL_BACKWARD = {
-    16: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    32: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    64: BackwardConfig(ForwardConfig(64, 64, 4, 3), ForwardConfig(64, 64, 4, 3)),
-    128: BackwardConfig(ForwardConfig(64, 32, 4, 2), ForwardConfig(32, 64, 8, 2)),
-    256: BackwardConfig(ForwardConfig(32, 32, 4, 1), ForwardConfig(32, 32, 4, 1)),
+_SMALL_BACKWARD = dict.fromkeys((16, 32, 64), BackwardConfig(BlockConfig(64, 64, 4, 3), BlockConfig(64, 64, 4, 3))) | {
+    128: BackwardConfig(BlockConfig(64, 32, 4, 2), BlockConfig(32, 64, 8, 2)),
+    256: BackwardConfig(BlockConfig(32, 32, 4, 1), BlockConfig(32, 32, 4, 1)),
 }
 
-# float32 is multiplied as three products of TF32 (Ootomo and Yokota, "Recovering single precision accuracy from Tensor
-# Cores", 2022), measured likewise: 42 TFLOP/s forward and 32 backward, and errors at most 1.7 times those of torch's
-# float32. Products without tensor cores ("ieee") are 7 times slower: their blocks do not fit the registers.
-_TF32_64, _TF32_32 = (ForwardConfig(rows, 32, 4, 2, precision="tf32x3") for rows in (64, 32))
-_HOPPER_FORWARD_FLOAT32 = {
-    16: _TF32_64,
-    32: _TF32_64,
-    64: _TF32_64,
-    128: ForwardConfig(128, 32, 8, 2, precision="tf32x3"),
-}
-_HOPPER_BACKWARD_FLOAT32 = {
-    16: BackwardConfig(_TF32_64, _TF32_32),
-    32: BackwardConfig(_TF32_64, _TF32_32),
-    64: BackwardConfig(_TF32_64, _TF32_32),
-    128: BackwardConfig(_TF32_32, _TF32_32),
+# float32 is multiplied as three TF32 products (Ootomo and Yokota, "Recovering single precision accuracy from Tensor
+# Cores", 2022). Measured on an H200: 42 TFLOP/s forward, 32 backward, errors at most 1.7 times those of torch's
+# float32. Products without tensor cores ("ieee") are 7 times slower, since their blocks do not fit the registers.
+_TF32_64, _TF32_32 = (BlockConfig(rows, 32, 4, 2, precision="tf32x3") for rows in (64, 32))
+_HOPPER_FORWARD_FLOAT32 = dict.fromkeys((16, 32, 64), _TF32_64) | {128: BlockConfig(128, 32, 8, 2, precision="tf32x3")}
+_HOPPER_BACKWARD_FLOAT32 = dict.fromkeys((16, 32, 64), BackwardConfig(_TF32_64, _TF32_32)) | {
+    128: BackwardConfig(_TF32_32, _TF32_32)
 }
 _SMALL_FORWARD_FLOAT32 = dict.fromkeys(_HOPPER_FORWARD_FLOAT32, _TF32_32)
 _SMALL_BACKWARD_FLOAT32 = dict.fromkeys(_HOPPER_FORWARD_FLOAT32, BackwardConfig(_TF32_32, _TF32_32))
 
 
-def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, draws_each: bool = False) -> ForwardConfig:
+def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, draws_each: bool = False) -> BlockConfig:
     """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv).
 
-    `draws_each`: there is dropout at positions that are not in runs, so each element draws its own random numbers.
+    `draws_each`: True if there is dropout at positions that are not in runs; each element then calls Philox.
     """
     large = _is_large(k.device)
     return _forward_config(large, k.dtype, _block_dim(k, v), has_bias, draws_each, large and can_use_tma(k, v))
@@ -97,27 +86,23 @@ def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, dra
 @cache
 def _forward_config(
     large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma: bool
-) -> ForwardConfig:
+) -> BlockConfig:
     if dtype == torch.float32:
         config = (_HOPPER_FORWARD_FLOAT32 if large else _SMALL_FORWARD_FLOAT32)[dim]
     else:
         config = (_HOPPER_FORWARD if large else _SMALL_FORWARD)[dim]
-        if has_bias:  # which goes through shared memory
+        if has_bias:  # it goes through shared memory
             config = replace(config, block_columns=max(32, config.block_columns // 2))
-        if draws_each and dim <= 128:  # which takes registers; measured for 64 and 128
+        if draws_each and dim <= 128:  # Philox takes registers; measured for 64 and 128
             config = replace(config, block_rows=64, block_columns=min(64, config.block_columns), warps=4)
     return replace(config, tma=tma)
 
 
 def default_backward_config(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    grad_out: torch.Tensor,
-    has_bias: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, has_bias: bool = False,
     draws_each: bool = False,
-) -> BackwardConfig:
-    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv); as `default_config`."""
+) -> BackwardConfig:  # fmt: skip
+    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
     large = _is_large(k.device)
     tma_dq, tma_dkv = large and can_use_tma(k, v), large and can_use_tma(q, grad_out)
     return _backward_config(large, k.dtype, _block_dim(k, v), has_bias, draws_each, tma_dq, tma_dkv)
@@ -143,7 +128,7 @@ def _backward_config(
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors of these can be made: they want at least one row, and 16-byte alignment."""
+    """True if tensor descriptors of these can be made: at least one row, and 16-byte alignment."""
     for x in tensors:
         size, (first, second, third, _) = x.itemsize, x.stride()
         if x.numel() == 0 or x.data_ptr() % 16 or min(first, second, third) <= 0:
@@ -154,22 +139,22 @@ def can_use_tma(*tensors: torch.Tensor) -> bool:
 
 
 def padded(head_dim: int) -> int:
-    """The power of two that the kernels compute with; a matrix product takes no less than 16."""
+    """The power of two that kernels compute with; a matrix product needs at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 @cache
 def has_tensor_cores(device: torch.device) -> bool:
-    """Whether a GPU has those for bfloat16, for which the kernels are made."""
+    """True if a GPU has tensor cores for bfloat16, which the kernels need."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
 def _is_large(device: torch.device) -> bool:
-    """Whether it is a GPU with descriptors and Hopper's shared memory; the interpreter takes anything."""
+    """True for GPUs with tensor descriptors and Hopper's shared memory, and for Triton's interpreter."""
     return device.type != "cuda" or (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def _block_dim(k: torch.Tensor, v: torch.Tensor) -> int:
-    """What tables go by."""
+    """The key of the tables above."""
     return padded(max(k.size(3), v.size(3)))

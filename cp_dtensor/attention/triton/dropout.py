@@ -1,22 +1,21 @@
-"""Dropout whose pattern is a function of a seed and of global positions, and so of no tiling, layout or kernel.
+"""Dropout whose pattern is a function of a seed and of global positions, and not of tiling, layout or kernel.
 
 Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) makes four words of
-32 bits from a counter. Here the counter is (query position, key position, batch row, query head), and its words are 8
-numbers of 16 bits: for 2 query positions, that of the counter and the one 8 later, and 4 key positions, that of the
-counter, the next, and those 8 later. So query positions of counters have bit 3 clear, and key positions bits 0 and 3.
-Which 8 elements share a counter is chosen for the kernels, see `attention_philox`.
+32 bits from a counter. Here the counter is (query position i, key position j, batch row, query head), where i has bit 3
+clear and j has bits 0 and 3 clear. The words hold 8 numbers of 16 bits, for query positions i and i + 8 and key
+positions j, j + 1, j + 8 and j + 9. The module `philox` says why these 8 elements suit the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from cp_dtensor.plan.tiling import RUN
 
 PHILOX_ROUNDS = 7
-"""The fewest in which the paper finds no flaw (BigCrush). Kernels wait for them: 10 would cost 75% more products."""
+"""The fewest rounds that pass BigCrush in the paper. 10 rounds would cost the kernels 75% more products."""
 
 PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -27,18 +26,18 @@ _WORD = 2**32 - 1
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Element (b, h, i, j) of the softmax is kept iff its number is >= `threshold`, and then multiplied by `scale`.
+    """Dropout of softmax weights: weight (b, h, i, j) is kept iff its number is >= `threshold`, then times `scale`.
 
-    The number is a function of `seed`, q_positions_i, kv_positions_j, first_batch + b and first_head + h alone, uniform
-    in [0, 2^16). lse is that of the softmax before: partial results merge as they do without dropout.
+    The number is uniform in [0, 2^16) and a function of `seed`, q_positions_i, kv_positions_j, first_batch + b and
+    first_head + h alone. The lse is that of the softmax without dropout, so partial results merge as without dropout.
 
     Args:
         p: probability to drop, in [0, 1], rounded to a multiple of 2^-16 (not to 0 or 1); 1 drops everything.
-        seed: int64, of one element, on the device of q; read by the kernels, which does not wait for the GPU.
-        q_positions: int32, (S,) or (B, S), the last dim contiguous: which rows of the whole problem these are.
-        kv_positions: int32, (T,) or (B, T), likewise of columns.
-        first_batch, first_head: of the whole problem, where these of q begin; heads are query heads.
-        in_runs: promises that rows and columns are runs as `are_in_runs` says, for which kernels are faster.
+        seed: int64, one element, on the device of q; kernels read it, so the host does not wait for the GPU.
+        q_positions: int32, (S,) or (B, S), the last dim contiguous: global positions of the rows.
+        kv_positions: int32, (T,) or (B, T), the last dim contiguous: global positions of the columns.
+        first_batch, first_head: global index of q's first batch row and first query head.
+        in_runs: True only if `are_in_runs` holds for both positions; kernels are then faster.
     """
 
     p: float
@@ -63,35 +62,19 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """How many of the 2^16 numbers are dropped."""
+        """Number of the 2^16 values that are dropped."""
         return round(self.p) << _BITS if self.p in (0, 1) else min(max(1, round(self.p * 2**_BITS)), 2**_BITS - 1)
 
     @property
     def scale(self) -> float:
-        """What kept elements are multiplied with, so that the mean is that without dropout; 1 if none is kept."""
+        """The factor of kept weights, so that the mean is that without dropout; 1 if none is kept."""
         return 2**_BITS / (2**_BITS - self.threshold) if self.p < 1 else 1.0
-
-    def tile(self, rows: slice, columns: slice) -> Dropout:
-        """That of some rows and columns."""
-        return replace(
-            self,
-            q_positions=self.q_positions[..., rows],
-            kv_positions=self.kv_positions[..., columns],
-            in_runs=self.in_runs
-            and _begins_with_run(rows, self.q_positions)
-            and _begins_with_run(columns, self.kv_positions),
-        )
-
-
-def _begins_with_run(part: slice, positions: torch.Tensor) -> bool:
-    start, _, step = part.indices(positions.size(-1))
-    return start % RUN == 0 and step == 1
 
 
 def are_in_runs(positions: torch.Tensor) -> bool:
-    """Whether positions, along the last dim, come in runs of 16 (the last one may be shorter) from multiples of 16 on.
+    """True if positions, along the last dim, come in runs of 16 that begin at multiples of 16; the last may be shorter.
 
-    Looks at the numbers, so they had better be on the host.
+    Reads the values: pass tensors on the host.
 
     >>> are_in_runs(torch.cat([torch.arange(32, 64), torch.arange(0, 5)])), are_in_runs(torch.arange(3, 40))
     (True, False)
@@ -102,7 +85,7 @@ def are_in_runs(positions: torch.Tensor) -> bool:
 
 
 def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> torch.Tensor:
-    """(batch, heads, rows, columns): whether elements are kept.
+    """(batch, heads, rows, columns): True for kept weights.
 
     >>> position = torch.arange(8, dtype=torch.int32)
     >>> dropout = Dropout(0.5, torch.tensor(1), position, position)
@@ -130,7 +113,7 @@ def philox_reference(
 ) -> tuple[torch.Tensor, ...]:
     """The four words of Philox4x32, in int64, from counters in [0, 2^32) that broadcast and a seed of 64 bits.
 
-    Computed as late as it can be broadcast: the first two rounds are mostly of rows or of columns alone.
+    Counters broadcast as late as possible: most of the first two rounds is computed for rows or columns alone.
     """
     key_0, key_1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1, c2, c3 = counter
@@ -145,7 +128,7 @@ def philox_reference(
 def _product(factor: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Upper and lower 32 bits of the product with x in [0, 2^32), for a factor in [2^31, 2^32).
 
-    The product with factor - 2^32 fits 63 bits; it has the same lower bits, and upper ones that are less by x.
+    The product with factor - 2^32 fits 63 bits; its lower bits are equal, its upper bits are less by x.
     """
     product = x * (factor - 2**32)
     return (product >> 32) + x, product & _WORD

@@ -1,4 +1,9 @@
-"""Attention of one tile: the launcher of its kernel."""
+"""Attention of one tile: Triton kernel and its launcher.
+
+FlashAttention-2 (arXiv 2307.08691, algorithm 1), with exp2 and the scale folded into one multiply-add per logit. A
+block of rows reads blocks of keys in two loops: without a mask those that every row attends to entirely, with a mask
+the others. Blocks that no row attends to are not read.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +11,205 @@ import math
 
 import torch
 import triton
+import triton.language as tl
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
-from cp_dtensor.attention.triton.common import bias_argument, blocks_of_rows, mask_arguments
-from cp_dtensor.attention.triton.configs import ForwardConfig, can_use_tma, default_config, padded
+from cp_dtensor.attention.triton.common import (
+    INTERVALS,
+    LN_2,
+    NO_BIAS,
+    bias_argument,
+    blocks_of_rows,
+    load_bias,
+    load_rows,
+    mask_arguments,
+    seen_columns,
+)
+from cp_dtensor.attention.triton.configs import BlockConfig, default_config, padded
 from cp_dtensor.attention.triton.dropout import Dropout
-from cp_dtensor.attention.triton.forward_kernel import attention_forward_kernel
-from cp_dtensor.attention.triton.intervals import Intervals
-from cp_dtensor.attention.triton.philox import dropout_arguments
+from cp_dtensor.attention.triton.philox import (
+    DROPOUT_NOT_ALIGNED,
+    DROPOUT_NOT_SPECIALIZED,
+    dropout_arguments,
+    load_positions,
+    which_are_kept,
+)
+from cp_dtensor.attention.triton.row_mask import RowMask
 
-__all__ = ["ForwardConfig", "attention_forward_kernel", "can_use_tma", "default_config", "launch_attention_forward"]
+
+@triton.jit
+def _attend(
+    acc, total, largest, q, row, lo, hi, scale_log2,
+    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns, q_position, kv_positions, dropout, nothing,
+    k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds `count` blocks of columns to a running softmax. `acc` and `total` are relative to exp2(`largest`).
+
+    MASKED: the first `before` blocks begin at column `first`, the others `gap` blocks later; row i attends to
+    [lo_i, hi_i). Otherwise all blocks follow each other from `first`, and all rows attend to all their columns.
+    """
+    for index in tl.range(0, count):
+        if MASKED and MASK == INTERVALS:
+            start = first + tl.where(index < before, index, index + gap) * BLOCK_COLUMNS
+        elif MASKED:
+            start = first + (index + gap) * BLOCK_COLUMNS
+        else:
+            start = first + index * BLOCK_COLUMNS
+        k_block = load_rows(
+            k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
+        )
+        logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+        column = start + tl.arange(0, BLOCK_COLUMNS)
+        if BIAS != NO_BIAS:
+            logits = logits * scale_log2 + load_bias(
+                bias, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
+            )
+        if MASKED:
+            seen = column[None, :] < hi[:, None]
+            if MASK == INTERVALS:
+                seen = seen & (column[None, :] >= lo[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        if BIAS != NO_BIAS:
+            new_largest = tl.maximum(largest, tl.max(logits, 1))
+        else:
+            new_largest = tl.maximum(largest, tl.max(logits, 1) * scale_log2)
+        if MASKED or BIAS != NO_BIAS:  # a row may not have a key yet, and -inf - -inf would be NaN
+            shift = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+        else:
+            shift = new_largest
+        if BIAS != NO_BIAS:
+            weights = tl.math.exp2(logits - shift[:, None])
+        else:
+            weights = tl.math.exp2(logits * scale_log2 - shift[:, None])
+        decay = tl.math.exp2(largest - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        if DROPOUT:  # drops weights of values only: the denominator is that without dropout
+            kv_position = load_positions(kv_positions, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
+            kept = which_are_kept(q_position, kv_position, dropout, row.shape[0], BLOCK_COLUMNS, IN_RUNS)
+            weights = tl.where(kept, weights, nothing)
+        v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
+        acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+        largest = new_largest
+    return acc, total, largest
+
+
+# Triton does not specialise on these, so that tiles with other numbers share the compiled code.
+_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "intervals_stride_b", *DROPOUT_NOT_SPECIALIZED]
+_NOT_ALIGNED = ["lse_ptr", "lse_stride_b", "lse_stride_h", "lo_ptr", "hi_ptr", *DROPOUT_NOT_ALIGNED]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
+def attention_forward_kernel(
+    out_ptr, lse_ptr, q_ptr, k, v, lo_ptr, hi_ptr, bias_ptr,
+    seed_ptr, q_position_ptr, kv_position_ptr,
+    rows, columns, offset, scale_log2, group,
+    out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
+    q_stride_b, q_stride_h, q_stride_s,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
+    q_position_stride_b, kv_position_stride_b, first_batch, first_head, dropout_limit, dropout_scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they attend to.
+
+    Example, head dim 1, scale 1: q 0 attends to keys with values 1 and 3: out 2, lse log 2.
+    """
+    head = tl.program_id(0)
+    batch = tl.program_id(2)
+    # Under a causal mask the last rows have the most work: they start first.
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS
+    kv_head = head // group
+    head_64, batch_64, kv_head_64 = head.to(tl.int64), batch.to(tl.int64), kv_head.to(tl.int64)
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    row_64 = row.to(tl.int64)
+    dim = tl.arange(0, BLOCK_DIM)
+    v_dim = tl.arange(0, BLOCK_V)
+    in_rows = row < rows
+    in_tile = in_rows[:, None] & (v_dim < V_DIM)[None, :]
+    if not TMA:
+        k += batch_64 * k_stride_b + kv_head_64 * k_stride_h
+        v += batch_64 * v_stride_b + kv_head_64 * v_stride_h
+    bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
+    lo_ptr += batch_64 * intervals_stride_b
+    hi_ptr += batch_64 * intervals_stride_b
+    seed, q_position = 0, row
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        kv_position_ptr += batch_64 * kv_position_stride_b
+        q_position_ptr += batch_64 * q_position_stride_b
+        q_position = load_positions(q_position_ptr, first_row, rows, BLOCK_ROWS, IN_RUNS, 8)
+    dropout = (seed, first_batch + batch, first_head + head, dropout_limit)
+    # 0, but not a constant: with a constant, LLVM rounds weights before it selects, which took 7% longer.
+    nothing = dropout_scale - dropout_scale
+
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    q = tl.load(
+        q_ptr + batch_64 * q_stride_b + head_64 * q_stride_h + row_64[:, None] * q_stride_s + dim[None, :],
+        mask=in_rows[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+
+    lo, hi, first, blocks, before, whole = seen_columns(
+        lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
+    )
+    acc, total, largest = _attend(
+        acc, total, largest, q, row, lo, hi, scale_log2,
+        k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
+        q_position, kv_position_ptr, dropout, nothing,
+        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
+    )  # fmt: skip
+    acc, total, largest = _attend(
+        acc, total, largest, q, row, lo, hi, scale_log2,
+        k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
+        q_position, kv_position_ptr, dropout, nothing,
+        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
+        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
+    )  # fmt: skip
+
+    safe_total = tl.where(total > 0.0, total, 1.0)  # of a row without keys, acc is 0 and largest -inf
+    if DROPOUT:
+        out = acc * (dropout_scale / safe_total)[:, None]
+    else:
+        out = acc * (1.0 / safe_total)[:, None]
+    lse = (largest + tl.math.log2(safe_total)) * LN_2
+    out_ptrs = out_ptr + batch_64 * out_stride_b + head_64 * out_stride_h
+    tl.store(out_ptrs + row_64[:, None] * out_stride_s + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=in_tile)
+    tl.store(lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row_64, lse, mask=in_rows)
 
 
 def launch_attention_forward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    causal_offset: int | None = None,
-    intervals: Intervals | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    state: tuple[torch.Tensor, torch.Tensor] | None = None,
-    dropout: Dropout | None = None,
-    config: ForwardConfig | None = None,
-) -> None:
-    """Writes attention over the keys of a tile, and over those that the state has seen, to `(out, lse)`; one launch.
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask,
+    scale: float, *, bias: torch.Tensor | None = None, dropout: Dropout | None = None,
+    config: BlockConfig | None = None,
+) -> None:  # fmt: skip
+    """Writes attention over the keys of a tile to `(out, lse)`; one launch.
 
-    Without a state, out = softmax(scale q k^T + mask) v and lse = log sum exp(scale q k^T + mask). With one, the result
-    is that over the keys of both, as if they had been in one call. Rows that see nothing have out = 0, lse = -inf.
+    out = softmax(scale q k^T + bias) v and lse = log sum exp(scale q k^T + bias), over the columns that a row attends
+    to. A row that attends to nothing has out = 0 and lse = -inf.
 
     Args:
-        out: (B, H, S, Dv), float32 to hand on to a next tile, or the dtype of the result: rounded once. The last dim
-            contiguous, as in all of these but the bias.
+        out: (B, H, S, Dv), any floating dtype; rounded once. The last dim is contiguous, as in all of these but the
+            bias.
         lse: (B, H, S), float32: natural log of the softmax denominator of the scaled logits.
-        q: (B, H, S, D), bfloat16, float16 or float32 (in the interpreter: the last two). D at most 256, as Dv; 128 for
-            float32.
+        q: (B, H, S, D), bfloat16, float16 or float32 (in Triton's interpreter: the last two). D and Dv are at most 256,
+            for float32 at most 128.
         k: (B, Hkv, T, D); query head h reads key head h // (H / Hkv).
         v: (B, Hkv, T, Dv).
-        scale: > 0, since masks are applied before it.
-        causal_offset: row i sees column j iff j <= i + causal_offset; None: every row sees every column.
-        intervals: instead of `causal_offset`: row i sees columns lo_i <= j < hi_i. Any numbers are right; little is
-            read that is not seen if neither lo nor hi ever decreases.
+        mask: the columns that each row attends to.
+        scale: of the logits, > 0, since masks are applied before it.
         bias: broadcasts to (B, H, S, T), with any strides; added to the scaled logits (any floating dtype, -inf
-            hides), or boolean (False hides).
-        sinks: (H,), floating: a logit for each query head that counts in the denominator alone. Once for each row: in
-            one of the tiles that are carried.
-        state: `(out, lse)` of the tiles before, as this writes them; may be `(out, lse)` itself. Its `out` is not
-            looked at where its lse is -inf. To continue some rows only, pass slices of them throughout.
-        dropout: of the softmax that the values are multiplied with; not in lse.
-        config: block sizes and the like; None: `default_config`.
+            masks), or boolean (False masks).
+        dropout: of the softmax weights; the lse is without dropout.
+        config: block sizes; None: `default_config`.
     """
     assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
@@ -67,43 +218,28 @@ def launch_attention_forward(
     if q.numel() == 0:
         return
     config = config or default_config(k, v, bias is not None, dropout is not None and not dropout.in_runs)
-    mask, offset = mask_arguments(causal_offset, intervals, rows, columns)
-    lo, hi = (lse, lse) if intervals is None else intervals.lines()
-    intervals_stride = lo.stride(0) if intervals is not None and lo.dim() == 2 else 0
+    mask_kind, offset = mask_arguments(mask, rows, columns)
+    lo, hi = (lse, lse) if mask.lo is None else mask.contiguous_intervals()
+    intervals_stride = lo.stride(0) if mask.lo is not None and lo.dim() == 2 else 0
     bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
     seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
-    state_out, state_lse = (out, lse) if state is None else state
-    others = (bias, lse if sinks is None else sinks.contiguous(), seed, q_position, kv_position)
+    others = (bias, seed, q_position, kv_position)
     launch = _launch(
-        facts(out), facts(lse), facts(q), facts(k), facts(v), facts(state_out), facts(state_lse),
-        tuple([x.dtype for x in others]), (mask, offset, intervals_stride), (bias_kind, *bias_strides),
-        (*drop, 1.0 if dropout is None else dropout.scale), state is not None, sinks is not None,
-        dropout is not None, dropout is not None and dropout.in_runs, float(scale), config,
+        facts(out), facts(lse), facts(q), facts(k), facts(v), tuple([x.dtype for x in others]),
+        (mask_kind, offset, intervals_stride), (bias_kind, *bias_strides),
+        (*drop, 1.0 if dropout is None else dropout.scale), dropout is not None,
+        dropout is not None and dropout.in_runs, float(scale), config,
     )  # fmt: skip
-    launch(out, lse, q, k, v, state_out, state_lse, lo, hi, *others)
+    launch(out, lse, q, k, v, lo, hi, *others)
 
 
 @kept
 def _launch(
-    out: Facts,
-    lse: Facts,
-    q: Facts,
-    k: Facts,
-    v: Facts,
-    state_out: Facts,
-    state_lse: Facts,
-    _dtypes_of_others: tuple[torch.dtype, ...],
-    mask: tuple[int, int, int],
-    bias: tuple[int, ...],
-    dropout: tuple[float, ...],
-    has_state: bool,
-    has_sinks: bool,
-    has_dropout: bool,
-    in_runs: bool,
-    scale: float,
-    config: ForwardConfig,
-) -> Launch:
-    """For tensors such as these. Of mask, bias and dropout, the numbers."""
+    out: Facts, lse: Facts, q: Facts, k: Facts, v: Facts, _dtypes_of_others: tuple[torch.dtype, ...],
+    mask: tuple[int, int, int], bias: tuple[int, ...], dropout: tuple[float, ...], has_dropout: bool, in_runs: bool,
+    scale: float, config: BlockConfig,
+) -> Launch:  # fmt: skip
+    """The launch for tensors of these shapes, strides and dtypes, and for these numbers of mask, bias and dropout."""
     batch, heads, rows, head_dim = q.shape
     columns, v_dim = v.shape[2:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
@@ -111,14 +247,11 @@ def _launch(
     numbers = (
         rows, columns, offset, scale * math.log2(math.e), heads // k.shape[1],
         *out.strides[:3], *lse.strides[:2], *q.strides[:3], *k.strides[:3], *v.strides[:3],
-        *state_out.strides[:3], *state_lse.strides[:2], intervals_stride, *bias[1:], *dropout,
+        intervals_stride, *bias[1:], *dropout,
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v,
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns,
-        "MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "IN_RUNS": in_runs, "HAS_SINKS": has_sinks,
-        "HAS_STATE": has_state, "TMA": config.tma, "PRECISION": config.precision,
-        "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True,
+        "MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "IN_RUNS": in_runs, **config.constants(),
     }  # fmt: skip
     blocks = (
         *(None, None, None),

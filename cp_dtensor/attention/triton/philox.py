@@ -1,9 +1,9 @@
-"""Dropout inside of the attention kernels: see `attention_dropout`, whose numbers these are bit by bit.
+"""Dropout inside the attention kernels, bit by bit equal to `dropout.kept_reference`.
 
-A thread of a Hopper or Ampere GPU has, of a product of matrices, rows i and i + 8 and columns j, j + 1, j + 8 and j + 9
-(and others). So the 8 elements of a counter are in one thread, which calls Philox once for them, and nothing is
-exchanged. Of a transposed product j and j + 1 are in two threads, which both make the call. All of this holds where
-positions are in runs; elsewhere each element has a call of its own.
+In a matrix product, a thread of an Ampere or Hopper GPU holds rows i and i + 8 at columns j, j + 1, j + 8 and j + 9
+(and others). The 8 elements of a counter are therefore in one thread, which calls Philox once for them. In a transposed
+product, columns j and j + 1 are in two threads, and both make the call. This needs positions in runs; otherwise there
+is one call for each element.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _QUARTER_RUN = tl.constexpr(RUN // 4)
 def which_are_kept(
     q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_RUNS: tl.constexpr
 ):  # fmt: skip
-    """(ROWS, COLUMNS), boolean, of the positions that `load_positions` gives, in runs 8 of rows and 4 of columns.
+    """(ROWS, COLUMNS): True for kept weights at positions from `load_positions` (in runs: OF_RUN 8 and 4).
 
     `dropout` is (seed, batch row, query head, the largest word whose first 16 bits are dropped).
     """
@@ -49,7 +49,7 @@ def which_are_kept(
 def which_are_kept_transposed(
     q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_RUNS: tl.constexpr
 ):  # fmt: skip
-    """(COLUMNS, ROWS): as `which_are_kept`, but of 8 columns in a run."""
+    """(COLUMNS, ROWS): the transpose of `which_are_kept`, from column positions with OF_RUN 8."""
     if IN_RUNS:
         words = _philox(q_position[None, :], (kv_position & ~1)[:, None], dropout, _ROUNDS)
         split: tl.constexpr = (COLUMNS // _RUN, 1, _HALF_RUN, ROWS // _RUN, 1, _HALF_RUN)
@@ -67,7 +67,7 @@ def which_are_kept_transposed(
 def _of_halves(words, q_half, kv_half, SHAPE: tl.constexpr):
     """The word of each half of a run of rows and of columns, from four words that reshape to SHAPE.
 
-    By choosing, not by `tl.join`: layouts of threads pass through it in every version of Triton.
+    Uses `tl.where` instead of `tl.join`, since every version of Triton keeps the thread layout through it.
     """
     first_rows = tl.where(kv_half == 0, words[0].reshape(SHAPE), words[1].reshape(SHAPE))
     second_rows = tl.where(kv_half == 0, words[2].reshape(SHAPE), words[3].reshape(SHAPE))
@@ -76,11 +76,11 @@ def _of_halves(words, q_half, kv_half, SHAPE: tl.constexpr):
 
 @triton.jit
 def _one_by_one(q_position, kv_position, dropout):
-    """For each element the word that begins with its number; positions broadcast to the block."""
+    """The word that begins with the number of each element; positions broadcast to the block."""
     c0, c1, c2, c3, key_0, key_1 = _philox(
         q_position & ~_HALF_RUN, kv_position & ~(_HALF_RUN + 1), dropout, _ROUNDS - 1
     )  # fmt: skip
-    # Of the last round the one product that gives the word, or half of it.
+    # The last round computes only the product that has the word, or half of it.
     is_second = (q_position & _HALF_RUN) != 0
     factor = tl.where(is_second, _FACTOR_0, _FACTOR_1).to(tl.uint32)
     product = tl.where(is_second, c0, c2).to(tl.uint64) * factor.to(tl.uint64)
@@ -90,15 +90,15 @@ def _one_by_one(q_position, kv_position, dropout):
 
 @triton.jit
 def _shift(kv_position):
-    """By how many bits to the left a word begins with the number of a column."""
+    """Bits by which to shift a word left so that it begins with the number of a column."""
     return (16 - 16 * (kv_position & 1)).to(tl.uint32)
 
 
 @triton.jit
 def _philox(q_position, kv_position, dropout, ROUNDS: tl.constexpr):
-    """Four words for each of positions that broadcast, and the keys of the next round.
+    """Four words for positions that broadcast, and the keys of the next round.
 
-    Each product is computed on as few elements as it depends on: the first two rounds are nearly free.
+    Each product is computed for as few elements as it depends on: the first two rounds cost little.
     """
     seed, batch, head, _ = dropout
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
@@ -122,10 +122,10 @@ def _philox(q_position, kv_position, dropout, ROUNDS: tl.constexpr):
 
 @triton.jit
 def load_positions(positions, start, length, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, OF_RUN: tl.constexpr):
-    """Of BLOCK rows or columns from `start` on, 0 beyond `length`.
+    """Positions of BLOCK rows or columns from `start` on, 0 beyond `length`.
 
-    IN_RUNS: only those by which the others are known: of each run the first half (OF_RUN 8), and of that the even
-    places (OF_RUN 4).
+    IN_RUNS: only the positions that `_philox` needs: the first half of each run (OF_RUN 8), or every other position of
+    that half (OF_RUN 4).
     """
     if IN_RUNS:
         index = tl.arange(0, BLOCK // _RUN * OF_RUN)
@@ -142,7 +142,7 @@ DROPOUT_NOT_ALIGNED = ["seed_ptr", "q_position_ptr", "kv_position_ptr"]
 def dropout_arguments(
     dropout: Dropout | None, unused: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int, int, int]:
-    """What kernels take: seed, positions, their strides over the batch, first batch row and head, limit."""
+    """Kernel arguments: seed, positions, their batch strides, first batch row and head, limit."""
     if dropout is None:
         return unused, unused, unused, 0, 0, 0, 0, 0
     assert dropout.p > 0, "no limit keeps everything"
@@ -155,5 +155,5 @@ def dropout_arguments(
 
 
 def _as_signed(word: int) -> int:
-    """32 bits as the number that Triton takes for one of 32 bits."""
+    """An unsigned 32-bit number as the signed one with the same bits, which Triton takes."""
     return word - 2**32 if word >= 2**31 else word

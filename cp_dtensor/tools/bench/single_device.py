@@ -56,7 +56,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv, _ = attention_backward(grad_out, q, k, v, out, lse, ctx.mask, ctx.scale)
+        dq, dk, dv = attention_backward(grad_out, q, k, v, out, lse, ctx.mask, ctx.scale)
         return dq, dk, dv, None, None
 
 

@@ -1,4 +1,4 @@
-"""The poison of `conftest.py` itself."""
+"""The NaN fill of uninitialised memory that `conftest.py` installs for all tests."""
 
 import threading
 
@@ -16,7 +16,7 @@ def test_uninitialised_tensors_are_nan(dtype: torch.dtype) -> None:
         assert tensor.isnan().all()
 
 
-def test_other_threads_are_poisoned_too() -> None:
+def test_memory_of_other_threads_is_nan_too() -> None:
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.empty(1).isnan().item()))
     thread.start()

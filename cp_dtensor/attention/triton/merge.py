@@ -1,8 +1,9 @@
-"""The LSE merge as one Triton kernel: up to two partial results into a base, accumulated in float32."""
+"""Triton kernels that add up to two parts to a base in float32: LSE merges of results, and sums of gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,8 @@ from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
-_NO_PART_SIZES = (0, 0, 0, 0, 0, 0, 0)
+_SPANS = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
+_COUNTS = [f"count{part}" for part in range(MAX_PARTS)]
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def _merge_part(
     out, lse, row, dim, dim_in_range, batch, head,
     part_ptr, part_lse_ptr, start, stop, stride_b, stride_h, stride_s, lse_stride_b, lse_stride_h,
 ):  # fmt: skip
-    """(out, lse) merged with rows [start, stop) of a part; rows outside stay as they are."""
+    """Merges rows [start, stop) of a part into (out, lse); other rows do not change."""
     in_part = (row >= start) & (row < stop)
     part_row = (row - start).to(tl.int64)
     part_lse = tl.load(
@@ -42,10 +44,7 @@ def _merge_part(
     return out, tl.where(seen, shift + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
 
 
-_NOT_SPECIALIZED = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
-
-
-@triton.jit(do_not_specialize=["rows", *_NOT_SPECIALIZED])
+@triton.jit(do_not_specialize=["rows", *_SPANS])
 def lse_merge_kernel(
     out_ptr, lse_ptr, base_ptr, base_lse_ptr,
     part0_ptr, part0_lse_ptr, part1_ptr, part1_lse_ptr,
@@ -97,12 +96,9 @@ def lse_merge_kernel(
 
 
 def launch_merge(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    base_out: torch.Tensor,
-    base_lse: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, base_out: torch.Tensor, base_lse: torch.Tensor,
     parts: Sequence[tuple[Span, torch.Tensor, torch.Tensor]],
-) -> None:
+) -> None:  # fmt: skip
     """Writes the merge of a base and up to MAX_PARTS parts to `(out, lse)`, in one launch.
 
     Args:
@@ -114,28 +110,100 @@ def launch_merge(
     """
     assert len(parts) <= MAX_PARTS
     pointers = [x for _, *pair in parts for x in pair] + [out, lse] * (MAX_PARTS - len(parts))
-    of_parts = tuple((span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts)
-    launch = _launch(facts(out), facts(lse), facts(base_out), facts(base_lse), of_parts)
+    of_parts = tuple([(span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts])
+    launch = _merge_launch(facts(out), facts(lse), facts(base_out), facts(base_lse), of_parts)
     launch(out, lse, base_out, base_lse, *pointers)
 
 
 @kept
-def _launch(
+def _merge_launch(
     out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
 ) -> Launch:
-    """For tensors such as these."""
+    """The launch for tensors of these shapes, strides and dtypes."""
     assert all(of_lse.strides[-1] == 1 for of_lse in (lse, base_lse, *(part_lse for _, _, part_lse in parts)))
+    strides = (*out.strides[:3], *lse.strides[:2], *base_out.strides[:3], *base_lse.strides[:2])
+    sizes = [(*span, *part_out.strides[:3], *part_lse.strides[:2]) for span, part_out, part_lse in parts]
+    return _launch_of(lse_merge_kernel, out, strides, sizes)
+
+
+@triton.jit
+def _add_part(
+    total, row, dim, dim_in_range, batch, head, ptr, count, start, stop, stride, stride_b, stride_h, stride_s,
+):  # fmt: skip
+    """Adds rows [start, stop) of each of `count` tensors, `stride` elements apart, to `total`."""
+    in_part = (row >= start) & (row < stop)
+    mask = in_part[:, None] & dim_in_range[None, :]
+    ptrs = ptr + batch * stride_b + head * stride_h + (row - start).to(tl.int64)[:, None] * stride_s + dim[None, :]
+    for _ in range(count):
+        total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        ptrs += stride
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", *_SPANS, *_COUNTS])
+def part_sum_kernel(
+    out_ptr, base_ptr, part0_ptr, part1_ptr,
+    rows, head_dim,
+    out_stride_b, out_stride_h, out_stride_s, base_stride_b, base_stride_h, base_stride_s,
+    count0, start0, stop0, p0_n, p0_b, p0_h, p0_s,
+    count1, start1, stop1, p1_n, p1_b, p1_h, p1_s,
+    PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """One program sums BLOCK_ROWS rows of one (batch, head), in a fixed order.
+
+    Example, one row of head dim 1: base 1 and a stack of 2 and 3 become 6.
+    """
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dim = tl.arange(0, BLOCK_DIM)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    row_64 = row.to(tl.int64)[:, None]
+    dim_in_range = dim < head_dim
+    in_tile = (row < rows)[:, None] & dim_in_range[None, :]
+
+    base_ptrs = base_ptr + batch * base_stride_b + head * base_stride_h + row_64 * base_stride_s + dim[None, :]
+    total = tl.load(base_ptrs, mask=in_tile, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        total = _add_part(
+            total, row, dim, dim_in_range, batch, head, part0_ptr, count0, start0, stop0, p0_n, p0_b, p0_h, p0_s
+        )
+    if PARTS > 1:
+        total = _add_part(
+            total, row, dim, dim_in_range, batch, head, part1_ptr, count1, start1, stop1, p1_n, p1_b, p1_h, p1_s
+        )
+    out_ptrs = out_ptr + batch * out_stride_b + head * out_stride_h + row_64 * out_stride_s + dim[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_tile)
+
+
+def launch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[tuple[Span, torch.Tensor]]) -> None:
+    """Writes a base plus up to MAX_PARTS stacks of parts to `out`, in one launch.
+
+    Args:
+        out: (B, H, S, D), float32, bfloat16 or float16; the last dim contiguous, as in all of these. May be `base`.
+        base: (B, H, S, D).
+        parts: `(rows, stack)` with stack (N, B, H, rows, D).
+    """
+    assert len(parts) <= MAX_PARTS
+    stacks = [stack for _, stack in parts] + [base] * (MAX_PARTS - len(parts))
+    launch = _sum_launch(facts(out), facts(base), tuple([(span, facts(stack)) for span, stack in parts]))
+    launch(out, base, *stacks)
+
+
+@kept
+def _sum_launch(out: Facts, base: Facts, parts: tuple[tuple[Span, Facts], ...]) -> Launch:
+    """The launch for tensors of these shapes, strides and dtypes."""
+    sizes = [(stack.shape[0], *span, *stack.strides[:4]) for span, stack in parts]
+    return _launch_of(part_sum_kernel, out, (*out.strides[:3], *base.strides[:3]), sizes)
+
+
+def _launch_of(kernel: Any, out: Facts, strides: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Launch:
+    """The launch of either kernel, with the 7 numbers of each part in `sizes`."""
     batch, heads, rows, head_dim = out.shape
-    sizes: list[int] = []
-    for span, part_out, part_lse in parts:
-        sizes += (*span, *part_out.strides[:3], *part_lse.strides[:2])
-    sizes += _NO_PART_SIZES * (MAX_PARTS - len(parts))
     block_dim = triton.next_power_of_2(head_dim)
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
-    strides = (*out.strides[:3], *lse.strides[:2], *base_out.strides[:3], *base_lse.strides[:2])
     return Launch(
-        lse_merge_kernel,
+        kernel,
         (triton.cdiv(rows, block_rows), heads, batch),
-        (rows, head_dim, *strides, *sizes),
-        {"PARTS": len(parts), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
+        (rows, head_dim, *strides, *sum(sizes, ()), *(0,) * 7 * (MAX_PARTS - len(sizes))),
+        {"PARTS": len(sizes), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
     )

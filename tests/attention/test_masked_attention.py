@@ -24,10 +24,8 @@ def dense(mask: RowMask, rows: int, columns: int) -> torch.Tensor:
     return row - row + column <= row + (columns if mask.causal_offset is None else mask.causal_offset)
 
 
-def textbook(
-    tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` by a softmax over the keys and the sink, differentiable everywhere."""
+def textbook(tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` by a softmax over the keys, differentiable everywhere."""
     q, k, v = tensors
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     if bias is not None and bias.dtype == torch.bool:
@@ -37,17 +35,15 @@ def textbook(
         logits, seen = logits + bias.nan_to_num(neginf=0.0), seen & (bias > -float("inf"))
     weights = logits.exp() * seen
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.exp().view(1, -1, 1, 1)
     safe_total = torch.where(total > 0, total, 1.0)
     return weights / safe_total @ v, torch.where(total > 0, safe_total.log(), -float("inf")).squeeze(-1)
 
 
-def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> None:
+def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None) -> None:
     """out, lse and all gradients; the loss looks at lse too, where there is one."""
     rows, columns = tensors[0].size(2), tensors[1].size(2)
-    leaves = [x.clone().requires_grad_() for x in (*tensors, *([] if sinks is None else [sinks]))]
-    expected = textbook(tuple(leaves[:3]), dense(mask, rows, columns), bias, None if sinks is None else leaves[3])
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    expected = textbook(tuple(leaves), dense(mask, rows, columns), bias)
     generator = torch.Generator().manual_seed(1)
     grad_out = torch.randn(expected[0].shape, generator=generator, dtype=torch.float64)
     grad_lse = torch.randn(expected[1].shape, generator=generator, dtype=torch.float64)
@@ -55,15 +51,14 @@ def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, sin
     loss = (expected[0] * grad_out).sum() + (torch.where(expected[1].isfinite(), expected[1], 0.0) * grad_lse).sum()
     loss.backward()
 
-    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, sinks=sinks)
+    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias)
     torch.testing.assert_close(out, expected[0].detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lse, expected[1].detach(), rtol=1e-10, atol=1e-10)
     delta = (grad_out * out).sum(-1) - grad_lse
-    got = attention_backward(grad_out, *tensors, out, lse, mask, SCALE, bias=bias, sinks=sinks, delta=delta)
-    for leaf, gradient in zip(leaves, got, strict=False):
+    got = attention_backward(grad_out, *tensors, out, lse, mask, SCALE, bias=bias, delta=delta)
+    for leaf, gradient in zip(leaves, got, strict=True):
         wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
-    assert (got[3] is None) == (sinks is None)
 
 
 def draw(rows: int, columns: int, heads: int = HEADS, kv_heads: int = 2, dims: tuple[int, int] = (6, 5)) -> Tensors:
@@ -72,12 +67,10 @@ def draw(rows: int, columns: int, heads: int = HEADS, kv_heads: int = 2, dims: t
     return tuple(torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("bias", biases_of(HEADS, ROWS, COLUMNS).values(), ids=biases_of(HEADS, ROWS, COLUMNS))
 @pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
-def test_masks_biases_and_sinks(mask: RowMask, bias: torch.Tensor | None, has_sinks: bool) -> None:
-    sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64) if has_sinks else None
-    check(draw(ROWS, COLUMNS), mask, bias, sinks)
+def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None) -> None:
+    check(draw(ROWS, COLUMNS), mask, bias)
 
 
 @given(data=st.data())
@@ -98,7 +91,6 @@ def test_masks_by_their_words(data: st.DataObject) -> None:
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, length), max_size=4), "edges")), length]
     left, right = data.draw(st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)), "window")
     shared = data.draw(st.integers(0, length), "prefix")
-    cut = data.draw(st.integers(0, length), "cut")
     position = torch.arange(length)
     row, column = position.unsqueeze(1), position
     ids = torch.searchsorted(torch.tensor(edges), position, right=True)
@@ -108,40 +100,28 @@ def test_masks_by_their_words(data: st.DataObject) -> None:
         in_window &= column >= row - left
     if right is not None:
         in_window &= column <= row + right
-    packed = documents(position, torch.tensor(edges))
     for mask, seen in (
         (window(position, left, right), in_window),
-        (packed, same_document),
-        (packed & window(position, left, right), same_document & in_window),
+        (documents(position, torch.tensor(edges)), same_document),
+        (documents(position, torch.tensor(edges), is_causal=True), same_document & (column <= row)),
         (prefix(position, shared), (column < shared) | (column <= row)),
         (RowMask(causal_offset=2), column <= row + 2),
     ):
         assert torch.equal(dense(mask, length, length), seen)
-        tile = mask.tile(cut, length, cut // 2)
-        assert torch.equal(dense(tile, length - cut, length - cut // 2), seen[cut:, cut // 2 :])
 
 
-def test_tiles_share_a_denominator_and_a_sink() -> None:
-    """Forward carries its state over tiles; backward sums what each tile gives."""
+def test_gradients_of_tiles_are_shares_of_the_whole() -> None:
+    """Backward of each tile reads the out and lse of all of them."""
     q, k, v = draw(ROWS, COLUMNS)
-    mask, sinks = masks_of(ROWS, COLUMNS)["causal documents"], torch.linspace(-1, 2, HEADS, dtype=torch.float64)
-    whole = attention_forward(q, k, v, mask, SCALE, sinks=sinks)
+    mask = masks_of(ROWS, COLUMNS)["causal documents"]
+    assert mask.intervals is not None
+    whole = attention_forward(q, k, v, mask, SCALE)
     grad_out = torch.randn_like(whole[0])
-    expected = attention_backward(grad_out, q, k, v, *whole, mask, SCALE, sinks=sinks)
-    tiles = [(slice(start, stop), mask.tile(0, ROWS, start)) for start, stop in ((0, 13), (13, 14), (14, COLUMNS))]
-    state = None
-    for index, (columns, tile) in enumerate(tiles):
-        here = sinks if index == 1 else None
-        state = attention_forward(
-            q, k[:, :, columns], v[:, :, columns], tile, SCALE, sinks=here, state=state, in_place=state is not None
-        )
-    assert state is not None
-    for got, wanted in zip(state, whole, strict=True):
-        torch.testing.assert_close(got, wanted)
-    parts = [
-        attention_backward(grad_out, q, k[:, :, columns], v[:, :, columns], *state, tile, SCALE)
-        for columns, tile in tiles
-    ]
+    expected = attention_backward(grad_out, q, k, v, *whole, mask, SCALE)
+    parts = []
+    for start, stop in ((0, 13), (13, 14), (14, COLUMNS)):
+        tile = RowMask(lo=mask.intervals[0] - start, hi=mask.intervals[1] - start)
+        parts.append(attention_backward(grad_out, q, k[:, :, start:stop], v[:, :, start:stop], *whole, tile, SCALE))
     torch.testing.assert_close(sum(part[0] for part in parts), expected[0])
     torch.testing.assert_close(torch.cat([part[1] for part in parts], 2), expected[1])
     torch.testing.assert_close(torch.cat([part[2] for part in parts], 2), expected[2])
@@ -158,14 +138,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q, k, v), RowMask(lo=short, hi=short), 1.0, {}),
         ((q, k, v), window(torch.zeros(3, 5), 1, 1), 1.0, {}),
         ((q, k, v), RowMask(lo=row, hi=row.expand(q.size(0), -1)), 1.0, {}),
-        ((q, k, v), RowMask(), 1.0, {"sinks": torch.zeros(3)}),
         ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(1, 1, 1, 5, 7)}),
         ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(5, 5)}),
-        ((q, k, v), RowMask(), 1.0, {"in_place": True}),
     ):
-        with pytest.raises(ValueError, match=r"fit|dtype|scale|int32|broadcast|sinks|in place"):
+        with pytest.raises(ValueError, match=r"fit|dtype|scale|int32|broadcast"):
             attention_forward(*tensors, mask, scale, **options)
     with pytest.raises(ValueError, match="or both lo and hi"):
         RowMask(lo=short)
-    with pytest.raises(ValueError, match="combined"):
-        RowMask(causal_offset=0) & window(torch.arange(4), 1, 1)
