@@ -28,7 +28,7 @@ _backend_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether collectives of CPU tensors run on this group."""
-    return any(device.type == "cpu" for device in group._device_types)
+    return torch.device("cpu") in group._device_types
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:

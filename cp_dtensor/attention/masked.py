@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import KeptValues
+from cp_dtensor._torch.cache import LRUCache
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
 from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.merge import sinks_gradient
@@ -458,7 +458,7 @@ def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
     return torch.where(index < 0, 0, rows[beyond] + within)
 
 
-_kept = KeptValues[TileRows](most=256)
+_kept = LRUCache[TileRows](most=256)
 """By mask (which is looked up by identity) and device: of the masks of some steps, which come with every batch anew."""
 
 

@@ -5,7 +5,7 @@ import weakref
 from unittest import mock
 
 from cp_dtensor._torch import cache as kept_values
-from cp_dtensor._torch.cache import KeptValues
+from cp_dtensor._torch.cache import LRUCache
 
 
 class Value:
@@ -13,7 +13,7 @@ class Value:
 
 
 def test_the_latest_are_kept_and_the_first_that_comes_counts() -> None:
-    kept = KeptValues[Value](most=2)
+    kept = LRUCache[Value](most=2)
     one, two = kept.add(1, Value()), kept.add(2, Value())
     assert kept.add(1, Value()) is one
     assert kept.get(1) is one
@@ -24,7 +24,7 @@ def test_the_latest_are_kept_and_the_first_that_comes_counts() -> None:
 
 
 def test_what_captures_read_stays_also_if_its_key_has_another_value_since() -> None:
-    kept = KeptValues[Value](most=1)
+    kept = LRUCache[Value](most=1)
     alive = []
     for captured in (True, True, False):
         kept.add(0, Value())  # the key below has no value any more

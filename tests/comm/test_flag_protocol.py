@@ -169,10 +169,10 @@ def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
     submit, beside_attention = Flags.submit, list[bool]()
     of_departures = {Flag.GRAD_TAKEN, Flag.GRAD_READY}
 
-    def recorded(flags: Flags, stream: Any, *, beside: bool = False, **which: Any) -> None:
+    def recorded(flags: Flags, stream: Any, *, overlaps: bool = False, **which: Any) -> None:
         if of_departures.intersection(which.values()):
-            beside_attention.append(beside)
-        submit(flags, stream, beside=beside, **which)
+            beside_attention.append(overlaps)
+        submit(flags, stream, overlaps=overlaps, **which)
 
     group = Group(2)
     with mock.patch.object(Flags, "submit", recorded):

@@ -87,7 +87,7 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from cp_dtensor.comm.triton_kernels import padded_count, pass_flags_kernel
-signature = {"told_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
+signature = {"signalled_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
 source = ASTSource(pass_flags_kernel, signature, {"PLACES": padded_count(8), "INTERPRETED": False})
 print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
 """
@@ -108,9 +108,9 @@ class _Stream:
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("overlaps", [True, False])
 def test_what_runs_beside_attention_needs_no_kernel(
-    beside: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+    overlaps: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_dtensor._torch import cuda_driver as device_streams
     from cp_dtensor.comm import symm_mem_workspace as flags
@@ -126,5 +126,5 @@ def test_what_runs_beside_attention_needs_no_kernel(
     monkeypatch.setattr(flags, "TRITON_AVAILABLE", has_triton)
     monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda stream: done.append("kernel"))
     of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), torch.device("cpu"))
-    of_one.submit(_Stream(), tell=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, beside=beside)  # type: ignore[arg-type]
-    assert done == (["kernel"] if has_triton and not beside else ["front end", "front end"])
+    of_one.submit(_Stream(), signal=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, overlaps=overlaps)  # type: ignore[arg-type]
+    assert done == (["kernel"] if has_triton and not overlaps else ["front end", "front end"])

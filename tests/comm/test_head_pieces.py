@@ -8,7 +8,7 @@ from conftest import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_dtensor.comm.head_exchange_symm_mem import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
+from cp_dtensor.comm.head_exchange_symm_mem import Piece, Written, offsets, pieces_to_heads, pieces_to_rows
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.plan.head_partition import partition_heads
 from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
@@ -81,9 +81,7 @@ def check(
     ]
     for kinds in exchange_stages(heads, merged, 0):
         everyone = [
-            tuple(
-                Published(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True)
-            )
+            tuple(Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True))
         ] * ranks
         memory = [published(mine, [each.whole_bytes for each in everyone[0]]) for mine in local]
         arrived = []
@@ -99,8 +97,7 @@ def check(
                 torch.testing.assert_close(target, wanted, rtol=0, atol=0)
             arrived.append(targets)
         back = tuple(
-            Published(kind, batch, count, DIM * 4)
-            for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
+            Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
         )
         memory = [published(mine, [each.stage_bytes for each in back]) for mine in arrived]
         for rank in range(ranks):

@@ -263,7 +263,7 @@ def test_falling_back_is_said_once_by_every_group(caplog: pytest.LogCaptureFixtu
     assert len(lines) == 4 * 2
     (line,) = set(lines)
     assert "it needs CUDA devices, the tensors are on cpu" in line
-    assert "using the all-gather rotation" in line
+    assert "using all-gather instead" in line
 
 
 @pytest.mark.parametrize("rotate_method", [method for method in ROTATE_METHODS if method != "symm_mem"])

@@ -53,9 +53,9 @@ def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatc
     problem = Problem(24, 24)
     with shared_memory():
         run_ranks(2, attend, 2, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
-    travels = {"publish K/V", "pull K/V", "wait for K/V", "pull dK/dV", "wait for dK/dV"}
+    travels = {"write K/V", "pull K/V", "wait for K/V", "pull dK/dV", "wait for dK/dV"}
     found = [step for step in steps[0] if step in travels or step == "tile"]
-    first, last = ["publish K/V", "tile", "pull K/V"], ["wait for K/V", "tile"]
+    first, last = ["write K/V", "tile", "pull K/V"], ["wait for K/V", "tile"]
     staged = [*last, "pull K/V"] * (stages - 1)
     forward = [*first, *staged, *last]
     assert found[: len(forward)] == forward

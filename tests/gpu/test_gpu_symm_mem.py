@@ -37,7 +37,7 @@ def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[f
         results = attend(local, problem, layout, dist.group.WORLD, method="ring", rotate_method="symm_mem")
     finally:
         ROTATE_METHODS["symm_mem"] = usual
-    assert workspace.why_unshared(dist.group.WORLD, local[0].device) is None
+    assert workspace.p2p_obstacle(dist.group.WORLD, local[0].device) is None
     return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True) if want.numel()]
 
 
@@ -105,7 +105,7 @@ def _grow_in_capture(rank: int) -> str:
     group = dist.new_group(range(WORLD_SIZE))
     problem = Problem(64, 64, 1, 2, 2, 16, is_causal=True, dtype=torch.float32)
     inputs = shards(problem, 0, HeadTail(), rank)
-    assert workspace.why_unshared(group, inputs[0].device) is None
+    assert workspace.p2p_obstacle(group, inputs[0].device) is None
     graph = torch.cuda.CUDAGraph()
     raises = pytest.raises(RuntimeError, match="run one forward and backward of this size before capturing")
     with raises as raised, torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -98,7 +98,7 @@ def shared_memory() -> Iterator[_Machine]:
     patches = [
         (device_streams, "_driver", lambda: machine),
         (workspaces, "symmetric_buffer", machine.symmetric_buffer),
-        (workspaces, "obstacle_to_sharing", lambda *_: None),
+        (workspaces, "probe_p2p", lambda *_: None),
         (flags, "flag_launch", machine.flag_launch),
         (head_exchange_symm_mem, "launch_copies", machine.launch_copies),
         (torch.cuda, "synchronize", lambda device: None),

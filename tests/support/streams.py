@@ -188,7 +188,7 @@ class Group:
                 (device_streams, "_driver", lambda: self),
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
-                (workspaces, "obstacle_to_sharing", lambda *_: None),
+                (workspaces, "probe_p2p", lambda *_: None),
                 (flags, "flag_launch", self._flag_launch),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
