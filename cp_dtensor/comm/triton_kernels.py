@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import BoundLaunch, Launch, kept
+from cp_dtensor._torch.triton_launch import BoundLaunch, Launch, cached_launch
 
 PIECE_FIELDS = 7
 """Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
@@ -67,7 +67,7 @@ def launch_copies(
     launch(pieces, *targets, *targets[:1] * (MAX_TARGETS - len(targets)))
 
 
-@kept
+@cached_launch
 def _copy_launch(
     count: int, most_rows: int, most_row_bytes: int, programs: int, _targets: tuple[torch.dtype, ...]
 ) -> Launch:
@@ -142,10 +142,10 @@ def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor) -> BoundLaunch:
         signalled: (`padded_count`,) int64, addresses of int32 words to set; 0 for no word.
         awaited: (`padded_count`,) int64, addresses of words in this device's memory to wait for; 0 for no word.
     """
-    return _flag_launch(signalled.numel()).bound(signalled, awaited)
+    return BoundLaunch(_flag_launch(signalled.numel()), (signalled, awaited))
 
 
-@kept
+@cached_launch
 def _flag_launch(places: int) -> Launch:
     interpreted = not isinstance(pass_flags_kernel, triton.runtime.JITFunction)
     return Launch(pass_flags_kernel, (1, 1, 1), (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})

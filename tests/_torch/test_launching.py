@@ -190,7 +190,7 @@ def test_tensors_without_a_gpu(world: World) -> None:
 def test_launches_are_kept_by_what_they_are_made_of() -> None:
     made = []
 
-    @launching.kept
+    @launching.cached_launch
     def make(*values: object) -> int:
         made.append(values)
         return len(made)

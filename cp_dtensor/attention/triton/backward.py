@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.backward_kv import attention_dkv_kernel
 from cp_dtensor.attention.triton.backward_q import attention_delta_kernel, attention_dq_kernel, attention_rows_kernel
 from cp_dtensor.attention.triton.common import INTERVALS, bias_argument, blocks_of_rows, mask_arguments
@@ -35,7 +35,7 @@ def launch_attention_delta(delta: torch.Tensor, grad_out: torch.Tensor, out: tor
     _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
 
 
-@kept
+@cached_launch
 def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
     batch, heads, rows, v_dim = out.shape
     block_v = padded(v_dim)
@@ -131,7 +131,7 @@ class _Launches(NamedTuple):
     dq: Launch
 
 
-@kept
+@cached_launch
 def _launches(
     dq: Facts,
     dk: Facts,

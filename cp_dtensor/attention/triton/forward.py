@@ -7,7 +7,7 @@ import math
 import torch
 import triton
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import bias_argument, blocks_of_rows, mask_arguments
 from cp_dtensor.attention.triton.configs import ForwardConfig, can_use_tma, default_config, padded
 from cp_dtensor.attention.triton.dropout import Dropout
@@ -83,7 +83,7 @@ def launch_attention_forward(
     launch(out, lse, q, k, v, state_out, state_lse, lo, hi, *others)
 
 
-@kept
+@cached_launch
 def _launch(
     out: Facts,
     lse: Facts,

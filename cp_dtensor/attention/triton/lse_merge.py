@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
@@ -119,7 +119,7 @@ def launch_merge(
     launch(out, lse, base_out, base_lse, *pointers)
 
 
-@kept
+@cached_launch
 def _launch(
     out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
 ) -> Launch:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
@@ -79,7 +79,7 @@ def launch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[tuple[Span
     launch(out, base, *stacks)
 
 
-@kept
+@cached_launch
 def _launch(out: Facts, base: Facts, parts: tuple[tuple[Span, Facts], ...]) -> Launch:
     """For tensors such as these."""
     batch, heads, rows, head_dim = out.shape

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor._torch import experimental_context_parallel_settings
+from cp_dtensor._torch.experimental import experimental_context_parallel_settings
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.comm import symm_mem_workspace as workspace
 from cp_dtensor.comm.collective import AllGather, AllToAll
