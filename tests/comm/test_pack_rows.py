@@ -1,4 +1,4 @@
-"""Rows of keys and values: packed by groups of heads, wholly or only where somebody wants them."""
+"""Packing of K/V rows by groups of heads, of all rows or of those that other ranks attend to."""
 
 import pytest
 import torch
