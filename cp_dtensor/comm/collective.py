@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallShape
-from cp_dtensor.plan.plan import Piece, Plan, Stages, Step, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import Plan, RoutePiece, Stages, Step, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 
 Places = list[list[torch.Tensor | None]]
@@ -87,14 +87,9 @@ class _KvExchanges(KvTransfers):
     """
 
     def __init__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: Plan,
-        steps: Sequence[Step],
-        group: dist.ProcessGroup,
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], group: dist.ProcessGroup,
         ahead: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._k, self._v, self._plan, self._group = k, v, plan, group
         self._waiting = deque([step.transfer for step in steps if step.transfer is not None])
         self._own, self._own_heads = k.new_empty(0), (-1, -1)  # the packed rows of this rank, and their heads
@@ -161,7 +156,7 @@ class _GradExchanges(GradTransfers):
         return contributions
 
 
-def _places(rows: torch.Tensor, pieces: Sequence[Piece], slots: int, group: dist.ProcessGroup) -> Places:
+def _places(rows: torch.Tensor, pieces: Sequence[RoutePiece], slots: int, group: dist.ProcessGroup) -> Places:
     """Slices rows into pieces."""
     places: Places = [[None] * group.size() for _ in range(slots)]
     for slot, rank, (start, stop) in pieces:

@@ -79,13 +79,9 @@ class HeadExchange(ABC):
 
     @abstractmethod
     def to_rows(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        group: dist.ProcessGroup,
-        is_last: bool,
-    ) -> Departure:
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup, is_last: bool,
+    ) -> Departure:  # fmt: skip
         """Starts to exchange all rows of one stage's heads for all heads of this rank's rows.
 
         Args:
@@ -125,13 +121,9 @@ class CollectiveHeads(HeadExchange):
         return _CollectiveArrivals(bundles, stages, group)
 
     def to_rows(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        group: dist.ProcessGroup,
-        is_last: bool,
-    ) -> Departure:
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup, is_last: bool,
+    ) -> Departure:  # fmt: skip
         return _CollectiveDeparture(bundles, targets, kinds, group)
 
     def abandon(self, group: dist.ProcessGroup) -> None:

@@ -168,13 +168,9 @@ class SharedMemoryHeads(HeadExchange):
         return _ReadHeads(bundles, stages, self._workspace(bundles, group), group.rank())
 
     def to_rows(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        group: dist.ProcessGroup,
-        is_last: bool,
-    ) -> Departure:
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup, is_last: bool,
+    ) -> Departure:  # fmt: skip
         return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
 
     def abandon(self, group: dist.ProcessGroup) -> None:
@@ -297,13 +293,9 @@ class _ReadHeads(Arrivals):
 
 class _ReadRows(Departure):
     def __init__(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        workspace: Workspace,
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows], workspace: Workspace,
         is_last: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         tensors = [tensor for bundle in bundles for tensor in bundle]
         written = _written(targets, kinds)
         starts = offsets([tensor.stage_bytes for tensor in written])

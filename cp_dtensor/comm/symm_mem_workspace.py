@@ -82,7 +82,7 @@ def _unreachable_peer(device: torch.device) -> str | None:
 
 
 class Flag(IntEnum):
-    """What the rank that sets a flag has done.
+    """Flags that a rank sets for another rank, by what the setter has done.
 
     A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each rank that may set it has a word
     of its own. The waiting rank resets it, so there is no counter, and a captured CUDA graph can be replayed.
@@ -108,12 +108,7 @@ class Flags:
     device: torch.device
 
     def submit(
-        self,
-        stream: torch.cuda.Stream,
-        *,
-        signal: Flag | None = None,
-        wait: Flag | None = None,
-        overlaps: bool = False,
+        self, stream: torch.cuda.Stream, *, signal: Flag | None = None, wait: Flag | None = None, overlaps: bool = False
     ) -> None:
         """Sets a flag on all ranks; then waits until all ranks have set one here, and resets it.
 

@@ -75,7 +75,7 @@ class GradPulls(NamedTuple):
     """Rank, and the first of the rows where they are gathered there."""
 
 
-class Piece(NamedTuple):
+class RoutePiece(NamedTuple):
     """Consecutive rows that this rank sends to another rank or receives from it."""
 
     slot: int
@@ -90,11 +90,11 @@ class Route(NamedTuple):
 
     slots: int
     """Number of collectives, equal on all ranks."""
-    recv: tuple[Piece, ...]
+    recv: tuple[RoutePiece, ...]
     """In rows of the transfer's buffer."""
-    send: tuple[Piece, ...]
+    send: tuple[RoutePiece, ...]
     """In rows of this rank's shard."""
-    grads: tuple[tuple[Piece, ...], ...]
+    grads: tuple[tuple[RoutePiece, ...], ...]
     """`send` grouped by slot and rows: each of these ranks returns gradients of the same rows."""
 
 
@@ -166,7 +166,7 @@ class Plan:
     def _route(self, transfer: Transfer) -> Route:
         rows, rank, is_hop = self.rows, self.rank, transfer.hop is not None
         rows_of = rows.local_span if is_hop else rows.span
-        recv, send, grads = list[Piece](), list[Piece](), dict[tuple[int, Span], list[Piece]]()
+        recv, send, grads = list[RoutePiece](), list[RoutePiece](), dict[tuple[int, Span], list[RoutePiece]]()
         for source in transfer.sources(rank, self.world_size):
             recv += _pieces(source, {part: rows_of(source, part) for part in self.wanted[source]}, is_hop)
         for reader in transfer.readers(rank, self.world_size):
@@ -183,11 +183,11 @@ class Plan:
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 
 
-def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[Piece]:
+def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePiece]:
     """The pieces of parts; those of a hop joined where they are neighbours."""
     if is_hop:
         spans = dict(enumerate(_joined(spans.values())))
-    return (Piece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
+    return (RoutePiece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
