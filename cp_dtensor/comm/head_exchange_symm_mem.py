@@ -180,7 +180,7 @@ class SharedMemoryHeads(HeadExchange):
         return self._workspace([[like]], group).side_stream
 
     def _workspace(self, bundles: Sequence[Tensors], group: dist.ProcessGroup) -> Workspace:
-        # Of the size that the whole call needs: it must not be mapped anew while a pass of the call is in it.
+        # The size is that of the whole call: memory must not be mapped anew while a pass of the call uses it.
         return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
 
 

@@ -31,7 +31,7 @@ _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
 
 @dataclass(frozen=True)
 class Links:
-    """What the cost model needs to know of a group: for each value the smallest of any rank."""
+    """Measurements of a group for the cost model; each value is the smallest of any rank."""
 
     speed: float
     """Bytes per second into each rank in an all-gather."""
@@ -134,7 +134,7 @@ def slowest_seconds(
 @lru_cache(maxsize=64)
 def plans_of_some_ranks(transport: KVTransport, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
     """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
-    # The first and the last rank receive the most and the least. Under masks by shape the others are alike.
+    # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
     busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank
     between = world_size // 2 if busiest is None else busiest
     return tuple(transport.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))

@@ -114,7 +114,7 @@ class Compiled:
 ARGUMENTS = [None, None, 1, 5]
 
 
-def test_a_launch_is_what_the_driver_is_told(driver: Driver) -> None:
+def test_the_arguments_of_the_driver_call(driver: Driver) -> None:
     launch = DirectLaunch(Compiled(), ARGUMENTS)
     for addresses in ([4096, 8192], [16, 32]):
         assert launch((3, 2, 1), 9, addresses)

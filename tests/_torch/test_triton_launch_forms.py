@@ -172,7 +172,7 @@ class Calls:
         from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
 
         count = padded_count(self.choice((1, 40)))
-        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in ("told", "awaited")))(0)
+        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in range(2)))(0)
 
 
 def main() -> None:
@@ -180,13 +180,12 @@ def main() -> None:
     from cp_dtensor.attention.triton import backward as attention_backward
     from cp_dtensor.attention.triton import forward as attention_forward
     from cp_dtensor.attention.triton import lse_merge, part_sum
-    from cp_dtensor.comm import triton_kernels as copy_pieces
-    from cp_dtensor.comm import triton_kernels as flags
+    from cp_dtensor.comm import triton_kernels
 
     forms = Forms()
     Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
-    for module in (attention_forward, attention_backward, copy_pieces, flags, lse_merge, part_sum):
-        for name in ("_launch", "_launches", "_delta_launch"):
+    for module in (attention_forward, attention_backward, triton_kernels, lse_merge, part_sum):
+        for name in ("_launch", "_launches", "_delta_launch", "_copy_launch", "_flag_launch"):
             if hasattr(module, name):
                 setattr(module, name, checked(getattr(module, name)))
     calls = Calls()

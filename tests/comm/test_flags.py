@@ -20,7 +20,7 @@ all_devices = pytest.mark.parametrize(
 
 
 def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
-    """Of some of the words."""
+    """Returns the addresses of some of the words, padded with 0."""
     found = [words[place].data_ptr() for place in places]
     return torch.tensor(found + [0] * (count - len(found)), device=words.device)
 

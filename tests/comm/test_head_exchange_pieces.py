@@ -93,8 +93,8 @@ def check(
             copy(in_order(pieces_to_heads(layouts[rank], rank), rank, ranks), memory, targets)  # type: ignore[operator]
             for target, kind, tensor in zip(targets, kinds, together, strict=True):
                 units = range(*kind.heads[rank])
-                wanted = tensor[:, :, [unit // kind.copies for unit in units]]
-                torch.testing.assert_close(target, wanted, rtol=0, atol=0)
+                expected = tensor[:, :, [unit // kind.copies for unit in units]]
+                torch.testing.assert_close(target, expected, rtol=0, atol=0)
             arrived.append(targets)
         back = tuple(
             Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)

@@ -131,9 +131,9 @@ def test_keys_and_values_travel_unexpanded(kv_heads: int, rotate_method: str) ->
         sent = sent_by(collectives, rank)
         assert {(tensor.size(1), tensor.dtype) for tensor in sent} == {(2 * kv_heads * (8 + 8), torch.bfloat16)}
         forward, backward = sent[:count], sent[count:]
-        given, taken = 3 * (RANKS - 1) + 3 * rank, 3 * (RANKS - 1) + 3 * (RANKS - 1 - rank)
-        assert sum(tensor.nbytes for tensor in forward) == given * 2 * kv_heads * (8 + 8) * 2
-        assert sum(tensor.size(0) for tensor in backward) == given + taken
+        sent_rows, received = 3 * (RANKS - 1) + 3 * rank, 3 * (RANKS - 1) + 3 * (RANKS - 1 - rank)
+        assert sum(tensor.nbytes for tensor in forward) == sent_rows * 2 * kv_heads * (8 + 8) * 2
+        assert sum(tensor.size(0) for tensor in backward) == sent_rows + received
 
 
 @each_rotation
@@ -157,12 +157,12 @@ def test_a_rank_receives_only_rows_that_it_attends_to(seq_len: int, is_causal: b
         run_ranks(RANKS, body)
     for rank in range(RANKS):
         readers = [(rank + hop) % RANKS for hop in range(1, RANKS)]  # in the order of the hops
-        given = {reader: positions(rank, slice(0, 1 if is_causal and rank < reader else 2)) for reader in readers}
+        sent_rows = {reader: positions(rank, slice(0, 1 if is_causal and rank < reader else 2)) for reader in readers}
         found = [tensor[:, 0].int().tolist() for tensor in sent_by(collectives, rank)]
         if rotate_method == "alltoall":
-            assert found == list(given.values())
+            assert found == list(sent_rows.values())
         else:
-            assert found == [[position for reader in sorted(given) for position in given[reader]]]
+            assert found == [[position for reader in sorted(sent_rows) for position in sent_rows[reader]]]
 
 
 def test_in_backward_the_next_keys_are_always_in_flight() -> None:

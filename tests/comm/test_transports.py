@@ -194,8 +194,8 @@ def test_long_triangles_are_computed_in_parts(
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     for rank, result in enumerate(results):
         for got, whole in zip(result, expected, strict=True):
-            wanted = shard(whole, HeadTail(), rank, ranks).to(dtype)
-            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+            share = shard(whole, HeadTail(), rank, ranks).to(dtype)
+            torch.testing.assert_close(got, share, rtol=tolerance, atol=tolerance)
 
 
 def attend_by(rank: int, method: str, tensors: Tensors, problem: Problem, ranks: int) -> Tensors:
