@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -25,43 +25,38 @@ _REPEATS = 4
 # By the major CUDA compute capability:
 _FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
 """FLOPs per second of attention in bfloat16, forward."""
+_SINGLE_PRECISION = 0.05
+"""Speed in float32 or float64, as a part of the speed in bfloat16."""
 _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
 """Bytes per second, read or written."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """Measurements of a group for the cost model; each value is the smallest of any rank."""
-
-    speed: float
-    """Bytes per second into each rank in an all-gather."""
-    capability: int
-    """Major CUDA compute capability."""
-    multiprocessors: int
+_measured = GroupCache[Hardware]()
 
 
-_links = GroupCache[Links]()
+def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
+    """Returns the speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
 
-
-def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Links:
-    """Returns the links of a group, equal on all ranks; the first call measures them, some milliseconds long.
+    The first call for a group is a collective of some milliseconds, which measures the links.
 
     Raises:
         RuntimeError: the first call is in the capture of a CUDA graph.
     """
 
-    def measure() -> Links:
+    def measure() -> Hardware:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 'rotate_method "auto" has to measure the links of this group, which a CUDA graph cannot '
                 "capture: run one call before capturing, or name a transport"
             )
-        return prepared(lambda: _measure(group, device))
+        return prepared(lambda: measure_bandwidth(group, device))
 
-    return _links.get(group, None, measure)
+    hardware = _measured.get(group, None, measure)
+    return hardware if itemsize <= 2 else replace(hardware, flops=hardware.flops * _SINGLE_PRECISION)
 
 
-def _measure(group: dist.ProcessGroup, device: torch.device) -> Links:
+def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
+    """Returns the hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures."""
     count = min(_MOST_BYTES_A_RANK, _MOST_BYTES // group.size())
     rows = torch.zeros(count, dtype=torch.uint8, device=device)
     gathered = torch.empty(group.size() * count, dtype=torch.uint8, device=device)
@@ -82,7 +77,8 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> Links:
     weakest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
     speed, capability, multiprocessors = weakest.tolist()
-    return Links(speed, int(capability), int(multiprocessors))
+    generation = min(max(int(capability), min(_FLOPS)), max(_FLOPS))
+    return Hardware(_FLOPS[generation], _MEMORY_SPEED[generation], int(multiprocessors), speed)
 
 
 @dataclass(frozen=True)
@@ -99,11 +95,6 @@ class Auto(TransportMethod):
             return AllGather()
         shares_memory = p2p_obstacle(group, device) is None
         return choose(shape, group.size(), hardware_of(group, device, shape.itemsize), shares_memory)
-
-
-def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
-    """Returns the speed of the group's devices and links. The first call for a group is a collective."""
-    return _hardware(itemsize, measure_bandwidth(group, device))
 
 
 @lru_cache(maxsize=4096)
@@ -138,13 +129,6 @@ def plans_of_some_ranks(transport: KVTransport, shape: CallShape, world_size: in
     busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank
     between = world_size // 2 if busiest is None else busiest
     return tuple(transport.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
-
-
-@lru_cache(maxsize=64)
-def _hardware(itemsize: int, links: Links) -> Hardware:
-    generation = min(max(links.capability, min(_FLOPS)), max(_FLOPS))
-    flops = _FLOPS[generation] * (1.0 if itemsize <= 2 else 0.05)
-    return Hardware(flops, _MEMORY_SPEED[generation], links.multiprocessors, links.speed)
 
 
 TRANSPORTS: dict[str, KVTransport] = {
