@@ -1,7 +1,9 @@
-"""Tools for autograd functions: single differentiation, clean-up after errors."""
+"""Autograd: functions that are differentiated once, clean-up after errors, and state that follows a backward."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,7 +18,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @contextmanager
 def cleaned_up_on_error(clean_up: Callable[[], None]) -> Iterator[None]:
-    """What has raised half-way must not be in the way of the next call."""
+    """Calls `clean_up` if the block raises, so that the next call works."""
     try:
         yield
     except BaseException:
@@ -25,7 +27,7 @@ def cleaned_up_on_error(clean_up: Callable[[], None]) -> Iterator[None]:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """A gradient, and an error for whoever differentiates it."""
+    """A gradient that raises an error when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *_differentiable: torch.Tensor) -> torch.Tensor:
@@ -40,16 +42,15 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
-    """A backward whose gradients cannot be differentiated, and say so.
+    """Wraps a backward so that a second differentiation raises an error.
 
-    torch's `once_differentiable` says so only if the incoming gradients can be differentiated themselves. Those of
-    `out.sum()` cannot, and a second derivative would silently lack what comes through q, k and v. So the gradients
-    depend, for autograd, on all that they could be derived by: the incoming ones, and what was saved of the inputs, or
-    of the outputs, which stand for all inputs. (Not only on some leaf: where unused inputs are allowed, as
-    in `torch.autograd.functional`, autograd goes no way that leads to none of those asked for, and answers zero.)
+    torch's `once_differentiable` raises only if the incoming gradients require gradients. Those of `out.sum()` do not,
+    and a second derivative would silently lack what comes through q, k and v. So, for autograd, the gradients depend on
+    all tensors that they could be differentiated by: the incoming gradients and the saved inputs, or the saved outputs,
+    which stand for all inputs. (A leaf alone is not enough: if unused inputs are allowed, as in
+    `torch.autograd.functional`, autograd skips paths that lead to none of the requested inputs, and returns zero.)
 
-    `backward(ctx, saved, *grads)` is handed `ctx.saved_tensors`, which are unpacked once only: checkpoints give them no
-    second time.
+    `backward(ctx, saved, *grads)` gets `ctx.saved_tensors`, which are unpacked only once, as checkpoints require.
     """
 
     @wraps(backward)
@@ -67,7 +68,7 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def refuse_batches(*grads: torch.Tensor) -> None:
-    """For gradients that travel: several at once, which is for transformations that no transport knows of.
+    """Refuses a batch of gradients, which transports between ranks cannot move.
 
     Raises:
         NotImplementedError: a batch of gradients.
@@ -77,3 +78,80 @@ def refuse_batches(*grads: torch.Tensor) -> None:
             "attention of sequence shards, and what is summed over ranks, takes one gradient at a time, got a batch of "
             "them (is_grads_batched=True, vectorize=True or torch.vmap around a backward): go through them in a loop"
         )
+
+
+# State of a thread that follows a backward to the threads in which autograd runs it
+
+_Stack = tuple[Any, ...]
+_plain = threading.local()
+_of_main_thread: dict[str, _Stack] = {}
+_MARK = "cp_dtensor.follows_main_thread"
+
+
+def get_thread_state(key: str) -> Any:
+    """Returns the latest object under `key` of this thread or, in autograd's own threads, of the main thread."""
+    values: _Stack = getattr(_plain, key, ())
+    if not values and torch._C._is_key_in_tls(_MARK):
+        values = _of_main_thread.get(key, ())
+    return values[-1] if values else None
+
+
+@contextmanager
+def thread_state(key: str, value: Any) -> Iterator[None]:
+    """Stores an object for `get_thread_state` while open, and on exit removes this object only.
+
+    So contexts may be left in any order, as when a generator that holds one is dropped.
+
+    Of the state that autograd carries from thread to thread, only a mark is used, and only in the main thread: such
+    state cannot be removed from a thread again, a thread that ends with some of it while the interpreter shuts down
+    aborts the process, and torch 2.11 loses a reference to an object that is replaced.
+    """
+    if in_main_thread():
+        if not torch._C._is_key_in_tls(_MARK):
+            torch._C._stash_obj_in_tls(_MARK, True)
+        stacks = _of_main_thread
+    else:
+        stacks = vars(_plain)  # of this thread
+    stacks[key] = (*stacks.get(key, ()), value)
+    try:
+        yield
+    finally:
+        stacks[key] = _without_last(stacks.get(key, ()), value)
+
+
+def _without_last(values: _Stack, value: Any) -> _Stack:
+    place = max((index for index, each in enumerate(values) if each is value), default=len(values))
+    return values[:place] + values[place + 1 :]
+
+
+def _forget() -> None:
+    _of_main_thread.clear()
+    vars(_plain).clear()
+
+
+if hasattr(os, "register_at_fork"):  # a forked process, such as a DataLoader's worker, is no rank
+    os.register_at_fork(after_in_child=_forget)
+
+
+def current_backward() -> int | None:
+    """Returns an id of the backward that runs in this thread, None if none does."""
+    identity = torch._C._current_graph_task_id()
+    return None if identity == -1 else identity
+
+
+def backward_may_come_again() -> bool:
+    """Returns True if the backward that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return current_backward() is not None and keeps
+
+
+def in_main_thread() -> bool:
+    """Returns True in the thread that the interpreter started in."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def in_autograd_thread() -> bool:
+    """Returns True in a thread of autograd (in which CUDA backwards run), during a backward."""
+    if current_backward() is None:
+        return False
+    return isinstance(threading.current_thread(), threading._DummyThread)

@@ -1,11 +1,12 @@
-"""What is made once and wanted again: the latest of it, and for good what CUDA graphs read."""
+"""Caches: an LRU cache that pins what CUDA graphs use, and a cache by process group."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,15 +14,15 @@ V = TypeVar("V")
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Returns True while a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class KeptValues(Generic[V]):
-    """The latest `most` values, by key; those that a capture asks for or makes stay, since replays read their memory.
+class LRUCache(Generic[V]):
+    """LRU cache. Entries used during graph capture are pinned, since replays read their memory.
 
-    >>> kept = KeptValues[str](most=1)
-    >>> kept.add(1, "a"), kept.add(2, "b"), kept.get(1), kept.get(2)
+    >>> cache = LRUCache[str](most=1)
+    >>> cache.add(1, "a"), cache.add(2, "b"), cache.get(1), cache.get(2)
     ('a', 'b', None, 'b')
     """
 
@@ -32,7 +33,7 @@ class KeptValues(Generic[V]):
         self._captured: dict[int, V] = {}  # by identity: a key may have had other values, which other graphs read
 
     def get(self, key: Hashable) -> V | None:
-        """The value of a key, None if there is none (any more)."""
+        """Returns the value of a key, None if there is none (any more)."""
         with self._lock:
             value = self._latest.get(key)
             if value is not None:
@@ -41,7 +42,7 @@ class KeptValues(Generic[V]):
         return value
 
     def add(self, key: Hashable, value: V) -> V:
-        """What is kept by the key from now on: the value, or that of another thread which came first."""
+        """Adds a value unless another thread has added one for the key; returns the value in the cache."""
         with self._lock:
             value = self._latest.setdefault(key, value)
             if len(self._latest) > self._most:
@@ -52,3 +53,19 @@ class KeptValues(Generic[V]):
     def _pin(self, value: V) -> None:
         if capturing():
             self._captured[id(value)] = value
+
+
+class GroupCache(Generic[V]):
+    """Values of process groups, dropped with the group. A value may be made by a collective."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: WeakKeyDictionary[Any, dict[Hashable, V]] = WeakKeyDictionary()
+
+    def get(self, group: Any, key: Hashable, make: Callable[[], V]) -> V:
+        """Returns the value of a group and a key, at first `make()`."""
+        with self._lock:  # not during `make`: the collectives of other groups must not wait for it
+            values = self._values.setdefault(group, {})
+        if key not in values:
+            values[key] = make()
+        return values[key]

@@ -1,44 +1,46 @@
-"""Collectives that were renamed in torch 2.13, and what a process group can do."""
+"""Process groups: collectives, backends, names, and symmetric memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
+# Renamed in torch 2.13:
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor of the group's first rank, in a program that is being captured."""
+    """Broadcasts the tensor of the group's first rank, in a program that is being captured."""
     from torch.distributed._functional_collectives import broadcast
 
     return broadcast(tensor, 0, group)
 
 
 _NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
-"""What NCCL's backends call themselves. From torch 2.15 on `init_process_group("nccl")` makes the one called nccl2."""
+"""Names of NCCL's backends. From torch 2.15 on `init_process_group("nccl")` makes the one with the name nccl2."""
 _backend_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of CPU tensors run on this group."""
-    return any(device.type == "cpu" for device in group._device_types)
+    """Returns True if the group has collectives of CPU tensors."""
+    return torch.device("cpu") in group._device_types
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of tensors on `device` go through NCCL in this group."""
+    """Returns True if collectives of tensors on `device` go through NCCL in this group."""
     return device.type == "cuda" and _backend_name(group, device) in _NCCL_BACKENDS
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What the backend of CUDA tensors calls itself."""
-    if group not in _backend_names:  # asking takes longer than a launch
+    """Returns the name of the backend of CUDA tensors."""
+    if group not in _backend_names:  # to ask takes longer than a launch
         _backend_names[group] = group._get_backend(device).name()
     return _backend_names[group]
 
@@ -46,10 +48,17 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def start_all_to_all(
     incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """Several NCCL exchanges, as one launch if possible: `outgoing[i][rank]` goes to rank, `incoming[i][rank]` comes
-    from it.
+    """Starts several NCCL all-to-all collectives, as one launch if possible.
 
-    It is what `dist.all_to_all` calls, whose own checks take as long as the launch. Returns what waits for all.
+    It calls what `dist.all_to_all` calls, whose own checks take as long as the launch.
+
+    Args:
+        incoming: for each collective, the tensor that comes from each rank.
+        outgoing: for each collective, the tensor that goes to each rank.
+        group: an NCCL group.
+
+    Returns:
+        A function that waits for all of them.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = True
@@ -60,6 +69,54 @@ def start_all_to_all(
         for tensors_in, tensors_out in pairs:
             group.alltoall(tensors_in, tensors_out, options)
         return group._end_coalescing(device).wait
-    # Other backends make one launch of sends and receives only, and may not wait for what else there is.
+    # Other backends coalesce only sends and receives into one launch, and may not wait for other collectives.
     waits = [group.alltoall(tensors_in, tensors_out, options).wait for tensors_in, tensors_out in pairs]
     return waits[0] if len(waits) == 1 else lambda: [wait() for wait in waits]
+
+
+def name_of_group(group: dist.ProcessGroup) -> str:
+    """Returns torch's name of a group, equal in every process of the program.
+
+    Raises:
+        ValueError: torch.distributed has not made the group.
+    """
+    name: str = group.group_name
+    try:
+        group_of_name(name)  # Dynamo may pass a stand-in for the group, which has the group's name
+    except (RuntimeError, LookupError) as error:
+        raise ValueError(
+            f"expected a group that torch.distributed has made, got one that torch does not find by its name {name!r}"
+        ) from error
+    return name
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Returns the group with this name that this thread's rank is part of."""
+    resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+    return resolve(name)
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """A buffer of each rank of a group that every rank can address directly."""
+
+    bytes_of: tuple[torch.Tensor, ...]
+    """By rank: the rank's buffer, uint8, as mapped on this device."""
+    handle: object
+    """Keeps the mapping alive."""
+
+
+def symmetric_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
+    """Allocates `size` zeroed bytes on every rank and maps those of all ranks. A collective of the group."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    local = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    local.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(local, group)
+    views = tuple(
+        local if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())
+    )
+    dist.barrier(group)
+    torch.cuda.synchronize(device)
+    return SymmetricBuffer(views, handle)

@@ -1,4 +1,4 @@
-"""What is private in torch.compile: whose code is reused where, constants of a trace, wrappers around traced code."""
+"""torch.compile: compiled code by variant, constants of a trace, wrappers around traced code."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 @contextmanager
 def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
-    """While open, compiled functions are compiled for, and only reused under, what `variant()` says at each call.
+    """While open, compiled code is reused only for calls with the `variant()` that it was compiled for.
 
-    "" stands for code as it is compiled while this is not open. Dynamo reuses code that was compiled with an equal
-    backend: a function is compiled as if with a backend of the variant's own. What is compiled is also kept on disk, by
-    a key that does not say what the process has changed in torch; the variant becomes part of the key.
+    The variant "" means code as it is compiled outside of this context. Dynamo reuses code that was compiled with an
+    equal backend, so a function is compiled with a backend that holds the variant. The key of torch's cache on disk
+    does not tell what the process has changed in torch, so the variant becomes part of the key.
     """
 
     def of_variant(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
-            if isinstance(callback, _VariantCallback) and callback.source is variant:  # back from a nested call
+            if isinstance(callback, _VariantCallback) and callback.source is variant:  # of a nested call
                 callback = callback.callback
             callback, name = original(callback), variant()
             if not name or callback is None:
                 return callback
             if getattr(torch._dynamo.config, "caching_precompile", False):
                 raise NotImplementedError(
-                    "torch._dynamo.config.caching_precompile takes compiled code from disk without asking what it was "
-                    "compiled for: it cannot be used with context-parallel regions and DTensors"
+                    "torch._dynamo.config.caching_precompile takes compiled code from disk whatever it was compiled "
+                    "for: it cannot be used with context_parallel and DTensors"
                 )
-            # False: reuse without compiling, whatever the backend; that would take the code of others.
+            # False means: reuse without compiling, whatever the backend. That would take code of other variants.
             return None if callback is False else _VariantCallback(callback, name, variant)
 
         return callback_from_stance
@@ -63,7 +63,7 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _VariantBackend:
-    """What Dynamo compares, never called: equal if the backend and the variant are."""
+    """A backend that Dynamo compares with others and never calls."""
 
     backend: Any
     variant: str
@@ -73,7 +73,7 @@ class _VariantBackend:
 
 
 class _VariantCallback:
-    """Compiles a frame as `callback` does, but for a variant."""
+    """Compiles a frame as `callback` does, for a variant."""
 
     def __init__(self, callback: Any, variant: str, source: Callable[[], str]) -> None:
         self.callback = callback
@@ -93,7 +93,7 @@ class _VariantCallback:
 
 @contextmanager
 def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[None]:
-    """Calls `then` with a module: now if it is loaded, else if it gets loaded while this is open."""
+    """Calls `then` with a module: now if it is loaded, else when it is loaded while this context is open."""
     if name in sys.modules:
         then(sys.modules[name])
         yield
@@ -103,12 +103,12 @@ def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[No
     try:
         yield
     finally:
-        if watcher in finders:  # `sys` has lost it where the interpreter ends while this is open
+        if watcher in finders:  # False if the interpreter ends while this is open
             finders.remove(watcher)
 
 
 class _Watcher(MetaPathFinder):
-    """Finds one module as the others do, and tells when it has been loaded."""
+    """Finds one module as the other finders do, and calls a function when it has been loaded."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self._name = name
@@ -125,16 +125,16 @@ class _Watcher(MetaPathFinder):
             return spec
         load = spec.loader.exec_module
 
-        def load_and_tell(module: ModuleType) -> None:
+        def load_and_call(module: ModuleType) -> None:
             load(module)
             self._then(module)
 
-        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether the tensor, or what a DTensor is here, stands for one in a program that is being compiled or exported."""
+    """Returns True if the tensor, or the local tensor of a DTensor, is part of a program being compiled or exported."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if torch._C._get_dispatch_mode(_PROXY) is not None:  # make_fx, by default of real tensors
@@ -143,13 +143,13 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def refuse_in_compiled_function(what: str) -> None:
-    """For what changes how functions are compiled: refused while one is traced, or runs between its graphs.
+    """Refuses a context that changes how functions are compiled while one is traced, or runs between its graphs.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: a compiled function is traced or runs.
     """
     traced = torch.compiler.is_dynamo_compiling()
-    if not traced and torch.compiler.is_compiling():  # which other threads may be, too
+    if not traced and torch.compiler.is_compiling():  # which is also True if another thread compiles
         traced = detect_fake_mode() is not None
     if traced or (
         _EVAL_FRAME in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
@@ -161,7 +161,7 @@ def refuse_in_compiled_function(what: str) -> None:
 
 
 def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` of constants, called by Dynamo while it traces; its result is a constant of the compiled code."""
+    """Marks a function of constants: Dynamo calls it while tracing, and its result is a constant of compiled code."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
     return function
 
@@ -169,7 +169,7 @@ def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:
 def traced_inside(
     wrapper: Callable[[Callable[..., T]], Callable[..., T]], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """`wrapper(function)(*args, **kwargs)` in code that Dynamo traces: `function` is traced, `wrapper` is not.
+    """Returns `wrapper(function)(*args, **kwargs)`; Dynamo traces `function` but not `wrapper`.
 
     The wrapper runs when the captured function is traced further, down to the operators that are compiled.
     """
@@ -177,7 +177,7 @@ def traced_inside(
 
 
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, run as plain Python, with all that it calls, also when called from a `torch.compile`d function."""
+    """Wraps a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python."""
     disabled: list[Callable[P, T]] = []
 
     @functools.wraps(function)

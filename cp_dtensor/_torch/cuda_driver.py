@@ -1,9 +1,6 @@
-"""Copies and flags on CUDA streams, by the copy engines and the front end of the GPU: no multiprocessor takes part.
+"""CUDA driver calls: copies by copy engines, and flags by the front end of the GPU, without multiprocessors.
 
-What flags mean is in `flags`, which passes them by kernels as well.
-
-Calls go straight to the CUDA driver: torch has no stream-ordered wait, and a call costs 1.5 us where a torch operation
-costs 5.
+torch has no stream-ordered wait for a flag, and a driver call takes 1.5 us where a torch operation takes 5 us.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
-_UNIFIED = 4  # CUmemorytype: the address says what it is
+_UNIFIED = 4  # CUmemorytype: unified addressing
 _SIDE_FIELDS = (
     ("x", ctypes.c_size_t),
     ("y", ctypes.c_size_t),
@@ -27,7 +24,7 @@ _WAIT_EQUAL, _DEFAULT = 1, 0  # flags of waits and of writes; a default write ma
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, as far as waits and writes use it."""
+    """CUstreamBatchMemOpParams of a wait or a write."""
 
     _fields_ = (
         ("operation", ctypes.c_int),
@@ -40,7 +37,7 @@ class _MemoryOperation(ctypes.Structure):
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D: sizes in bytes; sides by their unified addresses."""
+    """CUDA_MEMCPY2D between unified addresses. Sizes are in bytes."""
 
     _fields_ = (
         *(("source_" + name, kind) for name, kind in _SIDE_FIELDS),
@@ -51,7 +48,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class FlagOperations:
-    """Waits for flags, or writes of flags, that are submitted together in one call into the driver."""
+    """Waits for flags, or writes of flags, that one driver call submits."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
         self._array = (_MemoryOperation * len(operations))(
@@ -68,25 +65,25 @@ class FlagOperations:
 
 
 def await_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Makes the stream wait until all these local flags are up, and takes them down."""
+    """Returns operations that wait until all these local flags are 1, and reset them to 0."""
     waits = [(_WAIT_VALUE_32, address, 1, _WAIT_EQUAL) for address in addresses]
     return FlagOperations([*waits, *((_WRITE_VALUE_32, address, 0, _DEFAULT) for address in addresses)])
 
 
 def raise_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Sets flags, here or on peers, after everything before on the stream; what that wrote is visible by then."""
+    """Returns operations that set local or remote flags to 1 when earlier work on the stream is done and visible."""
     return FlagOperations([(_WRITE_VALUE_32, address, 1, _DEFAULT) for address in addresses])
 
 
 def copy_bytes(stream: int, target: int, source: int, count: int) -> None:
-    """Copies device memory, a peer's too."""
+    """Copies memory of this device or of a peer."""
     _check(_driver().cuMemcpyDtoDAsync_v2(target, source, count, stream), "cuMemcpyDtoDAsync")
 
 
 def copy_rows(
     stream: int, target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int
 ) -> None:
-    """Copies rows of equal length, a pitch apart on either side, by a copy engine."""
+    """Copies rows of equal length by a copy engine; a pitch is the distance of rows in source or target."""
     copy = _Copy2D(
         0, 0, _UNIFIED, None, source, None, source_pitch, 0, 0, _UNIFIED, None, target, None, target_pitch,
         row_bytes, rows,
@@ -95,7 +92,7 @@ def copy_rows(
 
 
 def is_available() -> bool:
-    """Whether the CUDA driver is here and has these calls."""
+    """Returns True if the CUDA driver is installed and has these calls."""
     try:
         _driver()
     except (OSError, AttributeError):

@@ -1,7 +1,7 @@
-"""Whose memory is allocated while CUDA graphs are made, by the user or by Inductor.
+"""Detection of CUDA graph capture, by the user or by Inductor, and allocation outside of the memory of graphs.
 
-Before Inductor captures code it runs it once in the memory of its graphs, and refuses tensors that are alive there
-afterwards and that the code did not return. What the first call of a kind prepares for all later ones is such a tensor.
+Before Inductor captures code it runs the code once in the memory pool of its graphs, and refuses tensors that are alive
+there afterwards and that the code did not return. A tensor that the first call caches for later calls is one of them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 
 def is_in_cuda_graph(device: torch.device) -> bool:
-    """Whether what is launched and allocated on a CUDA device belongs to a CUDA graph that is being made."""
+    """Returns True if launches and allocations on a CUDA device belong to a CUDA graph that is being made."""
     return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)
 
 
 def is_before_capture(device: torch.device) -> bool:
-    """Whether Inductor runs this code for the last time before it captures it.
+    """Returns True if Inductor runs this code for the last time before it captures it.
 
-    This is known by the stream: who allocates, or prepares something, on another one meanwhile is not found out.
+    Inductor does so on a stream of its own. Work of the code on another stream is not detected.
     """
     return _is_in_memory_of_graphs(device) and not torch.cuda.is_current_stream_capturing()
 
 
 def prepared(make: Callable[[], T]) -> T:
-    """`make()`, plain tensors that outlive the call and are of use to whoever comes by, whatever goes on around."""
+    """Returns `make()`: plain tensors for a cache, made outside of modes, inference, autograd and memory of graphs."""
 
     def made() -> T:
         with no_modes(), torch.inference_mode(False), torch.no_grad():
@@ -46,18 +46,18 @@ def prepared(make: Callable[[], T]) -> T:
 
     def made_on_device() -> T:
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # streams of other threads know nothing of what this one's launches need
+            torch.cuda.synchronize()  # the other thread uses another stream, which does not wait for this one
             result = made()
             torch.cuda.synchronize()
         return result
 
-    # Only what this thread allocates comes from the graphs' memory.
+    # The memory pool of graphs serves allocations of this thread only.
     with ThreadPoolExecutor(1) as another_thread:
         return another_thread.submit(made_on_device).result()
 
 
 def _is_in_memory_of_graphs(device: torch.device) -> bool:
-    """Whether Inductor runs code for the last time before it captures it, or captures it."""
+    """Returns True if Inductor captures code, or runs it for the last time before that."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     name = "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):

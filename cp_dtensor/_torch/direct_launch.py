@@ -1,17 +1,17 @@
-"""Launching a kernel that Triton has compiled straight through the CUDA driver, without Triton's Python.
+"""Launches of kernels that Triton has compiled by the CUDA driver, without Triton's Python.
 
-Triton takes a kernel's 60 arguments apart at every launch to find out which of its compiled forms they need, 100 to
-250 us of the host. Whoever knows that (`launching.Launch`) needs only to write the compiled function's parameters into
-memory, and to say go:
+At every launch Triton inspects all arguments of a kernel (up to 60) to select a compiled form, 100 to 250 us of host
+time. `triton_launch.Launch` has selected it already, so a launch is to write the parameters of the compiled function
+into memory and to call the driver:
 
     a pointer                                  8 bytes
-    a number                                   what Triton's signature says of it; those that became constants, nothing
+    a number                                   as in Triton's signature; nothing if it became a constant
     a tensor descriptor of n dims              a CUtensorMap (128 bytes, aligned to 64), n int32 sizes, n int64 strides
-    memory for scratch and for profiling       8 bytes each, null: kernels that want such are not launched here
+    memory for scratch and for profiling       8 bytes each, null: kernels that need such memory are not launched here
 
-This is how Triton 3.6 to 3.9 compile kernels for NVIDIA GPUs, not an interface of theirs. So the driver is asked
-for the size of each parameter of the function (CUDA 12.4 or newer says so), and wherever anything differs, or is of
-another version, there is no direct launch and Triton's own is used.
+This is how Triton 3.6 to 3.9 compile kernels for NVIDIA GPUs, and no documented interface. So the size of each
+parameter is compared with the driver's (CUDA 12.4 or newer). If anything differs, or for another version of Triton,
+Triton launches the kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import triton
 
 Grid = tuple[int, int, int]
 _KNOWN_VERSIONS = ((3, 6), (3, 9))
-"""First and last whose sources say what the above says."""
+"""First and last version whose sources match the description above."""
 _NUMBERS = {"i32": ("i", 4), "i64": ("q", 8), "u32": ("I", 4), "u64": ("Q", 8), "fp32": ("f", 4)}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAX_BYTES = 4096  # of all parameters, by CUDA
@@ -36,18 +36,18 @@ _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZERO_OUTSIDE = 0, 2, 0  # of tensor maps
 
 
 class Unknown(Exception):
-    """The kernel has something that is not launched here."""
+    """The kernel has a property that a direct launch does not support."""
 
 
 class Described(NamedTuple):
-    """A tensor that a kernel takes as a descriptor of its blocks; what matters of it besides its address."""
+    """A tensor that a kernel reads by a descriptor of its blocks, without its address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 class MapFormat(NamedTuple):
-    """What a CUtensorMap says besides address, sizes and strides, in the driver's numbers."""
+    """The fields of a CUtensorMap besides address, sizes and strides, as numbers of the driver."""
 
     element_type: int
     element_bytes: int
@@ -56,15 +56,15 @@ class MapFormat(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a compiled kernel, in memory as C has them.
+    """The parameters of a compiled kernel, in the memory layout of a C struct.
 
     Args:
-        signature: types of the arguments, in order, as Triton writes them.
-        arguments: their values; None for pointers, `Described` for descriptors. Constants at the end may be left out.
+        signature: types of the arguments, in order, in Triton's notation.
+        arguments: their values; None for pointers, `Described` for descriptors. Constants at the end may be omitted.
         maps: the format of each descriptor, in order.
 
     Raises:
-        Unknown: an argument is of a type that is not known here.
+        Unknown: an argument of an unknown type.
 
     >>> parameters = Parameters(["*fp32", "i32", "constexpr", "i64"], [None, 7, 1, 9], [])
     >>> parameters.places
@@ -75,12 +75,12 @@ class Parameters:
 
     def __init__(self, signature: Sequence[str], arguments: Sequence[object], maps: Sequence[MapFormat]) -> None:
         self.places: list[tuple[int, int]] = []
-        """Offset and size of each. (Offsets on the device may be others, which is the driver's business.)"""
+        """Offset and size of each in this struct. (The driver copies them to offsets of its own on the device.)"""
         self._format = "<"
         self._end = 0
         self._values: list[Any] = []
-        self._addresses: list[int] = []  # where in the values those of tensors belong
-        self._maps: list[tuple[int, int, Described, MapFormat]] = []  # place in values, which tensor, what it is
+        self._addresses: list[int] = []  # indices of the values that are addresses of tensors
+        self._maps: list[tuple[int, int, Described, MapFormat]] = []  # index of the value, number of the tensor
         formats = iter(maps)
         tensors = 0
         for kind, argument in zip(signature, arguments, strict=False):
@@ -117,11 +117,11 @@ class Parameters:
         self._values.append(value)
 
     def packed(self, addresses: Sequence[int]) -> bytes:
-        """The parameters with these addresses of the tensors."""
+        """Returns the parameters with these addresses of the tensors."""
         return self._struct.pack(*self._filled(addresses))
 
     def pack_into(self, buffer: ctypes.Array[ctypes.c_char], addresses: Sequence[int]) -> None:
-        """The same, to the start of a buffer."""
+        """Writes the parameters with these addresses to the start of a buffer."""
         self._struct.pack_into(buffer, 0, *self._filled(addresses))
 
     def _filled(self, addresses: Sequence[int]) -> list[Any]:
@@ -144,7 +144,15 @@ class DirectLaunch:
     """A compiled kernel with all of its arguments but the addresses of tensors, on one device."""
 
     def __init__(self, compiled: Any, arguments: Sequence[object]) -> None:
-        """Only where `version_is_known`. `arguments` as of `Parameters`; Unknown if this kernel cannot be launched."""
+        """Prepares a launch, if `version_is_known()`.
+
+        Args:
+            compiled: the kernel.
+            arguments: as of `Parameters`.
+
+        Raises:
+            Unknown: the kernel cannot be launched here.
+        """
         metadata = compiled.metadata
         if metadata.target.backend != "cuda":
             raise Unknown("another backend")
@@ -159,19 +167,19 @@ class DirectLaunch:
             raise Unknown("the compiled function has other parameters")
         self._function, self._shared = compiled.function, metadata.shared
         self._threads = 32 * metadata.num_warps
-        self._keep = compiled  # whose end may unload the function
+        self._keep = compiled  # its deletion may unload the function
         self._launch = _driver().cuLaunchKernel
         self._buffer, self._pointers = self._memory()
-        self._lock = threading.Lock()  # of the buffer, until the driver has read it
+        self._lock = threading.Lock()  # held until the driver has read the buffer
 
     def __call__(self, grid: Grid, stream: int, addresses: Sequence[int]) -> bool:
-        """Launches on a stream of the current device; False if the driver refuses, and nothing was launched."""
+        """Launches on a stream of the current device; returns False if the driver refuses and nothing is launched."""
         with self._lock:
             self._parameters.pack_into(self._buffer, addresses)
             return self._submitted(grid, stream, self._pointers)
 
     def fixed(self, grid: Grid, addresses: Sequence[int]) -> Callable[[int], bool]:
-        """The same with grid and addresses, in memory of its own: a function of the stream."""
+        """Returns a launch with this grid and these addresses, as a function of the stream."""
         buffer, pointers = self._memory()
         self._parameters.pack_into(buffer, addresses)
 
@@ -181,7 +189,7 @@ class DirectLaunch:
         return launch
 
     def _memory(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_void_p]]:
-        """For parameters, and where each of them is in there."""
+        """Returns memory for the parameters, and a pointer to each of them."""
         buffer = ctypes.create_string_buffer(self._parameters.bytes)
         start, places = ctypes.addressof(buffer), self._parameters.places
         return buffer, (ctypes.c_void_p * len(places))(*(start + offset for offset, _ in places))
@@ -192,7 +200,7 @@ class DirectLaunch:
 
 
 def version_is_known() -> bool:
-    """Whether this Triton is one whose kernels may be launched here."""
+    """Returns True if this version of Triton compiles kernels that may be launched here."""
     found = re.match(r"(\d+)\.(\d+)", triton.__version__)
     first, last = _KNOWN_VERSIONS
     return found is not None and first <= (int(found[1]), int(found[2])) <= last
@@ -209,7 +217,7 @@ def map_format(metadata: dict[str, Any]) -> MapFormat:
 
 @lru_cache(maxsize=4096)
 def _tensor_map(address: int, described: Described, format: MapFormat) -> bytes:
-    """A CUtensorMap; sizes run from the innermost dim on there. Models use the same memory again and again."""
+    """Returns a CUtensorMap, whose sizes start with the innermost dim; cached, since models reuse their memory."""
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     rank = len(described.shape)
@@ -227,7 +235,7 @@ def _tensor_map(address: int, described: Described, format: MapFormat) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _parameter_sizes(compiled: Any) -> list[int]:
-    """Bytes of each parameter of a compiled kernel's function."""
+    """Returns the bytes of each parameter of a compiled kernel's function."""
     ask, offset, size = _driver().cuFuncGetParamInfo, ctypes.c_size_t(), ctypes.c_size_t()
     sizes: list[int] = []
     while ask(compiled.function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
@@ -237,7 +245,7 @@ def _parameter_sizes(compiled: Any) -> list[int]:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """The driver, with the calls that are needed; Unknown if it is older."""
+    """Returns the driver; raises Unknown if it is too old for the calls that a launch needs."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         uint, pointer = ctypes.c_uint, ctypes.c_void_p

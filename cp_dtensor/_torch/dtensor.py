@@ -1,4 +1,4 @@
-"""DTensor's tables of op handlers and sharding strategies."""
+"""DTensor's op handlers and sharding strategies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor._ops.single_dim_strategy import _expand_single_dim_strategy_to_mesh
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
+from cp_dtensor._torch.patches import entry_replaced
+
 OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def dtensor_dispatcher() -> Any:
-    """The object that holds DTensor's tables."""
+    """Returns DTensor's dispatcher, which holds the tables of handlers and strategies."""
     return DTensor._op_dispatcher
 
 
@@ -25,27 +27,29 @@ def dtensor_dispatcher() -> Any:
 def dtensor_tables(
     handlers: dict[Any, OpHandler], strategies: dict[Any, Callable[[Any], Callable[[Any], Any]]]
 ) -> Iterator[None]:
-    """While open, DTensor has these op handlers and sharding strategies; entries of other ops are not touched.
+    """While open, DTensor has these op handlers and sharding strategies.
 
-    `strategies` maps an op to a function from the strategy that torch had (None if it had none) to the new one.
+    Args:
+        handlers: by op.
+        strategies: by op, a function from torch's own strategy (None if torch has none) to the new one.
     """
     dispatcher = dtensor_dispatcher()
     propagator = dispatcher.sharding_propagator
     with ExitStack() as stack:
         for op, handler in handlers.items():
-            stack.enter_context(_entry(dispatcher._custom_op_handlers, op, handler))
+            stack.enter_context(entry_replaced(dispatcher._custom_op_handlers, op, handler))
         for op, make in strategies.items():
-            original = _torchs_strategy(op)
-            # A strategy of the single-dim kind would win over ours.
-            stack.enter_context(_entry(propagator.op_single_dim_strategy_funcs, op, None))
-            stack.enter_context(_entry(propagator.op_strategy_funcs, op, make(original)))
+            original = _original_strategy(op)
+            # A single-dim strategy would take precedence over ours.
+            stack.enter_context(entry_replaced(propagator.op_single_dim_strategy_funcs, op, None))
+            stack.enter_context(entry_replaced(propagator.op_strategy_funcs, op, make(original)))
         yield
 
 
-def _torchs_strategy(op: Any) -> Callable[[Any], Any] | None:
-    """What DTensor would ask now, None if it has no strategy for this op.
+def _original_strategy(op: Any) -> Callable[[Any], Any] | None:
+    """Returns DTensor's present strategy for an op, None if it has none.
 
-    One of the single-dim kind (those of SDPA's ops are, from torch 2.14 on) comes first there, and is expanded.
+    A single-dim strategy takes precedence in DTensor and is expanded here; from torch 2.14 on SDPA's ops have one.
     """
     propagator = dtensor_dispatcher().sharding_propagator
     single_dim = propagator.op_single_dim_strategy_funcs.get(op)
@@ -70,32 +74,13 @@ def _torchs_strategy(op: Any) -> Callable[[Any], Any] | None:
     return expanded
 
 
-@contextmanager
-def _entry(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """Sets (None: removes) an entry; on exit puts things back unless others changed the entry since."""
-    missing = object()
-    before = table.get(key, missing)
-    if value is None:
-        table.pop(key, None)
-    else:
-        table[key] = value
-    try:
-        yield
-    finally:
-        if table.get(key) is value:  # None where we removed the entry and nobody has set one since
-            if before is missing:
-                table.pop(key, None)
-            else:
-                table[key] = before
-
-
 def mesh_of(op_schema: Any) -> DeviceMesh:
-    """The mesh of an op's DTensors, from the schema that a strategy gets."""
+    """Returns the mesh of an op's DTensors, from the schema that a strategy gets."""
     return op_schema.args_strategy[0].strategies[0].output_spec.mesh
 
 
 def tensor_inputs(op_schema: Any) -> list[tuple[tuple[Placement, ...], torch.Size]]:
-    """(placements, global shape) of each tensor input, from the schema that a strategy gets."""
+    """Returns (placements, global shape) of each tensor input, from the schema that a strategy gets."""
     specs = [arg.strategies[0].output_spec for arg in (*op_schema.args_strategy, *op_schema.kwargs_strategy)]
     return [(spec.placements, spec.tensor_meta.shape) for spec in specs]
 
@@ -106,7 +91,7 @@ def expand_strategies(
     outputs: int,
     keep: Callable[[list[tuple[Placement, ...]]], bool],
 ) -> Any:
-    """Combines strategies of one mesh axis over all axes; `keep` is asked with the placements of all inputs."""
+    """Combines strategies of one mesh axis over all axes, if `keep` returns True for the placements of all inputs."""
     strategy = expand_to_full_mesh_op_strategy(mesh_of(op_schema), op_schema, one_axis, input_index=outputs)
     strategy.strategies = [
         spec for spec in strategy.strategies if keep([each.placements for each in spec.input_specs or ()])
@@ -115,20 +100,20 @@ def expand_strategies(
 
 
 def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Asks the sharding strategies, past the caches, and redistributes the inputs as they want.
+    """Runs the sharding strategies of an op, without caches, and redistributes its inputs accordingly.
 
     Returns:
-        the op info, whose local arguments are as wanted and whose `output_sharding` is set, and the input specs.
+        The op info, with redistributed local arguments and its `output_sharding`, and the specs of the inputs.
     """
     dispatcher = dtensor_dispatcher()
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
     info.output_sharding = sharding
-    wanted = info.schema
+    schema = info.schema
     if sharding.needs_redistribute:
-        wanted = sharding.redistribute_schema
-        dispatcher.redistribute_local_args(info, wanted, sharding.use_val_from_redistribute_schema)
-    return info, wanted.args_schema
+        schema = sharding.redistribute_schema
+        dispatcher.redistribute_local_args(info, schema, sharding.use_val_from_redistribute_schema)
+    return info, schema.args_schema
 
 
 def run_locally(op: Any, info: Any) -> Any:
@@ -137,7 +122,7 @@ def run_locally(op: Any, info: Any) -> Any:
 
 
 def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An op's arguments by name, defaults filled in."""
+    """Returns an op's arguments by name, defaults included."""
     arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
     arguments.update(zip(arguments, args, strict=False))
     return {**arguments, **kwargs}

@@ -1,4 +1,4 @@
-"""FlexAttention's function, redirected however it was imported or compiled, and what torch keeps private of masks."""
+"""FlexAttention: redirection of its function, and private parts of block masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE_BLOCK: int = module._LARGE_SPARSE_BLOCK_SIZE
 
 
 def _copied(function: types.FunctionType) -> types.FunctionType:
-    """A function that stays as it is when the original gets other code."""
+    """Returns a copy, which keeps its code when the original gets other code."""
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -34,7 +34,7 @@ def _redirected(
     query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
     enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    # Its code is run with torch's globals; Dynamo, which follows it, wants the parameters that it knows.
+    # Runs with the globals of torch's module. Dynamo traces into it and expects torch's parameters.
     from cp_dtensor._torch.flex import redirection
 
     return redirection.call(
@@ -48,16 +48,16 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 FLEX_ATTENTION_IS_KNOWN = _parameters(_redirected) == _parameters(_public) and not _public.__closure__
-"""Whether FlexAttention takes what it took when this was written."""
+"""True if FlexAttention has the parameters that this module expects."""
 
 
 class _Redirection:
-    """To whom calls go."""
+    """The present handler of calls."""
 
     handler: Callable[..., Any] | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The handler's result; torch's if the last handler has just left, in another thread."""
+        """Returns the handler's result; torch's if another thread has just removed the last handler."""
         handler = self.handler
         return original_flex_attention(*args, **kwargs) if handler is None else handler(*args, **kwargs)
 
@@ -69,7 +69,7 @@ redirection = _Redirection()
 def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
     """While open, calls of `flex_attention` go to `handler`, which takes the same arguments.
 
-    The function gets other code, so it does not matter who has imported it; Dynamo, too, follows it into the handler.
+    The function gets other code, so that every import of it is redirected; Dynamo, too, traces into the handler.
     """
     if not FLEX_ATTENTION_IS_KNOWN:
         yield
@@ -87,7 +87,7 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
-    """While open, `check`, which may raise, is called when FlexAttention that Dynamo captured is run or traced."""
+    """While open, calls `check`, which may raise, when FlexAttention that Dynamo captured is run or traced."""
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -102,10 +102,10 @@ def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """The mask of some rows, with the order in which a deterministic backward adds to dQ if the whole mask has one.
+    """Sets in the mask of some rows the order in which a deterministic backward sums dQ, if the whole mask has one.
 
     Raises:
-        NotImplementedError: an order of the caller's own.
+        NotImplementedError: the whole mask has an explicit order (`dq_kv_order`).
     """
     if getattr(whole, "dq_write_order", None) is None:  # torch 2.11 has none
         return mask

@@ -1,4 +1,4 @@
-"""Patches of torch's Python code, all reversible."""
+"""Reversible patches of torch's Python code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 import torch.utils.checkpoint
 
 NON_REENTRANT = "_checkpoint_without_reentrant_generator"
-"""What `torch.utils.checkpoint` calls without reentrant autograd; from 2.14 on this name is only a shim."""
+"""The function behind `torch.utils.checkpoint(use_reentrant=False)`; from torch 2.14 on this name is only a shim."""
 if hasattr(torch.utils.checkpoint, f"{NON_REENTRANT}_impl"):
     NON_REENTRANT += "_impl"
 
 
 @contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces an attribute by `make(original)`; on exit puts the original back unless others replaced ours since."""
+    """Replaces an attribute by `make(original)`; on exit restores it unless other code has replaced it since."""
     original = vars(owner)[name]
     ours = make(original)
     setattr(owner, name, ours)
@@ -32,10 +32,29 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 @contextmanager
-def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While open, functions given to `torch.utils.checkpoint`, in either mode, are replaced by `bind(function)`.
+def entry_replaced(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
+    """Sets an entry of a table (None removes it); on exit restores it unless other code has changed it since."""
+    missing = object()
+    before = table.get(key, missing)
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+    try:
+        yield
+    finally:
+        if table.get(key) is value:  # None if the entry was removed, and not set since
+            if before is missing:
+                table.pop(key, None)
+            else:
+                table[key] = before
 
-    The recompute in backward then runs the bound function, whenever and in whatever thread that is.
+
+@contextmanager
+def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While open, `torch.utils.checkpoint`, in either mode, runs `bind(function)` instead of its function.
+
+    The recompute in backward then runs the bound function too, at any time and in any thread.
     """
     module = torch.utils.checkpoint
 
@@ -54,7 +73,7 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
 
     with ExitStack() as stack:
         stack.enter_context(patched(module.CheckpointFunction, "forward", reentrant))
-        # torch's composable checkpoint has imported the generator by name
+        # torch's composable checkpoint imports the generator by name.
         for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
             if user is not None:
                 stack.enter_context(patched(user, NON_REENTRANT, non_reentrant))
@@ -65,7 +84,7 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
 def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While open, SDPA with a `causal_lower_right` of unequal lengths as its mask goes to `redirect(original)`.
 
-    Who has no such bias has not loaded its module, which loads Dynamo; then there is nothing to replace.
+    The module of such biases, which loads Dynamo, is not loaded here: if the program has not, it has no such bias.
     """
     module = sys.modules.get("torch.nn.attention.bias")
     if module is None:
@@ -90,8 +109,11 @@ def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callabl
 def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Iterator[None]:
     """While open, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take the path that calls SDPA.
 
-    Their fused inference path computes attention in one opaque op. With `need_weights` they do not call SDPA at all:
-    `check` gets that flag, and whether keys are appended (`add_bias_kv`, `add_zero_attn`), and may raise.
+    Their fused inference path computes attention in one opaque op. With `need_weights` they do not call SDPA at all.
+
+    Args:
+        check: called with `need_weights`, and with True if keys are appended (`add_bias_kv`, `add_zero_attn`); it may
+            raise.
     """
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,18 +141,18 @@ def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Ite
 
 @contextmanager
 def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """While open, `DistributedDataParallel` leaves out some buffers where it makes all ranks' equal to rank 0's.
+    """While open, `DistributedDataParallel` does not broadcast buffers for which `is_left_out` returns True.
 
-    It does so when it is made, and at every forward pass unless it was told not to.
+    It broadcasts rank 0's buffers when it is made and, by default, at every forward pass.
     """
     module = torch.nn.parallel.distributed
 
     def leaving_out(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def broadcast(self: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-            kept = [tensor for tensor in tensors if not is_left_out(tensor)]
-            if kept:
-                original(self, kept, *args, **kwargs)
+            others = [tensor for tensor in tensors if not is_left_out(tensor)]
+            if others:
+                original(self, others, *args, **kwargs)
 
         return broadcast
 
@@ -139,11 +161,11 @@ def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) ->
 
         @functools.wraps(original)
         def synchronize(*args: Any, **kwargs: Any) -> None:
-            given = signature.bind(*args, **kwargs).arguments
-            ignored = given["params_and_buffers_to_ignore"]
-            named = (*given["module"].named_parameters(), *given["module"].named_buffers())
-            given["params_and_buffers_to_ignore"] = {name for name, x in named if name in ignored or is_left_out(x)}
-            original(**given)
+            call = signature.bind(*args, **kwargs).arguments
+            ignored = call["params_and_buffers_to_ignore"]
+            named = (*call["module"].named_parameters(), *call["module"].named_buffers())
+            call["params_and_buffers_to_ignore"] = {name for name, x in named if name in ignored or is_left_out(x)}
+            original(**call)
 
         return synchronize
 

@@ -1,4 +1,4 @@
-"""Which SDPA backends are allowed, and overriding SDPA in torch's dispatcher."""
+"""SDPA: enabled backends, and an override in torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEFAULT_PRIORITY = list(torch._C._get_sdp_priority_order())
 
 
 def sdpa_backend_enabled(name: str) -> bool:
-    """Whether `sdpa_kernel` or the `torch.backends.cuda` flags allow a backend."""
+    """Returns True if `sdpa_kernel` and the `torch.backends.cuda` flags allow a backend."""
     flags = torch.backends.cuda
     enabled = {
         "MATH": flags.math_sdp_enabled,
@@ -27,7 +27,7 @@ def sdpa_backend_enabled(name: str) -> bool:
 
 
 def user_sdpa_priority() -> list[str] | None:
-    """Backend names in the order that the user asked for, None if the order is torch's own."""
+    """Returns backend names in the order that the user has set, None if the order is torch's default."""
     order = list(torch._C._get_sdp_priority_order())
     return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
 
@@ -45,37 +45,37 @@ _SDPA_KEYS = (
     "AutogradCPU", "AutogradCUDA", "CPU", "CUDA",
     "AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA",
 )  # fmt: skip
-# torch.vmap takes SDPA apart above these.
+# torch.vmap decomposes SDPA above these keys.
 _VMAP_KEY = "FuncTorchVmapMode"
 
 
 def override_sdpa(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    """Has torch's dispatcher call a kernel for every scaled_dot_product_attention, however it was imported.
+    """Registers kernels in torch's dispatcher that compute every scaled_dot_product_attention.
 
     Args:
         kernel: for calls outside of torch.vmap.
-        under_vmap: for those inside, also where nothing that they take is batched.
+        under_vmap: for calls inside of torch.vmap, even if none of their arguments is batched.
 
     Returns:
-        a function that takes the override back.
+        A function that removes the override.
     """
-    _has_warned_of_overrides()
+    _suppress_override_warning()
     library = torch.library.Library("aten", "IMPL")
     for key in _SDPA_KEYS:
         library.impl("scaled_dot_product_attention", kernel, key)
     library.impl("scaled_dot_product_attention", under_vmap, _VMAP_KEY)
     _SDPA._dispatch_cache.clear()  # of torch's dispatcher in Python, which traces
 
-    def take_back() -> None:
+    def remove() -> None:
         library._destroy()
         _SDPA._dispatch_cache.clear()
 
-    return take_back
+    return remove
 
 
 @lru_cache(maxsize=1)
-def _has_warned_of_overrides() -> None:
-    """torch says once in a process that a kernel of its own is overridden, as the one under vmap is: not for us."""
+def _suppress_override_warning() -> None:
+    """torch warns once in a process when a kernel of its own is overridden; that one warning is suppressed here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library = torch.library.Library("aten", "IMPL")
@@ -84,7 +84,7 @@ def _has_warned_of_overrides() -> None:
 
 
 def math_sdpa(call: Any) -> torch.Tensor:
-    """SDPA in plain operations; `call` has the arguments as attributes."""
+    """Computes SDPA in plain operations; `call` has the arguments as attributes."""
     out, _ = torch.ops.aten._scaled_dot_product_attention_math(
         call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal,
         scale=call.scale, enable_gqa=call.enable_gqa,
@@ -93,5 +93,5 @@ def math_sdpa(call: Any) -> torch.Tensor:
 
 
 def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """What torch does without an override, for every kind of tensor."""
+    """Computes SDPA as torch does without the override, for every kind of tensor."""
     return _SDPA.decompose(*args, **kwargs)

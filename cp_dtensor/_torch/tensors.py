@@ -1,4 +1,4 @@
-"""Views, memory order and devices of (B, H, S, D) tensors, and positions as tensors."""
+"""Tensors: views and memory order of (B, H, S, D), devices and streams, identity, modes, and profiler labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Span = tuple[int, int]
 
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
-    """(B, H, S, ...) to some batch rows, heads and sequence rows, a view; None means all."""
+    """Returns a view of some batch rows, heads and sequence rows of (B, H, S, ...); None means all."""
     shape = tensor.shape
     for dim, span in ((0, batch), (1, heads), (2, rows)):
         if span is not None and (span[0] or span[1] != shape[dim]):
@@ -27,10 +27,10 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
 
 
 def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """(1, H, rows * S, ...), the tokens of batch rows one after the other, as a view (rows, H, S, ...).
+    """Views (1, H, rows * S, ...), which has the tokens of one batch row after the other, as (rows, H, S, ...).
 
     Raises:
-        ValueError: tokens that are not of so many rows.
+        ValueError: the number of tokens is not a multiple of `rows`.
     """
     if tensor.size(2) % rows:
         raise ValueError(
@@ -41,20 +41,20 @@ def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def joined_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The inverse of `split_rows`; a view of what is in memory row after row."""
+    """Inverts `split_rows`; returns a view if the rows are in memory one after the other."""
     return tensor if rows == 1 else tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
-    """`grad_out` in the memory order of `out`, which cuDNN insists on, so that it is not copied for every tile."""
+    """Returns `grad_out` with the strides of `out`; cuDNN needs them, and would copy it for every tile otherwise."""
     return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
 
 
 def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out` (B, H, S, Dv) in strides that are a function of those of q (B, H, S, D) alone; a copy if it has others.
+    """Returns `out` (B, H, S, Dv) with strides that follow from those of q (B, H, S, D); a copy if it has others.
 
-    They are q's own where the shapes are equal and no elements of q share memory, else those of memory without gaps in
-    q's order of dims.
+    The strides are q's own if the shapes are equal and no elements of q share memory, else those of memory without
+    gaps in q's order of dims.
     """
     if out.stride() == q.stride() and out.shape == q.shape:  # as usual
         return out
@@ -68,20 +68,21 @@ def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         for dim in order:
             strides[dim] = step
             step *= out.size(dim)
-    if all(size == 1 or ours == wanted for size, ours, wanted in zip(out.shape, out.stride(), strides, strict=True)):
+    if all(size == 1 or old == new for size, old, new in zip(out.shape, out.stride(), strides, strict=True)):
         return out
     return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if its last dim is not contiguous."""
+    """Returns the tensor, copied if its last dim is not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def in_words(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., D) and (..., Dv) as integers of one dtype, as wide as D and Dv permit: what is copied and sent as such.
+    """Views (..., D) and (..., Dv) as integers of one dtype, as wide as D and Dv permit, to copy and send them.
 
-    Copies are faster so, and groups know every such dtype. Views, but for memory that is divided in another way.
+    Copies of wide integers are faster, and process groups support these dtypes. A tensor whose memory cannot be viewed
+    so is copied.
 
     >>> [tuple(x.shape) for x in in_words(torch.zeros(3, 8).bfloat16(), torch.zeros(3, 4).bfloat16())]
     [(3, 2), (3, 1)]
@@ -103,18 +104,18 @@ def _in_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
 
 
 def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
-    """No casting of what is computed on the tensor's device."""
+    """Disables autocast on the tensor's device."""
     device_type = like.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes a CUDA tensor's device the current one, which streams, events and kernels are taken from."""
+    """Makes a CUDA tensor's device the current one, for streams, events and kernels."""
     return on_device(tensor.device)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """`torch.cuda.current_stream(device)`, by the device's index: without one torch takes several times as long."""
+    """Returns `torch.cuda.current_stream(device)`; several times as fast, since torch gets the device's index."""
     return torch.cuda.current_stream(device.index)
 
 
@@ -125,17 +126,17 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-# The identity of tensors, what is written to them, who sees what is done with them, and on which stream it is done.
+# Identity, versions and modes
 
 _REFUSED_FOR_WEAK_REFERENCES = re.compile(r"no weakrefs to t([12])'s Tensor object but got +(\d+)")
 
 
 def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchanges what two tensor objects are: data, shape, autograd state. References from C++ stay with the content.
+    """Exchanges the contents of two tensor objects: data, shape, autograd state. C++ references stay with the content.
 
-    `torch.utils.swap_tensors` does the same but refuses tensors that autograd refers to, which is the very case here.
-    torch's own function refuses tensors that C++ refers to weakly. Autocast does, which remembers what it has cast, and
-    is made to forget it; and profilers that record shapes, whose references may stay with the content too.
+    `torch.utils.swap_tensors` does so too, but refuses tensors that autograd refers to, as it does here. The function
+    behind it refuses tensors with weak references from C++. Two owners of such references are known: autocast, whose
+    cache is cleared, and profilers that record shapes, whose references may stay with the content.
     """
     try:
         torch._C._swap_tensor_impl(first, second)
@@ -147,10 +148,10 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> None:
-    """The swap, with weak references left out of the count while it looks. Their owner must not let go of them then: a
-    profiler does not, which keeps them until the profile is freed."""
+    """Swaps with the weak references uncounted meanwhile. Their owner must not drop them then: a profiler holds them
+    until the profile is freed."""
     pair, swapped = (first, second), False
-    uncounted: dict[int, int] = {}  # of either: how many weak references are left out meanwhile
+    uncounted: dict[int, int] = {}  # by tensor: weak references that are uncounted
     try:
         while not swapped:
             try:
@@ -163,46 +164,46 @@ def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> Non
                     raise
                 uncounted[which] = int(refused[2])
                 for _ in range(uncounted[which]):
-                    torch.UntypedStorage._free_weak_ref(pair[which]._cdata)  # of anything that counts references
+                    torch.UntypedStorage._free_weak_ref(pair[which]._cdata)  # works for any counted object
     finally:
         for which, count in uncounted.items():
-            for _ in range(count):  # each counts one and is never freed: whoever owns the reference will count it off
+            for _ in range(count):  # each counts one and is never freed: the owner of the reference will
                 counted = torch._C._WeakTensorRef(pair[which ^ swapped])  # type: ignore[attr-defined]
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(counted))
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its data in other tensors, its attributes, as DTensors and quantized weights do."""
+    """Returns True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts what has been written to a tensor; None where nobody does.
+    """Returns autograd's count of writes to a tensor, None if writes are not counted.
 
-    That is so of inference tensors, and of what Inductor's CUDA graphs give: a replay writes to the same tensors. Also,
-    collectives do not count what they write, nor does compiled code where it uses memory again.
+    They are not for inference tensors and for results of Inductor's CUDA graphs, whose replays write to the same
+    tensors. Writes by collectives, and by compiled code that reuses memory, are never counted.
     """
     is_of_graph = torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
     return None if tensor.is_inference() or is_of_graph else tensor._version
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether the tensor stands for a batch of such tensors: under `torch.vmap`, or the older one of autograd."""
+    """Returns True if the tensor stands for a batch, under `torch.vmap` or the older vmap of autograd."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """CUDA's handle of `torch.cuda.current_stream(device)`, which takes several microseconds to make an object."""
+    """Returns the CUDA handle of `torch.cuda.current_stream(device)` without the object, which takes microseconds."""
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
     return handle
 
 
 def below_autograd() -> AbstractContextManager[object]:
-    """While open, operators run as inside of one of torch's own: autograd keeps no account of views and versions.
+    """While open, operators skip autograd's tracking of views and versions, as inside of one of torch's operators.
 
-    For what autograd sees as one operator. Not for code of others, such as hooks of saved tensors, which may compute
-    forward again. Views take the host half as long; under compiled code, of which autograd asks more, a third.
+    For code that autograd sees as one operator; not for code of others, such as hooks of saved tensors, which may
+    recompute forward. Views take half of the host time, in compiled code a third.
     """
     guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
     return guard
@@ -210,7 +211,16 @@ def below_autograd() -> AbstractContextManager[object]:
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """While open, operators are run and seen by nobody: not traced, counted, kept for a recompute, sent to a default
-    device or changed by a mode of the user's."""
+    """While open, no mode applies to operators: none is traced, counted, saved for a recompute, or changed."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def label(text: str, *values: object) -> AbstractContextManager[object]:
+    """Labels a block in a running `torch.profiler` as `text.format(*values)`; without a profiler it costs nothing."""
+    if not torch.autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"cp_dtensor: {text.format(*values)}")

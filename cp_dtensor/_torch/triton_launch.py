@@ -1,8 +1,7 @@
-"""How all Triton kernels here are launched: what a launch is made of is found out once, then only addresses change.
+"""Triton launches that are prepared once for tensors of given shapes, strides and dtypes, at any addresses.
 
-A `Launch` is a kernel, its grid, its numbers and its constants: all that follows from the shapes, strides and dtypes of
-a call's tensors. Launchers keep one for each such call (`kept`). Which of a kernel's compiled forms a launch needs
-depends on no more than that and on whether addresses are multiples of 16, so it is looked up by those.
+A `Launch` is a kernel with its grid, numbers and constants, cached by what it depends on (`cached_launch`). The form
+of the compiled kernel depends on these and on which addresses are multiples of 16, by which a launch caches it.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cp_dtensor._torch.direct_launch import Described, DirectLaunch, Unknown, version_is_known
 
 _log = logging.getLogger("cp_dtensor")
-_MOST_KEPT = 2048
-"""Launches of each launcher: of ragged documents, every step may want some of its own."""
-_ALIGNMENT = 16  # what Triton compiles for
-
+_MOST_LAUNCHES = 2048
+"""Cached launches of each launcher; ragged documents may need other launches at every step."""
+_ALIGNMENT = 16  # of addresses, for which Triton compiles a form of its own
 
 _Made = TypeVar("_Made")
 
 
 class Facts(NamedTuple):
-    """What a launch depends on of a tensor, besides its address."""
+    """The properties of a tensor that a launch depends on, besides its address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -36,7 +34,7 @@ class Facts(NamedTuple):
 
 
 def facts(x: torch.Tensor) -> Facts:
-    """Of a tensor.
+    """Returns the facts of a tensor.
 
     >>> facts(torch.zeros(2, 3))
     Facts(shape=torch.Size([2, 3]), strides=(3, 1), dtype=torch.float32)
@@ -44,13 +42,13 @@ def facts(x: torch.Tensor) -> Facts:
     return Facts(x.shape, x.stride(), x.dtype)
 
 
-def kept(make: Callable[..., _Made]) -> Callable[..., _Made]:
-    """For a function that makes launches from hashable values: the latest are kept, to be found by these values."""
-    return functools.lru_cache(maxsize=_MOST_KEPT)(make)
+def cached_launch(make: Callable[..., _Made]) -> Callable[..., _Made]:
+    """Decorates a function that makes launches from hashable values with an LRU cache."""
+    return functools.lru_cache(maxsize=_MOST_LAUNCHES)(make)
 
 
 class Launch:
-    """A kernel with everything but its tensors, which are given at each call and come first among its arguments."""
+    """A kernel with all arguments but its tensors, which are passed at each call and come first."""
 
     def __init__(
         self,
@@ -67,24 +65,21 @@ class Launch:
             grid: programs along each axis.
             numbers: integers and floats, in order.
             constants: the kernel's `tl.constexpr` parameters and Triton's options, by name.
-            blocks: for each tensor the shape of the blocks that the kernel reads by a descriptor, None for a pointer;
-                of tensors that are left out here, pointers.
+            blocks: for each tensor the shape of the blocks that the kernel reads by a descriptor, None for a pointer.
+                Tensors beyond its end are pointers.
         """
         self._kernel, self._grid = kernel, grid
         self._numbers, self._constants, self._blocks = tuple(numbers), dict(constants), tuple(blocks)
+        # False in the interpreter, and for an unknown Triton.
         self._may_be_direct = isinstance(kernel, triton.runtime.JITFunction) and version_is_known()
-        """Not by the interpreter, nor by a Triton of which nothing here is known."""
+        # By device and alignments: the compiled kernel, a direct launch of it, or the reason why there is none.
         self._found: dict[tuple[int, object], _Compiled | DirectLaunch | str] = {}
-        """By device and alignments: the same as it is launched directly, or why it is not."""
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream of the current device.
-
-        The tensors are of the shapes, strides and dtypes that this launch was made for, at any addresses.
-        """
+        """Launches on the current stream of the current device, with tensors of the expected facts."""
         if 0 in self._grid:
             return
-        if not self._may_be_direct or not tensors[0].is_cuda or _needs_triton(self._kernel):
+        if not self._may_be_direct or not tensors[0].is_cuda or self.needs_triton():
             self._launch_by_triton(tensors)
             return
         addresses = [x.data_ptr() for x in tensors]
@@ -92,30 +87,34 @@ class Launch:
         device = driver.get_current_device()
         key = (device, _alignments(addresses))
         found = self._found.get(key)
-        if isinstance(found, _Compiled):  # launched once before; not direct at once, since many are made only once
+        if isinstance(found, _Compiled):  # at the second launch, since many kernels are launched only once
             found = self._found[key] = self._direct(found.kernel, tensors)
         if isinstance(found, DirectLaunch) and found(self._grid, driver.get_current_stream(device), addresses):
             return
-        # Also where the driver refuses: in a thread without a CUDA context, say, for which Triton finds one.
+        # Also if the driver refuses: in a thread without a CUDA context, say, for which Triton sets one.
         compiled = self._launch_by_triton(tensors)
         if found is None:
             self._found[key] = _Compiled(compiled)
 
-    def bound(self, *tensors: torch.Tensor) -> BoundLaunch:
-        """This launch with these tensors."""
-        return BoundLaunch(self, tensors)
-
     def fixed(self, tensors: Sequence[torch.Tensor]) -> Callable[[int], bool] | None:
-        """With these tensors on the current device, as a function of the stream; None if it is not direct (yet)."""
+        """Returns a direct launch with these tensors, as a function of the stream; None if there is none (yet)."""
         addresses = [x.data_ptr() for x in tensors]
         device = triton.runtime.driver.active.get_current_device()
         found = self._found.get((device, _alignments(addresses)))
         return found.fixed(self._grid, addresses) if isinstance(found, DirectLaunch) else None
 
-    @property
     def needs_triton(self) -> bool:
-        """Whether Triton has to launch, at this moment."""
-        return _needs_triton(self._kernel)
+        """Returns True if Triton has to launch now, for a debugger or a profiler.
+
+        Debugging compiles the kernel in another form than the cached one; profilers get a call at each launch.
+        """
+        knobs = triton.knobs
+        if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
+            return True
+        for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+            if hook is not None and getattr(hook, "calls", True):
+                return True
+        return bool(self._kernel.pre_run_hooks)
 
     def _launch_by_triton(self, tensors: Sequence[torch.Tensor]) -> Any:
         arguments: list[Any] = list(tensors)
@@ -131,49 +130,34 @@ class Launch:
                 arguments[index] = Described(tuple(tensors[index].shape), tensors[index].stride())
         try:
             return DirectLaunch(compiled, [*arguments, *self._numbers])
-        except (Unknown, AttributeError, KeyError, TypeError) as error:  # it is not like those that are known
-            _log.debug("Triton launches %s, which takes the host longer: %r", self._kernel.__name__, error)
+        except (Unknown, AttributeError, KeyError, TypeError) as error:  # not as in the known versions
+            _log.debug("Triton launches %s, which takes more host time: %r", self._kernel.__name__, error)
             return repr(error)
 
 
 class BoundLaunch:
-    """A launch with its tensors, for what is launched again and again: soon the host says no more than go."""
+    """A launch with its tensors. After a few launches it takes one driver call."""
 
     def __init__(self, launch: Launch, tensors: Sequence[torch.Tensor]) -> None:
         self._launch, self._tensors = launch, tuple(tensors)
         self._fixed: Callable[[int], bool] | None = None
 
     def __call__(self, stream: int) -> None:
-        """Launches on the current stream of the tensors' device, whose handle this is."""
-        if self._fixed is None or self._launch.needs_triton or not self._fixed(stream):
+        """Launches on the current stream of the tensors' device, which has this handle."""
+        if self._fixed is None or self._launch.needs_triton() or not self._fixed(stream):
             self._launch(*self._tensors)
             if self._fixed is None and self._tensors[0].is_cuda:
                 self._fixed = self._launch.fixed(self._tensors)
 
 
 class _Compiled(NamedTuple):
-    """What Triton has compiled and launched."""
+    """A kernel that Triton has compiled and launched."""
 
     kernel: Any
 
 
 def _alignments(addresses: Sequence[int]) -> object:
-    """Equal for addresses that have the same compiled form."""
+    """Returns a value that is equal for addresses with the same compiled form."""
     if not functools.reduce(int.__or__, addresses) % _ALIGNMENT:
         return True
     return tuple(address % _ALIGNMENT == 0 for address in addresses)
-
-
-def _needs_triton(kernel: Any) -> bool:
-    """Whether what Triton has compiled may not be launched without it: somebody else has to do with launches now.
-
-    Those who debug want the kernel compiled in another way than the one that was found when nobody did; profilers want
-    to be told of launches.
-    """
-    knobs = triton.knobs
-    if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
-        return True
-    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return bool(kernel.pre_run_hooks)

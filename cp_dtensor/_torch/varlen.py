@@ -1,6 +1,6 @@
-"""torch's attention of packed documents, `varlen_attn`, overridden in torch's dispatcher.
+"""Override of `varlen_attn`, torch's attention of packed documents, in torch's dispatcher.
 
-Its module loads Dynamo, so it is left to the program to load it: operators may have kernels before they are defined.
+The module of `varlen_attn` loads Dynamo, so it is not loaded here: a kernel may be registered before its operator.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch._library.autograd import make_autograd_impl
 
-Handler = Callable[[dict[str, Any]], Any]
-"""Gets all arguments by their names, and computes the call or returns None to leave it to torch."""
+from cp_dtensor._torch.dtensor import bound_arguments
 
-# Autograd keys serve ordinary calls; those in inference mode skip them, and come by the key before all backends, at
-# which nobody has a kernel: those of others for backends stay.
+Handler = Callable[[dict[str, Any]], Any]
+"""Gets all arguments by name. Returns the result of the call, or None, in which case torch computes it."""
+
+# Autograd keys serve ordinary calls. Calls in inference mode skip them and pass the key before all backends, at which
+# torch has no kernel, so that kernels of backends stay as they are.
 _AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
 _BEFORE_BACKENDS = "BackendSelect"
 _BACKENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -27,27 +29,27 @@ _NAMES = ("_varlen_attn", "_varlen_attn_out")  # the latter from torch 2.13 on
 
 @contextmanager
 def varlen_attn_overridden(attend: Handler, attend_into: Handler) -> Iterator[None]:
-    """While open, `attend` is asked before torch computes a `varlen_attn`, however it was imported or captured.
+    """While open, calls a handler before torch computes a `varlen_attn`, also in captured programs.
 
     Args:
-        attend: gives (out, lse, random state), as the operator does.
-        attend_into: likewise for the form that writes into a tensor `out`.
+        attend: returns (out, lse, random state), as the operator does.
+        attend_into: handler of the operator that writes into a tensor `out`.
     """
     library = torch.library.Library("torch_attn", "IMPL")
     for name, handler in zip(_NAMES, (attend, attend_into), strict=True):
         for key in _AUTOGRAD_KEYS:
             library.impl(name, partial(_with_autograd, name, handler), key, with_keyset=True)
         library.impl(name, partial(_without_autograd, name, handler), _BEFORE_BACKENDS, with_keyset=True)
-    _forget_where_calls_go()
+    _clear_dispatch_caches()
     try:
         yield
     finally:
         library._destroy()
-        _forget_where_calls_go()
+        _clear_dispatch_caches()
 
 
-def _forget_where_calls_go() -> None:
-    """Of torch's dispatcher in Python, which traces."""
+def _clear_dispatch_caches() -> None:
+    """Clears the caches of torch's dispatcher in Python, which traces."""
     for name in _NAMES:
         if hasattr(torch.ops.torch_attn, name):
             _operator(name)._dispatch_cache.clear()
@@ -65,7 +67,7 @@ def _without_autograd(name: str, handler: Handler, keyset: Any, *args: Any, **kw
 
 @lru_cache(maxsize=2)
 def _original(name: str) -> Callable[..., Any]:
-    """What torch's dispatcher calls for autograd."""
+    """Returns torch's own autograd kernel."""
     return make_autograd_impl(_operator(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 
@@ -74,7 +76,5 @@ def _operator(name: str) -> Any:
 
 
 def _by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of the operator; torch's dispatcher leaves out the last ones that have their defaults."""
-    arguments = _operator(name)._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False))
-    return {argument.name: argument.default_value for argument in arguments} | given | kwargs
+    """Returns all arguments by name; torch's dispatcher omits trailing ones that have their defaults."""
+    return bound_arguments(_operator(name), args, kwargs)

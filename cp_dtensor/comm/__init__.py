@@ -1,1 +1,1 @@
-"""Rotations: how K/V travel between the ranks of a context-parallel axis."""
+"""Communication between ranks: KV transports and their choice, head exchange, symmetric memory, process groups."""

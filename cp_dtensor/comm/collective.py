@@ -1,54 +1,41 @@
-"""Moving rows by collectives of the process group: what all-gather and all-to-all rotation have in common.
+"""KV transports by all-to-all collectives of the process group: `AllGather` and `AllToAll` (a ring).
 
-Both are all-to-all exchanges of just the rows that are wanted, straight between their places: all-gather has one with
-every other rank for each group of heads, all-to-all one with a single rank for each hop.
+Both send only the rows that the receiver attends to, directly from their owner. `AllGather` exchanges rows with all
+other ranks for one group of heads at a time, `AllToAll` with one rank for each hop.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
-from cp_dtensor.comm.transport import (
-    Contribution,
-    GradTransfers,
-    KvTransfers,
-    KVTransport,
-    pack_rows,
-    row_width,
-)
-from cp_dtensor.plan.partition import (
-    BACKWARD_FLOPS,
-    CallShape,
-)
-from cp_dtensor.plan.plan import Plan, Stages, Step, Transfer, gathered_plan, ring_plan
+from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
+from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallShape
+from cp_dtensor.plan.plan import Plan, RoutePiece, Stages, Step, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.spec.layouts import Span
 
-# Rows for (or from) each rank, None where there are none: `places[slot][rank]`. A slot is one collective.
 Places = list[list[torch.Tensor | None]]
+"""Rows for, or from, each rank: `places[slot][rank]`, None where there are none. A slot is one collective."""
 
 
 class Exchange:
-    """Rows on their way between all ranks, each from and to its place.
-
-    `wait()` returns when they are there (on a GPU: for whatever is launched from then on).
-    """
+    """Rows in flight between all ranks. `wait()` returns when they have arrived (on a GPU: for work launched later)."""
 
     def __init__(self, incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._keep = (incoming, outgoing)  # must live until the transfer is done
-        start = _in_place if uses_nccl(group, like.device) else _packed
+        self._keep = (incoming, outgoing)  # the memory is in use until the exchange has ended
+        start = _start_in_place if uses_nccl(group, like.device) else _start_packed
         self.wait = start(incoming, outgoing, like, group)
 
 
-def _in_place(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    """One launch without copies."""
+def _start_in_place(
+    incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """Starts one NCCL launch that reads and writes the rows where they are."""
     nothing = like.new_empty(0)
 
     def filled(places: Places) -> list[list[torch.Tensor]]:
@@ -57,49 +44,55 @@ def _in_place(incoming: Places, outgoing: Places, like: torch.Tensor, group: dis
     return start_all_to_all(filled(incoming), filled(outgoing), group)
 
 
-def _packed(incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    """One collective of contiguous buffers, for backends that have no other."""
+def _start_packed(
+    incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """Starts one collective of contiguous buffers, which every backend has."""
     width = like.size(-1)
-
-    def by_rank(places: Places) -> list[list[torch.Tensor]]:
-        return [[rows for rows in of_rank if rows is not None] for of_rank in zip(*places, strict=True)]
-
-    def lengths(places: Places) -> list[int]:
-        return [sum(rows.size(0) for rows in of_rank) for of_rank in by_rank(places)]
-
-    sent = list(chain.from_iterable(by_rank(outgoing)))
-    sent_rows = torch.cat(sent) if sent else like.new_empty(0, width)
-    lengths_in, lengths_out = lengths(incoming), lengths(outgoing)
-    received = like.new_empty(sum(lengths_in), width)
-    work = dist.all_to_all_single(received, sent_rows, lengths_in, lengths_out, group=group, async_op=True)
+    sent, sent_counts = _by_rank(outgoing)
+    targets, counts = _by_rank(incoming)
+    buffer = torch.cat(sent) if sent else like.new_empty(0, width)
+    received = like.new_empty(sum(counts), width)
+    work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
 
     def wait() -> None:
         work.wait()
-        places = list(chain.from_iterable(by_rank(incoming)))
-        for rows, arrived in zip(places, received.split([rows.size(0) for rows in places]), strict=True):
-            rows.copy_(arrived)
+        start = 0
+        for rows in targets:
+            stop = start + rows.size(0)
+            rows.copy_(received[start:stop])
+            start = stop
 
     return wait
 
 
-class ExchangedKv(KvTransfers):
-    """Keys and values by exchange, some `ahead` of the one that is received.
+def _by_rank(places: Places) -> tuple[list[torch.Tensor], list[int]]:
+    """Returns the rows in the order of ranks, and the number of rows of each rank."""
+    ordered: list[torch.Tensor] = []
+    counts: list[int] = []
+    for of_rank in zip(*places, strict=True):
+        counts.append(0)
+        for rows in of_rank:
+            if rows is not None:
+                ordered.append(rows)
+                counts[-1] += rows.size(0)
+    return ordered, counts
 
-    An exchange is a kernel that begins when the tiles before it have ended; it is launched before those of its step.
+
+class _KvExchanges(KvTransfers):
+    """K/V transfers of which `ahead` are in flight besides the one that is received.
+
+    On GPUs an exchange is a kernel, which starts when earlier kernels leave it multiprocessors. So the exchange that
+    overlaps with a step is launched before the tiles of the step.
     """
 
     def __init__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: Plan,
-        steps: Sequence[Step],
-        group: dist.ProcessGroup,
+        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], group: dist.ProcessGroup,
         ahead: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._k, self._v, self._plan, self._group = k, v, plan, group
-        self._waiting = deque(step.transfer for step in steps if step.transfer is not None)
-        self._own: tuple[Span, torch.Tensor] | None = None  # the heads that were packed last, and their rows
+        self._waiting = deque([step.transfer for step in steps if step.transfer is not None])
+        self._own, self._own_heads = k.new_empty(0), (-1, -1)  # the packed rows of this rank, and their heads
         self._in_flight: deque[tuple[Exchange, torch.Tensor]] = deque()
         for _ in range(ahead):
             self._start()
@@ -108,14 +101,14 @@ class ExchangedKv(KvTransfers):
         if not self._waiting:
             return
         transfer, plan = self._waiting.popleft(), self._plan
+        route = plan.routes[transfer.hop]
         with label("send K/V"):
-            if self._own is None or self._own[0] != transfer.heads:
-                self._own = (transfer.heads, pack_rows(self._k, self._v, transfer.heads))
-            own = self._own[1]
-            rows = own.new_empty(plan.buffer_rows(transfer), own.size(1))
-            incoming = remote_places(rows, transfer, plan)
-            outgoing = own_places(own, transfer, plan)
-            self._in_flight.append((Exchange(incoming, outgoing, own, self._group), rows))
+            if self._own_heads != transfer.heads:
+                self._own, self._own_heads = pack_rows(self._k, self._v, transfer.heads), transfer.heads
+            rows = self._own.new_empty(plan.buffer_rows(transfer), self._own.size(1))
+            incoming = _places(rows, route.recv, route.slots, self._group)
+            outgoing = _places(self._own, route.send, route.slots, self._group)
+            self._in_flight.append((Exchange(incoming, outgoing, rows, self._group), rows))
 
     def receive(self) -> torch.Tensor:
         exchange, rows = self._in_flight.popleft()
@@ -124,15 +117,15 @@ class ExchangedKv(KvTransfers):
         return rows
 
     def tiles_launched(self) -> None:
-        pass  # what travels under them had to be launched before them
+        pass  # the transfers that overlap with the tiles are launched already
 
 
-class ExchangedGrads(GradTransfers):
-    """Gradients of keys and values straight home, by exchange."""
+class _GradExchanges(GradTransfers):
+    """dK/dV transfers directly to the owners of the rows."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> None:
         self._k, self._v, self._plan, self._group = k, v, plan, group
-        self._waiting = deque(step.transfer for step in plan.backward if step.transfer is not None)
+        self._waiting = deque([step.transfer for step in plan.backward if step.transfer is not None])
         self._buffer = k.new_empty(0)
         self._in_flight: deque[tuple[Exchange, list[Contribution]]] = deque()
 
@@ -143,23 +136,19 @@ class ExchangedGrads(GradTransfers):
         return self._buffer
 
     def send(self) -> None:
-        transfer, plan = self._waiting.popleft(), self._plan
+        buffer, self._buffer = self._buffer, self._k.new_empty(0)
+        route = self._plan.routes[self._waiting.popleft().hop]
         with label("send dK/dV"):
-            incoming = _no_places(transfer, plan)
+            outgoing = _places(buffer, route.recv, route.slots, self._group)
+            incoming = _places(buffer, (), route.slots, self._group)
             contributions = []
-            by_place: dict[tuple[int, Span], list[int]] = {}
-            for reader in transfer.readers(plan.rank, plan.world_size):
-                for place in _pieces(transfer, plan.given[reader], plan.rank, plan):
-                    by_place.setdefault(place, []).append(reader)
-            for (slot, rows), readers in by_place.items():
-                stack = self._buffer.new_empty(len(readers), rows[1] - rows[0], self._buffer.size(1))
-                for reader, piece in zip(readers, stack.unbind(), strict=True):
-                    incoming[slot][reader] = piece
+            for pieces in route.grads:
+                rows = pieces[0].rows
+                stack = buffer.new_empty(len(pieces), rows[1] - rows[0], buffer.size(1))
+                for piece, gradients in zip(pieces, stack.unbind(), strict=True):
+                    incoming[piece.slot][piece.rank] = gradients
                 contributions.append(Contribution(rows, stack))
-            outgoing = remote_places(self._buffer, transfer, plan)
-            exchange = Exchange(incoming, outgoing, self._buffer, self._group)
-        self._in_flight.append((exchange, contributions))
-        self._buffer = self._k.new_empty(0)
+            self._in_flight.append((Exchange(incoming, outgoing, buffer, self._group), contributions))
 
     def receive(self) -> Sequence[Contribution]:
         exchange, contributions = self._in_flight.popleft()
@@ -167,15 +156,21 @@ class ExchangedGrads(GradTransfers):
         return contributions
 
 
+def _places(rows: torch.Tensor, pieces: Sequence[RoutePiece], slots: int, group: dist.ProcessGroup) -> Places:
+    """Slices rows into pieces."""
+    places: Places = [[None] * group.size() for _ in range(slots)]
+    for slot, rank, (start, stop) in pieces:
+        places[slot][rank] = rows[start:stop]
+    return places
+
+
 class CollectiveTransport(KVTransport):
-    """What rotations by exchange have in common; they differ in their plans."""
+    """Transport by collectives of the process group."""
+
+    slows_compute = True
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self
-
-    @property
-    def slows_compute(self) -> bool:
-        return True
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         pass  # collectives leave nothing behind
@@ -184,86 +179,37 @@ class CollectiveTransport(KVTransport):
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
         steps = plan.backward if backward else plan.forward
-        return ExchangedKv(k, v, plan, steps, group, self.transfers_ahead)
+        return _KvExchanges(k, v, plan, steps, group, self.transfers_ahead)
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
-        return ExchangedGrads(k, v, plan, group)
-
-
-def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
-    """Where in a transfer's buffer the rows lie that this rank wants of each other rank."""
-    places = _no_places(transfer, plan)
-    for source in transfer.sources(plan.rank, plan.world_size):
-        for slot, (start, stop) in _pieces(transfer, plan.wanted[source], source, plan, in_buffer=True):
-            places[slot][source] = rows[start:stop]
-    return places
-
-
-def own_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
-    """Which of this rank's rows go to each other rank."""
-    places = _no_places(transfer, plan)
-    for reader in transfer.readers(plan.rank, plan.world_size):
-        for slot, (start, stop) in _pieces(transfer, plan.given[reader], plan.rank, plan):
-            places[slot][reader] = rows[start:stop]
-    return places
-
-
-def _pieces(
-    transfer: Transfer, parts: Sequence[int], owner: int, plan: Plan, in_buffer: bool = False
-) -> Iterator[tuple[int, Span]]:
-    """Slots and rows of some parts of a shard: rows of the shard or, `in_buffer`, of the transfer's buffer."""
-    if transfer.hop is None:
-        span = plan.rows.span if in_buffer else plan.rows.local_span
-        yield from ((part, span(owner, part)) for part in parts if plan.rows.lengths[owner][part])
-        return
-    # Neighbours travel as one; so at most every other part begins a piece, which is what `_no_places` counts on.
-    joined: list[Span] = []
-    for part in parts:
-        start, stop = plan.rows.local_span(owner, part)
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    yield from ((slot, span) for slot, span in enumerate(joined) if span[0] < span[1])
-
-
-def _no_places(transfer: Transfer, plan: Plan) -> Places:
-    """As many slots as there may be pieces: alike on all ranks, since each is a collective."""
-    parts = len(plan.rows.lengths[plan.rank])
-    return [[None] * plan.world_size for _ in range(parts if transfer.hop is None else (parts + 1) // 2)]
-
-
-# The all-gather rotation: every other rank's K/V at once, so that a few large attention calls do the work. Staged
-# by groups of heads: a stage is computed while the next one travels. Memory: two stages of all ranks' K/V, in
-# backward two stages of gradients and one of contributions as well, each about `stage_bytes` or `grad_stage_bytes`,
-# or as many heads as it takes to fill a GPU, whichever is more.
+        return _GradExchanges(k, v, plan, group)
 
 
 @dataclass(frozen=True)
 class Staging:
-    """How finely to cut the work by heads, by the size of all ranks' K/V together; alike on every rank."""
+    """Limits that decide into how many groups of heads an all-gather call is cut; equal on every rank."""
 
     stage_bytes: int = 64 << 20
-    """K/V of a stage in forward: little enough to hide under the local tile."""
+    """Bytes of all ranks' K/V in a stage of forward; the local tile hides a transfer of this size."""
     grad_stage_bytes: int = 32 << 20
-    """K/V of a stage in backward, where the gradients of the last stage are not hidden."""
+    """Bytes of all ranks' K/V in a stage of backward, where nothing hides the gradients of the last stage."""
     grad_local_bytes: int = 128 << 20
-    """K/V of all ranks for each cut of the local tile in backward, of which kernels keep several copies in float32."""
+    """Bytes of all ranks' K/V for each group of heads of the local tile in backward; kernels copy it in float32."""
     flops_per_stage: float = 0.3e12
-    """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
+    """FLOPs of a rank that a stage of forward has at least (half a millisecond on an H200): launches cost time."""
     grad_flops_per_stage: float = 0.6e12
-    """The same in backward, whose launches cost about twice as much."""
+    """As `flops_per_stage`, in backward, whose launches cost about twice as much."""
     queries_per_stage: int = 1 << 15
-    """Query rows of a stage, all heads together, that fill a GPU: about two waves of blocks of 128 on an H200."""
+    """Query rows of a stage, of all heads, that fill a GPU: about two waves of blocks of 128 on an H200."""
     keys_per_stage_by_row: int = 1 << 18
-    """Key rows of a stage of tiles that mask by row: sixteen waves, since their blocks have work of all sizes."""
+    """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        """The steps of a call on one rank, everybody else's K/V at once."""
+        """Returns the plan of a call that gathers the K/V of all other ranks."""
         return gathered_plan(shape.tiling, rank, shape.kv_heads, *self.stages(shape))
 
     def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
-        """Of forward and of backward."""
+        """Returns the groups of heads of forward and of backward."""
         tiling = shape.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
@@ -289,59 +235,52 @@ DEFAULT_STAGING = Staging()
 
 @dataclass(frozen=True)
 class AllGather(CollectiveTransport):
-    """Gather K/V by groups of heads, and bring dK/dV home likewise."""
+    """All other ranks' K/V of some heads at a time, so that a few large attention calls do the work.
+
+    The next group of heads (a stage) travels while one is computed. Memory: two stages of all ranks' K/V; in backward
+    also two stages of gradients and one of contributions. A stage has about `staging.stage_bytes` or
+    `staging.grad_stage_bytes`, or more if a GPU is not busy with fewer heads.
+    """
 
     staging: Staging = DEFAULT_STAGING
 
-    @property
-    def name(self) -> str:
-        return "allgather"
-
-    @property
-    def transfers_ahead(self) -> int:
-        return 1  # one is as large as all hops of a ring
-
-    @property
-    def keeps_own_gradients_wide(self) -> bool:
-        return True  # it is the most exact of the rotations, and symm_mem is the fastest
+    name = "allgather"
+    transfers_ahead = 1  # one is as large as all hops of a ring
+    keeps_own_gradients_wide = True  # for exactness; `symm_mem` is the faster one
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         return self.staging.plan(shape, rank)
 
 
-# The all-to-all rotation, a ring: in hop h every rank has the K/V of rank - h, the next two hops always in flight.
-# Rows go straight from their owner to the rank that reads them, which is as many bytes as passing them on from rank
-# to rank, lets each hop leave out what its reader cannot see, and depends on no hop before it. Gradients go
-# straight home, in the dtype of K/V and not as float32 sums. Large shards are worked on by groups of heads, one
-# ring after the other. Memory, whatever the number of ranks: three such groups of K/V, this rank's own group as
-# rows, in backward two of gradients and one of contributions as well. Transfers: n - 1 hops of K/V in forward and
-# again in backward, where n - 1 hops of dK/dV go beside them.
-
-# More would make tiles too small to fill a GPU.
 _MOST_HEAD_GROUPS = 4
+"""More groups make tiles too small to fill a GPU."""
 
 
 @dataclass(frozen=True)
 class AllToAll(CollectiveTransport):
-    """One hop after the other, and the gradients after them."""
+    """A ring: in hop h each rank receives the K/V of rank - h, with the next two hops in flight.
+
+    Rows travel directly from their owner to their reader. That takes as many bytes as passing them from rank to rank,
+    each hop leaves out rows that its reader does not attend to, and no hop depends on an earlier one. Gradients go
+    directly to the owner, in the dtype of K/V. Large shards go around by groups of heads, one ring after the other.
+
+    Memory, whatever the number of ranks n: three groups of K/V and this rank's own group as rows; in backward also two
+    groups of gradients and one of contributions. Transfers: n - 1 hops of K/V in forward, and n - 1 hops of K/V and
+    of dK/dV in backward.
+    """
 
     shard_bytes: int = 32 << 20
-    """K/V of a shard that are worked on at a time in forward: kernels need several times as much memory."""
+    """Bytes of a shard's K/V in a group of heads in forward; kernels need several times as much memory."""
     grad_shard_bytes: int = 16 << 20
-    """The same in backward, where kernels and sums keep twice as much of it, in float32."""
+    """As `shard_bytes`, in backward, whose kernels and sums need twice as much memory, in float32."""
     flops_per_hop: float = 0.3e12
-    """Operations that a hop of some heads should have at least (half a millisecond on an H200): launches cost time."""
+    """FLOPs that a hop of a group has at least (half a millisecond on an H200), since launches cost time."""
     transfers_ahead: int = 2
-    """Hops in flight under a tile. One may get multiprocessors only when a tile ends, and needs those of both ranks:
-    with one ahead, every delay of one rank delays its neighbours."""
+    """Hops in flight under a tile. An exchange may get multiprocessors only when a tile ends, and needs them on both
+    ranks: with one hop ahead, every delay of a rank delays its neighbours."""
 
-    @property
-    def name(self) -> str:
-        return "alltoall"
-
-    @property
-    def keeps_own_gradients_wide(self) -> bool:
-        return False
+    name = "alltoall"
+    keeps_own_gradients_wide = False
 
     def plan(self, shape: CallShape, rank: int) -> Plan:
         tiling = shape.tiling
@@ -356,4 +295,4 @@ class AllToAll(CollectiveTransport):
 
 
 OUTER_TRANSPORT = AllToAll(transfers_ahead=1)
-"""Of rings of rings: every hop travels under a whole inner ring."""
+"""Transport of the outer axis of a nested ring. One hop ahead is enough: it overlaps with a whole inner ring."""

@@ -1,4 +1,4 @@
-"""The ranks that share a sequence: those of one mesh axis, or of two."""
+"""The ranks that share a sequence, over one mesh axis or two."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """Rank = outer rank * inner size + inner rank. Collectives of all of them go over one axis after the other."""
+    """The ranks along an outer axis and perhaps an inner one: rank = outer rank * inner size + inner rank.
+
+    Collectives of all of them go over one axis after the other.
+    """
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup | None = None
     members: frozenset[int] = field(default=frozenset(), compare=False)
-    """All of them, as the default process group counts them, where it is known; else those on this rank's axes."""
+    """Global ranks of all of them; empty if unknown."""
 
     @classmethod
     def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
-        """Over one axis or two, the outer one first."""
+        """Returns the ranks of one axis or two, the outer axis first."""
         return cls(groups[0], groups[1] if len(groups) > 1 else None)
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that share the sequence."""
+        """This rank's number among those that share the sequence."""
         return self.outer.rank() if self.inner is None else self.outer.rank() * self.inner.size() + self.inner.rank()
 
     @property
     def size(self) -> int:
-        """How many share the sequence."""
-        return self.outer.size() * self.inner_size
+        """The number of ranks that share the sequence."""
+        return self.outer.size() if self.inner is None else self.outer.size() * self.inner.size()
 
     @property
     def inner_size(self) -> int:
@@ -43,39 +46,39 @@ class SequenceRanks:
 
     @property
     def have_cpu_backend(self) -> bool:
-        """Whether CPU tensors can be gathered."""
-        return all(has_cpu_backend(group) for group in self._groups)
+        """True if CPU tensors can be gathered."""
+        return all(map(has_cpu_backend, self._groups))
 
     @property
     def _groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> set[int]:
-        """The ranks that share the sequence, as the default process group counts them."""
+        """Returns the global ranks of `members`; if they are unknown, those on this rank's axes."""
         return set(self.members) or {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """(...) of equal shape on every rank to (ranks, ...)."""
+        """All-gathers (...), of equal shape on every rank, to (ranks, ...)."""
         gathered = mine.contiguous()
         for group in self._groups:
-            everyone = gathered.new_empty(group.size(), *gathered.shape)
-            all_gather_single(everyone.view(-1), gathered.view(-1), group=group)
-            gathered = everyone
+            of_group = gathered.new_empty(group.size(), *gathered.shape)
+            all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
+            gathered = of_group
         return gathered.view(self.size, *mine.shape)
 
     def gather_integers(self, mine: int | list[int], device: torch.device) -> list[Any]:
-        """What every rank says, equally many on all: on the host where the groups have a CPU backend.
+        """All-gathers equally many integers of every rank.
 
-        Elsewhere it travels by way of `device`, which is waited for.
+        They travel in CPU tensors if the groups have a CPU backend, else in tensors on `device`, which is waited for.
         """
         where = "cpu" if self.have_cpu_backend else device  # whatever the user's default device is
         return self.gather(torch.tensor(mine, dtype=torch.int64, device=where)).tolist()
 
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
-        """(ranks, ...) to this rank's (...), summed over the ranks."""
-        home = blocks.contiguous()
+        """Sums (ranks, ...) over the ranks, and returns this rank's block (...)."""
+        mine = blocks.contiguous()
         for group in reversed(self._groups):
-            block = home.new_empty(home.numel() // group.size())
-            reduce_scatter_single(block, home.view(-1), group=group)
-            home = block
-        return home.view(blocks.shape[1:])
+            block = mine.new_empty(mine.numel() // group.size())
+            reduce_scatter_single(block, mine.view(-1), group=group)
+            mine = block
+        return mine.view(blocks.shape[1:])

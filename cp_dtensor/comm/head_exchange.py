@@ -1,9 +1,6 @@
-"""The exchange of Ulysses: from all heads of some rows to some heads of all rows, and back.
+"""Head exchange of Ulysses attention: its interface, and an implementation by all-to-all collectives.
 
-What goes to a rank is one block: its heads of this rank's rows, row after row, `[one tensor's heads | the next one's]`
-of all batch rows. Blocks travel by the parts of a shard, straight to where they stand among all rows; so the order of
-heads, of rows and of tensors changes with the exchange and takes no copies of its own. Several tensors travel in one
-exchange.
+Before attention, a rank exchanges all heads of its rows for some heads of all rows; after attention, the reverse.
 """
 
 from __future__ import annotations
@@ -26,233 +23,97 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadRows:
-    """What the ranks of an axis have of one kind of tensors before and after an exchange."""
+    """The rows and heads of one kind of tensors on every rank, before and after an exchange."""
 
     rows: GatheredRows
-    """Before, a rank has those of its shard; after, those of all ranks."""
+    """Before, a rank has the rows of its shard; after, those of all ranks."""
     heads: tuple[Span, ...]
-    """Before, a rank has all of them; after, `heads[rank]`, counted in units: heads, or copies of heads."""
+    """Before, a rank has all heads; after, `heads[rank]`, counted after replication."""
     copies: int = 1
-    """Units that each head is copied to on its way (see `HeadPartition`)."""
+    """Replicas of each head (KV-head replication, see `HeadPartition`)."""
 
     @property
     def head_counts(self) -> list[int]:
-        """Heads of each rank."""
+        """Heads of each rank after an exchange."""
         return [stop - start for start, stop in self.heads]
 
 
-class ToHeads:
-    """Tensors (B, all heads, this rank's rows, D) on their way to (B, this rank's heads, all rows, D)."""
-
-    def __init__(self, bundles: Sequence[Tensors], kinds: Sequence[HeadRows], group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        self._results: list[list[torch.Tensor]] = []
-        incoming: Places = []
-        outgoing: Places = []
-        with label("send heads"):
-            for tensors, kind in zip(bundles, kinds, strict=True):
-                blocks = _Blocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
-                for of_tensor, of_block in blocks.pairs(tensors, kind.heads):
-                    of_block.copy_(of_tensor)
-                mine = _Blocks(tensors, [kind.head_counts[rank]], kind.rows.total)
-                self._results.append(mine.views(0))
-                for part in range(len(kind.rows.lengths[rank])):
-                    own = kind.rows.local_span(rank, part)
-                    outgoing.append([blocks.rows(peer, own) for peer in range(group.size())])
-                    incoming.append([mine.rows(0, kind.rows.span(peer, part)) for peer in range(group.size())])
-            self._exchange = Exchange(incoming, outgoing, bundles[0][0].new_empty(0, 1), group)
-
-    def wait(self) -> list[list[torch.Tensor]]:
-        """For each bundle its tensors, as views of what has arrived."""
-        self._exchange.wait()
-        return self._results
-
-
-class ToRows:
-    """Tensors (B, this rank's heads, all rows, D) on their way to (B, all heads, this rank's rows, D)."""
-
-    def __init__(self, bundles: Sequence[Tensors], kinds: Sequence[HeadRows], group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        self._kinds = kinds
-        self._arriving: list[_Blocks] = []
-        incoming: Places = []
-        outgoing: Places = []
-        with label("send rows"):
-            for tensors, kind in zip(bundles, kinds, strict=True):
-                mine = _Blocks(tensors, [kind.head_counts[rank]], kind.rows.total, of_same_memory=True)
-                if not mine.is_memory_of_tensors:
-                    for of_block, tensor in zip(mine.views(0), tensors, strict=True):
-                        of_block.copy_(tensor)
-                blocks = _Blocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
-                self._arriving.append(blocks)
-                for part in range(len(kind.rows.lengths[rank])):
-                    own = kind.rows.local_span(rank, part)
-                    outgoing.append([mine.rows(0, kind.rows.span(peer, part)) for peer in range(group.size())])
-                    incoming.append([blocks.rows(peer, own) for peer in range(group.size())])
-            self._exchange = Exchange(incoming, outgoing, bundles[0][0].new_empty(0, 1), group)
-
-    def wait(self, targets: Sequence[Tensors]) -> None:
-        """Writes what arrived to each bundle's `targets`, (B, all heads, this rank's rows, D)."""
-        self._exchange.wait()
-        with label("place rows"):
-            for tensors, kind, blocks in zip(targets, self._kinds, self._arriving, strict=True):
-                for of_tensor, of_block in blocks.pairs(tensors, kind.heads):
-                    of_tensor.copy_(of_block)
-
-
-class _Blocks:
-    """One block for each rank, one after the other in memory. A row has `heads` x D of every tensor and batch row."""
-
-    def __init__(self, like: Tensors, head_counts: Sequence[int], rows: int, of_same_memory: bool = False) -> None:
-        self._batch = like[0].size(0)
-        self._dims = [tensor.size(3) for tensor in like]
-        self._counts = head_counts
-        self._widths = [self._batch * count * sum(self._dims) for count in head_counts]
-        self._length = rows
-        self._starts = [0, *accumulate(width * rows for width in self._widths)]
-        self.is_memory_of_tensors = of_same_memory and len(like) == 1 and _is_row_after_row(like[0])
-        if self.is_memory_of_tensors:
-            self._memory = like[0].permute(2, 0, 1, 3).view(-1)
-        else:
-            self._memory = like[0].new_empty(self._starts[-1])
-
-    def rows(self, block: int, rows: Span) -> torch.Tensor | None:
-        """Some rows of a block, as a column of elements; None if there is nothing in them."""
-        start, width = self._starts[block], self._widths[block]
-        if width == 0 or rows[0] == rows[1]:
-            return None
-        return self._memory[start + rows[0] * width : start + rows[1] * width].view(-1, 1)
-
-    def views(self, block: int) -> list[torch.Tensor]:
-        """The tensors in a block, (B, its heads, rows, D)."""
-        count, width = self._counts[block], self._widths[block]
-        starts = accumulate((self._batch * count * dim for dim in self._dims), initial=self._starts[block])
-        return [
-            self._memory.as_strided(
-                (self._batch, count, self._length, dim), (count * dim, dim, width, 1), self._at(start)
-            )
-            for dim, start in zip(self._dims, starts, strict=False)
-        ]
-
-    def pairs(self, tensors: Tensors, heads: Sequence[Span]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Equal parts of the tensors (B, all heads, rows, D) and of the blocks; few where `heads` are regular."""
-        count = self._counts[0]
-        steps = {span[0] - before[0] for before, span in pairwise(heads)}
-        if count == 0 or len(set(self._counts)) > 1 or len(steps) != 1:
-            for block, span in enumerate(heads):
-                for tensor, view in zip(tensors, self.views(block), strict=True):
-                    yield tensor[:, span[0] : span[1]], view
-            return
-        (step,) = steps
-        start = 0
-        for tensor, dim in zip(tensors, self._dims, strict=True):
-            shape = (len(heads), self._batch, count, self._length, dim)
-            stride_h = tensor.stride(1)
-            of_tensor = tensor.as_strided(
-                shape, (step * stride_h, *tensor.stride()), tensor.storage_offset() + heads[0][0] * stride_h
-            )
-            width = self._widths[0]
-            of_block = self._memory.as_strided(
-                shape, (self._length * width, count * dim, dim, width, 1), self._at(start)
-            )
-            yield of_tensor, of_block
-            start += self._batch * count * dim
-
-    def _at(self, start: int) -> int:
-        return int(self._memory.storage_offset()) + start
-
-
-def _is_row_after_row(tensor: torch.Tensor) -> bool:
-    return tensor.permute(2, 0, 1, 3).is_contiguous()
-
-
-# The contract of exchanging rows for heads, as Ulysses does, and its implementation by collectives.
-
-
 class Arrivals(ABC):
-    """Some heads of all rows, stage after stage."""
+    """Tensors on their way from some rows of all heads to some heads of all rows, stage after stage."""
 
     @abstractmethod
     def receive(self) -> list[list[torch.Tensor]]:
-        """Waits for the next stage, and has the one after it in flight.
+        """Waits for the next stage, and starts the one after it.
 
         Returns:
-            for each bundle its tensors, (B, this rank's heads of the stage, all rows, D).
+            For each bundle its tensors, (B, this rank's heads of the stage, all rows, D).
         """
 
 
 class Departure(ABC):
-    """All heads of this rank's rows, of one stage."""
+    """Tensors of one stage on their way back to all heads of some rows."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the stage's heads are in the targets (on a GPU: for whatever is launched from then on)."""
+        """Returns when the stage's heads are in the targets (on a GPU: for work launched later)."""
 
 
 class HeadExchange(ABC):
-    """A way to exchange rows for heads. A value without state."""
+    """A way to exchange rows for heads. A frozen value without state."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What it is called in tables."""
-
-    @property
-    @abstractmethod
-    def granule(self) -> int:
-        """Bytes: what a row of one head takes must be a multiple of it."""
+    name: str
+    granule: int
+    """Bytes; the bytes of a row of one head are a multiple of it."""
 
     @abstractmethod
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
     ) -> Arrivals:
-        """Starts to bring heads together with all their rows.
+        """Starts to exchange this rank's rows of all heads for all rows of this rank's heads.
 
         Args:
             bundles: tensors (B, all heads, this rank's rows, D); those of a bundle share heads, rows and dtype.
-            stages: for each stage, the kind of each bundle.
+            stages: for each stage, the heads and rows of each bundle.
             group: the ranks of the axis.
         """
 
     @abstractmethod
     def to_rows(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        group: dist.ProcessGroup,
-        is_last: bool,
-    ) -> Departure:
-        """Starts to bring one stage's rows home.
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup, is_last: bool,
+    ) -> Departure:  # fmt: skip
+        """Starts to exchange all rows of one stage's heads for all heads of this rank's rows.
 
         Args:
             bundles: tensors (B, this rank's heads of the stage, all rows, D).
-            targets: for each, (B, all units, this rank's rows, D), in memory (B, rows, units, D); only the stage's
-                heads of it are written.
-            kinds: of each bundle.
+            targets: for each, (B, all heads after replication, this rank's rows, D), in memory (B, rows, heads, D);
+                only the stage's heads are written.
+            kinds: the heads and rows of each bundle.
             group: the ranks of the axis.
-            is_last: nothing is computed meanwhile.
+            is_last: True if no attention runs at the same time.
         """
 
     @abstractmethod
     def abandon(self, group: dist.ProcessGroup) -> None:
-        """Forgets a call that has raised in the middle, on all ranks alike, so that the next one can work."""
+        """Discards what a call that raised an error left behind. All ranks call it, so that the next call works."""
 
     @abstractmethod
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        """A stream on which every other stage may be computed, so that the end of a kernel is not idle; or None."""
+        """Returns a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
+
+
+# All-to-all collectives
+#
+# A rank sends one block to each rank: the receiver's heads of the sender's rows, row after row. The rows of a block
+# travel by the parts of a shard, directly to their places among all rows, so the exchange itself changes the order of
+# heads, rows and tensors. Several tensors travel in one exchange.
 
 
 class CollectiveHeads(HeadExchange):
-    """By all-to-all collectives of the process group."""
+    """Head exchange by all-to-all collectives of the process group."""
 
-    @property
-    def name(self) -> str:
-        return "all-to-all"
-
-    @property
-    def granule(self) -> int:
-        return 1
+    name = "all-to-all"
+    granule = 1
 
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
@@ -260,13 +121,9 @@ class CollectiveHeads(HeadExchange):
         return _CollectiveArrivals(bundles, stages, group)
 
     def to_rows(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        group: dist.ProcessGroup,
-        is_last: bool,
-    ) -> Departure:
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup, is_last: bool,
+    ) -> Departure:  # fmt: skip
         return _CollectiveDeparture(bundles, targets, kinds, group)
 
     def abandon(self, group: dist.ProcessGroup) -> None:
@@ -281,10 +138,10 @@ class _CollectiveArrivals(Arrivals):
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
     ) -> None:
         self._bundles = [
-            [_copied(tensor, kind.copies) for tensor in tensors]
+            [x if kind.copies == 1 else x.repeat_interleave(kind.copies, dim=1) for x in tensors]
             for tensors, kind in zip(bundles, stages[0], strict=True)
         ]
-        self._together = _travelling_together(bundles)
+        self._by_dtype = _by_dtype(bundles)
         self._waiting = list(stages)
         self._group = group
         self._next = self._start()
@@ -294,33 +151,27 @@ class _CollectiveArrivals(Arrivals):
             return []
         kinds = self._waiting.pop(0)
         return [
-            ToHeads([self._bundles[i] for i in together], [kinds[i] for i in together], self._group)
-            for together in self._together
+            ToHeads([self._bundles[i] for i in indices], [kinds[i] for i in indices], self._group)
+            for indices in self._by_dtype
         ]
 
     def receive(self) -> list[list[torch.Tensor]]:
-        assert self._next, "as many as there are stages"
+        assert self._next, "called more often than there are stages"
         arrived: dict[int, list[torch.Tensor]] = {}
-        for together, heads in zip(self._together, self._next, strict=True):
-            arrived.update(zip(together, heads.wait(), strict=True))
+        for indices, heads in zip(self._by_dtype, self._next, strict=True):
+            arrived.update(zip(indices, heads.wait(), strict=True))
         self._next = self._start()
         return [arrived[index] for index in range(len(arrived))]
 
 
 class _CollectiveDeparture(Departure):
     def __init__(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
         group: dist.ProcessGroup,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._rows = [
-            (
-                ToRows([bundles[i] for i in together], [kinds[i] for i in together], group),
-                [targets[i] for i in together],
-            )
-            for together in _travelling_together(bundles)
+            (ToRows([bundles[i] for i in indices], [kinds[i] for i in indices], group), [targets[i] for i in indices])
+            for indices in _by_dtype(bundles)
         ]
 
     def wait(self) -> None:
@@ -328,11 +179,140 @@ class _CollectiveDeparture(Departure):
             rows.wait(targets)
 
 
-def _travelling_together(bundles: Sequence[Tensors]) -> list[list[int]]:
-    """The indices of bundles, those of one dtype together: they are one collective."""
+def _by_dtype(bundles: Sequence[Tensors]) -> list[list[int]]:
+    """Groups the indices of bundles by dtype; each group travels in one collective."""
     dtypes = dict.fromkeys(tensors[0].dtype for tensors in bundles)
     return [[i for i, tensors in enumerate(bundles) if tensors[0].dtype == dtype] for dtype in dtypes]
 
 
-def _copied(tensor: torch.Tensor, copies: int) -> torch.Tensor:
-    return tensor if copies == 1 else tensor.repeat_interleave(copies, dim=1)
+class ToHeads:
+    """Exchange in flight from (B, all heads, this rank's rows, D) to (B, this rank's heads, all rows, D)."""
+
+    def __init__(self, bundles: Sequence[Tensors], kinds: Sequence[HeadRows], group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        self._results: list[list[torch.Tensor]] = []
+        incoming: Places = []
+        outgoing: Places = []
+        with label("send heads"):
+            for tensors, kind in zip(bundles, kinds, strict=True):
+                by_rank = _Blocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
+                for of_tensor, of_block in by_rank.pairs(tensors, kind.heads):
+                    of_block.copy_(of_tensor)
+                mine = _Blocks(tensors, [kind.head_counts[rank]], kind.rows.total)
+                self._results.append(mine.views(0))
+                outgoing += _local_places(by_rank, kind, group)
+                incoming += _gathered_places(mine, kind, group)
+            self._exchange = Exchange(incoming, outgoing, bundles[0][0].new_empty(0, 1), group)
+
+    def wait(self) -> list[list[torch.Tensor]]:
+        """Returns the tensors of each bundle."""
+        self._exchange.wait()
+        return self._results
+
+
+class ToRows:
+    """Exchange in flight from (B, this rank's heads, all rows, D) to (B, all heads, this rank's rows, D)."""
+
+    def __init__(self, bundles: Sequence[Tensors], kinds: Sequence[HeadRows], group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        self._kinds = kinds
+        self._arriving: list[_Blocks] = []
+        incoming: Places = []
+        outgoing: Places = []
+        with label("send rows"):
+            for tensors, kind in zip(bundles, kinds, strict=True):
+                mine = _Blocks(tensors, [kind.head_counts[rank]], kind.rows.total, reuse_memory=True)
+                if not mine.reuses_memory:
+                    for of_block, tensor in zip(mine.views(0), tensors, strict=True):
+                        of_block.copy_(tensor)
+                by_rank = _Blocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
+                self._arriving.append(by_rank)
+                outgoing += _gathered_places(mine, kind, group)
+                incoming += _local_places(by_rank, kind, group)
+            self._exchange = Exchange(incoming, outgoing, bundles[0][0].new_empty(0, 1), group)
+
+    def wait(self, targets: Sequence[Tensors]) -> None:
+        """Writes what has arrived to each bundle's `targets`, (B, all heads, this rank's rows, D)."""
+        self._exchange.wait()
+        with label("place rows"):
+            for tensors, kind, by_rank in zip(targets, self._kinds, self._arriving, strict=True):
+                for of_tensor, of_block in by_rank.pairs(tensors, kind.heads):
+                    of_tensor.copy_(of_block)
+
+
+def _local_places(blocks: _Blocks, kind: HeadRows, group: dist.ProcessGroup) -> Places:
+    """Places of this rank's rows: block r has the heads of rank r."""
+    rank, ranks = group.rank(), range(group.size())
+    spans = [kind.rows.local_span(rank, part) for part in range(len(kind.rows.lengths[rank]))]
+    return [[blocks.rows(peer, span) for peer in ranks] for span in spans]
+
+
+def _gathered_places(block: _Blocks, kind: HeadRows, group: dist.ProcessGroup) -> Places:
+    """Places of all ranks' rows in the one block of this rank's heads."""
+    parts, ranks = range(len(kind.rows.lengths[group.rank()])), range(group.size())
+    return [[block.rows(0, kind.rows.span(peer, part)) for peer in ranks] for part in parts]
+
+
+class _Blocks:
+    """One block for each rank, one after the other in memory.
+
+    A row of a block is `[heads of one tensor | heads of the next one]` of all batch rows.
+    """
+
+    def __init__(self, like: Tensors, head_counts: Sequence[int], rows: int, reuse_memory: bool = False) -> None:
+        self._batch = like[0].size(0)
+        self._dims = [tensor.size(3) for tensor in like]
+        self._counts = head_counts
+        self._widths = [self._batch * count * sum(self._dims) for count in head_counts]
+        self._length = rows
+        self._starts = [0, *accumulate(width * rows for width in self._widths)]
+        self.reuses_memory = reuse_memory and len(like) == 1 and like[0].permute(2, 0, 1, 3).is_contiguous()
+        if self.reuses_memory:
+            self._memory = like[0].permute(2, 0, 1, 3).view(-1)
+        else:
+            self._memory = like[0].new_empty(self._starts[-1])
+
+    def rows(self, block: int, rows: Span) -> torch.Tensor | None:
+        """Returns some rows of a block as (elements, 1), None if they are empty."""
+        start, width = self._starts[block], self._widths[block]
+        if width == 0 or rows[0] == rows[1]:
+            return None
+        return self._memory[start + rows[0] * width : start + rows[1] * width].view(-1, 1)
+
+    def views(self, block: int) -> list[torch.Tensor]:
+        """Returns the tensors in a block, (B, its heads, rows, D)."""
+        count, width = self._counts[block], self._widths[block]
+        first = int(self._memory.storage_offset())
+        starts = accumulate((self._batch * count * dim for dim in self._dims), initial=self._starts[block])
+        return [
+            self._memory.as_strided(
+                (self._batch, count, self._length, dim), (count * dim, dim, width, 1), first + start
+            )
+            for dim, start in zip(self._dims, starts, strict=False)
+        ]
+
+    def pairs(self, tensors: Tensors, heads: Sequence[Span]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields pairs of views, of the tensors (B, all heads, rows, D) and of the blocks, that hold the same elements.
+
+        One pair a tensor covers all blocks if `heads` are equally many and at equal distances.
+        """
+        count = self._counts[0]
+        steps = {span[0] - before[0] for before, span in pairwise(heads)}
+        if count == 0 or len(set(self._counts)) > 1 or len(steps) != 1:
+            for block, span in enumerate(heads):
+                for tensor, view in zip(tensors, self.views(block), strict=True):
+                    yield tensor[:, span[0] : span[1]], view
+            return
+        (step,) = steps
+        first = int(self._memory.storage_offset())
+        start = 0
+        for tensor, dim in zip(tensors, self._dims, strict=True):
+            shape = (len(heads), self._batch, count, self._length, dim)
+            stride_h = tensor.stride(1)
+            of_tensor = tensor.as_strided(
+                shape, (step * stride_h, *tensor.stride()), tensor.storage_offset() + heads[0][0] * stride_h
+            )
+            width = self._widths[0]
+            of_block = self._memory.as_strided(shape, (self._length * width, count * dim, dim, width, 1), first + start)
+            yield of_tensor, of_block
+            start += self._batch * count * dim

@@ -1,7 +1,11 @@
-"""What a rank copies from its peers' memory in an exchange of heads, as integers.
+"""Head exchange of Ulysses attention through symmetric memory.
 
-Every tensor is published as (B, rows, heads, D), without gaps, one after the other; each begins where it would begin
-for the longest shard, or for the rank with the most heads, so that every rank knows where to look.
+Each rank writes its tensors to its symmetric buffer and reads its part of the other ranks' tensors. The copies exchange
+heads for rows, so nothing has to be packed. One kernel reads the first stage of an exchange, and the last stage on the
+way back, from all ranks at once, since nothing overlaps with them. Copy engines read the stages that overlap with
+attention: cuDNN's kernels take all multiprocessors for as long as they run, and end late if some of them start late.
+
+Flags order the ranks as in `symm_mem`: the flags of K/V on the way to heads, those of gradients on the way to rows.
 """
 
 from __future__ import annotations
@@ -23,22 +27,30 @@ from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
 from cp_dtensor.plan.partition import CallShape
 
 if TRITON_AVAILABLE:
-    from cp_dtensor.comm.triton_kernels import ALIGNMENT, PIECE_FIELDS, launch_copies
+    from cp_dtensor.comm.triton_kernels import PIECE_FIELDS, launch_copies
 
-
+ALIGNMENT = 16
+"""Bytes that addresses, offsets, lengths and pitches of the copy kernel are multiples of."""
 _TENSOR_ALIGNMENT = 256
+_PROGRAMS = 1056
+"""Programs of the copy kernel: eight for each multiprocessor of an H200."""
+
+# Pieces: the copies of an exchange as integers
+#
+# A rank writes tensors (B, rows, heads, D) to its buffer one after the other. Each starts at an offset that suits the
+# longest shard, or the rank with the most heads, so that the offset is equal on all ranks.
 
 
 class Piece(NamedTuple):
-    """Rows of equal length. Sizes in bytes."""
+    """Rows of equal length that one copy moves. Sizes are in bytes."""
 
     peer: int
     source: int
-    """Offset in what the peer has published."""
+    """Offset in the peer's area of the symmetric buffer."""
     tensor: int
-    """Which tensor it goes to."""
+    """Number of the target tensor."""
     target: int
-    """Offset in that tensor."""
+    """Offset in the target tensor."""
     rows: int
     row_bytes: int
     source_pitch: int
@@ -46,33 +58,33 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Published:
-    """A tensor (B, rows, heads, D) as ranks publish it in one direction."""
+class Written:
+    """A tensor (B, rows, heads, D) as ranks write it to their symmetric buffers."""
 
     kind: HeadRows
     batch: int
     all_heads: int
-    """Heads of the tensor before an exchange to heads; units after one to rows."""
+    """Heads of the tensor before an exchange to heads; heads after replication in an exchange to rows."""
     head_bytes: int
 
     @property
     def whole_bytes(self) -> int:
-        """Of all heads of the longest shard."""
+        """Bytes of all heads of the longest shard."""
         return self.batch * self.kind.rows.longest * self.all_heads * self.head_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """Of all rows of the most heads that a rank has."""
+        """Bytes of all rows of the most heads that a rank has."""
         return self.batch * self.kind.rows.total * max(self.kind.head_counts) * self.head_bytes
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where tensors of these sizes begin, and, last, how much they take together."""
+    """Returns the offsets of tensors of these sizes, and, last, their size together."""
     return list(accumulate((-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0))
 
 
-def pieces_to_heads(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ...]:
-    """This rank's heads of all rows, its own rows last."""
+def pieces_to_heads(tensors: tuple[Written, ...], rank: int) -> tuple[Piece, ...]:
+    """Returns the copies that bring this rank's heads of all rows, those of its own rows last."""
     starts = offsets([tensor.whole_bytes for tensor in tensors])
     pieces = []
     for index, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
@@ -94,8 +106,8 @@ def pieces_to_heads(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, .
     return _own_last(pieces, rank)
 
 
-def pieces_to_rows(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ...]:
-    """All heads of this rank's rows, its own heads last; those of one stage."""
+def pieces_to_rows(tensors: tuple[Written, ...], rank: int) -> tuple[Piece, ...]:
+    """Returns the copies that bring all heads of this rank's rows in one stage, those of its own heads last."""
     starts = offsets([tensor.stage_bytes for tensor in tensors])
     pieces = []
     for index, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
@@ -116,52 +128,39 @@ def pieces_to_rows(tensors: tuple[Published, ...], rank: int) -> tuple[Piece, ..
 
 
 def _peers(rank: int, kind: HeadRows) -> list[int]:
-    """Each rank begins with the next one, so that not all read from one."""
+    """All ranks, from the next one on, so that not all ranks read from the same peer at once."""
     world_size = len(kind.heads)
     return [(rank + hop) % world_size for hop in range(1, world_size + 1)]
 
 
 def _own_last(pieces: Sequence[Piece], rank: int) -> tuple[Piece, ...]:
-    """A copy within a GPU is a kernel, which may have to wait for a multiprocessor; no other should wait for it."""
+    """Non-empty pieces; a copy within a GPU is last, since it is a kernel, which may wait for a multiprocessor."""
     return tuple(sorted((piece for piece in pieces if piece.rows and piece.row_bytes), key=lambda it: it.peer == rank))
 
 
 def _runs(first: int, last: int, copies: int) -> list[tuple[int, int, int]]:
-    """`(head, unit among these, count)` of heads that lie together on both sides."""
+    """`(head, number after replication, count)` of heads that are contiguous in source and target."""
     if copies == 1:
         return [(first, 0, last - first)]
     return [(unit // copies, unit - first, 1) for unit in range(first, last)]
 
 
-# Exchanging rows for heads over memory that ranks share: each publishes its tensors and reads what it wants. Heads
-# and rows change places on the way. The first stage of an exchange and the way back of the last are waited for, so
-# one kernel reads all their pieces at once, from all peers. What travels under computation is brought by copy
-# engines: cuDNN's kernels take all multiprocessors for as long as they run, and one that starts late on some of
-# them ends late. Ranks are ordered by flags, as in `symm_mem`: those of K/V on the way to heads, those of gradients
-# on the way to rows.
-
-_MOST_TABLES = 1024
-_PROGRAMS = 1056  # eight for each multiprocessor of an H200
+# Exchange
 
 
 @dataclass(frozen=True)
 class SharedMemoryHeads(HeadExchange):
-    """Where the ranks can share memory; a row of a head must be a multiple of 16 bytes.
+    """Head exchange through symmetric memory. A row of a head is a multiple of 16 bytes.
 
     Memory, besides the results: this rank's q, k and v, and the gradients of one stage, both in symmetric memory.
     """
 
     bytes_to_heads: int
     bytes_to_rows: int
-    """What a rank publishes at most, in forward or in backward; alike on every rank."""
+    """The most bytes that a rank writes in either direction, in forward or in backward; equal on every rank."""
 
-    @property
-    def name(self) -> str:
-        return "symm_mem"
-
-    @property
-    def granule(self) -> int:
-        return ALIGNMENT
+    name = "symm_mem"
+    granule = ALIGNMENT
 
     def to_heads(
         self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
@@ -169,13 +168,9 @@ class SharedMemoryHeads(HeadExchange):
         return _ReadHeads(bundles, stages, self._workspace(bundles, group), group.rank())
 
     def to_rows(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        group: dist.ProcessGroup,
-        is_last: bool,
-    ) -> Departure:
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        group: dist.ProcessGroup, is_last: bool,
+    ) -> Departure:  # fmt: skip
         return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
 
     def abandon(self, group: dist.ProcessGroup) -> None:
@@ -185,44 +180,44 @@ class SharedMemoryHeads(HeadExchange):
         return self._workspace([[like]], group).side_stream
 
     def _workspace(self, bundles: Sequence[Tensors], group: dist.ProcessGroup) -> Workspace:
-        # All that a call will need: memory must not move while the call before it, or half of it, is in there.
+        # The size is that of the whole call: memory must not be mapped anew while a pass of the call uses it.
         return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
 
 
 def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why heads cannot be exchanged so, None if they can; the same on every rank of the group.
+    """Returns why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
     Args:
-        shape: of this rank's tensors, all their heads.
-        group: the ranks of the axis. Its first call may be a collective.
-        device: of the tensors.
+        shape: shape of this rank's tensors, with all heads.
+        group: the ranks of the axis. The first call for a group may be a collective.
+        device: device of the tensors.
     """
     if not TRITON_AVAILABLE:
         return "it needs triton"
     dims = (shape.head_dim, shape.v_head_dim)
     if any(dim * shape.itemsize % ALIGNMENT for dim in dims):
         return f"head dims {dims} of {shape.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
-    return workspaces.why_unshared(group, device)
+    return workspaces.p2p_obstacle(group, device)
 
 
 def shared_memory_heads(shape: CallShape, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
-    """The exchange of a call, where there is no obstacle.
+    """Returns the exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:
-        shape: of this rank's tensors, all their heads.
-        stages: for each, the kind of queries and of keys and values.
+        shape: shape of this rank's tensors, with all heads.
+        stages: for each stage, the heads and rows of queries, and those of keys and values.
     """
     dims = (shape.head_dim, shape.v_head_dim)
 
-    def published(of_queries: HeadRows, of_keys: HeadRows) -> list[list[Published]]:
+    def written(of_queries: HeadRows, of_keys: HeadRows) -> list[list[Written]]:
         d, dv = (dim * shape.itemsize for dim in dims)
         units = shape.kv_heads * of_keys.copies
-        queries = Published(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
-        keys, values = (Published(of_keys, shape.batch_size, units, size) for size in (d, dv))
-        return [[queries, keys, values], [queries, Published(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)]]
+        queries = Written(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
+        keys, values = (Written(of_keys, shape.batch_size, units, size) for size in (d, dv))
+        return [[queries, keys, values], [queries, Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)]]
 
-    # Of forward and of backward: out and LSE may be more than q, k and v.
-    exchanged = [tensors for stage in stages for tensors in published(*stage)]
+    # In forward and in backward: out and LSE may take more memory than q, k and v.
+    exchanged = [tensors for stage in stages for tensors in written(*stage)]
     return SharedMemoryHeads(
         bytes_to_heads=max(offsets([each.whole_bytes for each in tensors])[-1] for tensors in exchanged),
         bytes_to_rows=max(offsets([each.stage_bytes for each in tensors])[-1] for tensors in exchanged),
@@ -230,22 +225,22 @@ def shared_memory_heads(shape: CallShape, stages: Sequence[tuple[HeadRows, HeadR
 
 
 def whole_heads(tensors: Tensors, kind: HeadRows) -> SharedMemoryHeads | None:
-    """The exchange that brings all heads of all rows to every rank, of a group whose ranks share memory.
+    """Returns the exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
 
-    It takes all heads as batch rows of one, so that they arrive in memory (B, all heads, all rows, D).
+    Its tensors have all heads as batch rows of one head, so that they arrive in memory (B, all heads, all rows, D).
 
     Args:
         tensors: (B, all heads, this rank's rows, D).
-        kind: of one head, which every rank gets.
+        kind: the rows, with one head, which every rank gets.
 
     Returns:
-        None where rows are not such as it takes.
+        None if a row is not a multiple of 16 bytes.
     """
     sizes = [tensor.size(3) * tensor.itemsize for tensor in tensors]
     if not TRITON_AVAILABLE or any(size % ALIGNMENT for size in sizes):
         return None
     batch = tensors[0].size(0) * tensors[0].size(1)
-    return SharedMemoryHeads(offsets([Published(kind, batch, 1, size).whole_bytes for size in sizes])[-1], 0)
+    return SharedMemoryHeads(offsets([Written(kind, batch, 1, size).whole_bytes for size in sizes])[-1], 0)
 
 
 class _ReadHeads(Arrivals):
@@ -254,16 +249,16 @@ class _ReadHeads(Arrivals):
     ) -> None:
         self._tensors = tensors = [tensor for bundle in bundles for tensor in bundle]
         self._sizes = [len(bundle) for bundle in bundles]
-        self._stages = [_published(bundles, stage) for stage in stages]
+        self._stages = [_written(bundles, stage) for stage in stages]
         self._rank, self._workspace = rank, workspace
         starts = offsets([tensor.whole_bytes for tensor in self._stages[0]])
         stream = current_stream(tensors[0].device)
-        with label("publish heads"):
+        with label("write heads"):
             workspace.follow(stream)
             workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
-            _publish(tensors, workspace.kv_address(workspace.rank), starts, stream)
-            workspace.flags.submit(stream, tell=Flag.KV_READY, wait=Flag.KV_READY)
-        # The first stage is waited for at once, so it needs no stream of its own.
+            _write(tensors, workspace.kv_address(workspace.rank), starts, stream)
+            workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
+        # Nothing overlaps with the first stage, so it is read on the current stream.
         self._next_stage = 0
         self._arriving = self._read(stream)
 
@@ -281,7 +276,7 @@ class _ReadHeads(Arrivals):
                 stream.wait_event(workspace.memory_is_free)
             _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, current)
             if self._next_stage == len(self._stages):
-                workspace.flags.submit(stream, tell=Flag.KV_TAKEN, beside=stream != current)
+                workspace.flags.submit(stream, signal=Flag.KV_TAKEN, overlaps=stream != current)
             if stream != current:
                 workspace.kv_arrived.record(stream)
         return arriving
@@ -298,34 +293,30 @@ class _ReadHeads(Arrivals):
 
 class _ReadRows(Departure):
     def __init__(
-        self,
-        bundles: Sequence[Tensors],
-        targets: Sequence[Tensors],
-        kinds: Sequence[HeadRows],
-        workspace: Workspace,
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows], workspace: Workspace,
         is_last: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         tensors = [tensor for bundle in bundles for tensor in bundle]
-        published = _published(targets, kinds)
-        starts = offsets([tensor.stage_bytes for tensor in published])
+        written = _written(targets, kinds)
+        starts = offsets([tensor.stage_bytes for tensor in written])
         current = current_stream(tensors[0].device)
-        beside = not is_last  # the next stage is computed meanwhile, perhaps on two streams
-        with label("publish rows"):
+        overlaps = not is_last  # with the next stage, on another stream perhaps
+        with label("write rows"):
             workspace.follow(current)
-            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, beside=beside)
-            _publish(tensors, workspace.grads_address(workspace.rank), starts, current)
-        stream = workspace.grad_stream if beside else current
+            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
+            _write(tensors, workspace.grads_address(workspace.rank), starts, current)
+        stream = workspace.grad_stream if overlaps else current
         with label("read rows"):
-            if beside:
-                workspace.flags.submit(current, tell=Flag.GRAD_READY, beside=True)
+            if overlaps:
+                workspace.flags.submit(current, signal=Flag.GRAD_READY, overlaps=True)
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
-                workspace.flags.submit(stream, wait=Flag.GRAD_READY, beside=True)
+                workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
             else:
-                workspace.flags.submit(current, tell=Flag.GRAD_READY, wait=Flag.GRAD_READY)
-            table = _table(workspace, published, pieces_to_rows, workspace.grads_address)
+                workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
+            table = _table(workspace, written, pieces_to_rows, workspace.grads_address)
             table.copy([target for bundle in targets for target in bundle], stream, current)
-            workspace.flags.submit(stream, tell=Flag.GRAD_TAKEN, beside=beside)
+            workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
         self._read_on, self._device = stream, tensors[0].device
 
     def wait(self) -> None:
@@ -334,35 +325,35 @@ class _ReadRows(Departure):
             current.wait_stream(self._read_on)
 
 
-def _published(bundles: Sequence[Tensors], kinds: Sequence[HeadRows]) -> tuple[Published, ...]:
-    """Of tensors with all their heads."""
+def _written(bundles: Sequence[Tensors], kinds: Sequence[HeadRows]) -> tuple[Written, ...]:
+    """The layout of the tensors, which have all heads."""
     return tuple(
-        Published(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)
+        Written(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)
         for bundle, kind in zip(bundles, kinds, strict=True)
         for tensor in bundle
     )
 
 
-def _publish(tensors: Sequence[torch.Tensor], address: int, starts: Sequence[int], stream: torch.cuda.Stream) -> None:
-    """Tensors (B, H, S, D) as (B, S, H, D), each at its start."""
+def _write(tensors: Sequence[torch.Tensor], address: int, starts: Sequence[int], stream: torch.cuda.Stream) -> None:
+    """Writes tensors (B, H, S, D) as (B, S, H, D), each at its start."""
     for tensor, start in zip(tensors, starts, strict=False):
-        row_after_row = tensor.transpose(1, 2).contiguous()  # as models have them
+        row_after_row = tensor.transpose(1, 2).contiguous()  # no copy of what most models compute
         copy_bytes(stream.cuda_stream, address + start, row_after_row.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Pieces, whose sources are addresses now."""
+    """The pieces of an exchange, with addresses as sources."""
 
     pieces: tuple[Piece, ...]
     on_device: torch.Tensor
     most_rows: int
     most_row_bytes: int
-    published: tuple[Published, ...]
-    """Kept, since it is looked up by identity."""
+    written: tuple[Written, ...]
+    """Held because the key of the table has identities of its values."""
 
     def copy(self, targets: list[torch.Tensor], stream: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
-        """Copies all pieces to the targets: on the current stream by a kernel, elsewhere by copy engines."""
+        """Copies all pieces to the targets: on the current stream by a kernel, on another one by copy engines."""
         if stream == current:
             if self.pieces:
                 launch_copies(self.on_device, self.most_rows, self.most_row_bytes, targets, _PROGRAMS)
@@ -376,36 +367,25 @@ class _Table:
 
 def _table(
     workspace: Workspace,
-    published: tuple[Published, ...],
-    pieces_of: Callable[[tuple[Published, ...], int], tuple[Piece, ...]],
+    written: tuple[Written, ...],
+    pieces_of: Callable[[tuple[Written, ...], int], tuple[Piece, ...]],
     address: Callable[[int], int],
 ) -> _Table:
-    """Made once for each kind of exchange: uploading it takes longer than the exchange."""
-    key = (pieces_of, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in published))
-    table = workspace.tables.get(key)
-    is_capturing = torch.cuda.is_current_stream_capturing()
-    if table is None:
-        if is_capturing:
-            raise RuntimeError(
-                "an exchange of heads has to be prepared on the device, which a CUDA graph cannot capture: run one "
-                "forward and backward of this size before capturing"
-            )
-        pieces = tuple(
-            piece._replace(source=address(piece.peer) + piece.source) for piece in pieces_of(published, workspace.rank)
+    """Returns the cached table of an exchange; its upload takes longer than the exchange."""
+    key = (pieces_of, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in written))
+    table: _Table | None = workspace.tables.get(key)
+    if table is not None:
+        return table
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the copies of a head exchange have to be uploaded, which a CUDA graph cannot capture: run one forward and "
+            "backward of this size before capturing"
         )
-        fields = [piece[1:] for piece in pieces]
-        table = _Table(
-            pieces,
-            prepared(lambda: torch.tensor(fields, dtype=torch.int64, device=workspace.kv().device)).view(
-                -1, PIECE_FIELDS
-            ),
-            max((piece.rows for piece in pieces), default=0),
-            max((piece.row_bytes for piece in pieces), default=0),
-            published,
-        )
-        if len(workspace.tables) > _MOST_TABLES:  # lengths that change at every call
-            workspace.tables.clear()
-        workspace.tables[key] = table
-    if is_capturing:
-        workspace.captured.append(table)
-    return table
+    pieces = tuple(
+        piece._replace(source=address(piece.peer) + piece.source) for piece in pieces_of(written, workspace.rank)
+    )
+    fields, device = [piece[1:] for piece in pieces], workspace.kv().device
+    on_device = prepared(lambda: torch.tensor(fields, dtype=torch.int64, device=device)).view(-1, PIECE_FIELDS)
+    most_rows = max((piece.rows for piece in pieces), default=0)
+    most_row_bytes = max((piece.row_bytes for piece in pieces), default=0)
+    return workspace.tables.add(key, _Table(pieces, on_device, most_rows, most_row_bytes, written))

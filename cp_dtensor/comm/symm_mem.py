@@ -1,21 +1,23 @@
-"""The symm_mem rotation: all-gather by the copy engines, over memory that the ranks of a node share.
+"""KV transport by copy engines through symmetric memory: an all-gather that takes no multiprocessors.
 
-Each rank publishes its rows of K/V in symmetric memory; the others pull what they want, stage by stage, on a stream of
-their own. Gradients are published likewise and pulled by their owners. No multiprocessor moves data or waits under
-attention, which has all of them.
+Each rank writes its rows of K/V to its symmetric buffer. The other ranks pull the rows that they attend to, stage by
+stage: their copy engines read the buffer on a separate CUDA stream. Each rank writes the gradients of the rows that it
+has pulled to its buffer, and the owners of the rows pull them. No multiprocessor moves data or waits, so attention
+kernels have all of them.
 
-Order, for each pair of ranks and both kinds of rows (see `flags.Flag`), whether or not the pair exchanges rows in
-this call, since the call before may have:
+For each pair of ranks and both kinds of rows, flags (see `Flag`) order the use of a buffer:
 
-    owner:   wait TAKEN; write the rows; raise READY at the reader
-    reader:  wait READY; pull;           raise TAKEN at the owner
+    writer:  wait for TAKEN; write the rows; set READY at the reader
+    reader:  wait for READY; pull;           set TAKEN at the writer
 
-Owners write on the current stream, before the local tile, which leaves no multiprocessor to a kernel on another stream
-until it ends. Readers pull on a stream of the workspace; the host submits that after the tiles of a step, so that those
-need not wait for it. In the order in which ranks submit them, no wait needs anything that is submitted after it on any
-rank, so streams that share a queue cannot lock up.
+Pairs that exchange no rows in a call pass the flags too, since their previous call may have exchanged some.
 
-Memory: as all-gather; besides, in symmetric memory, this rank's K/V and one stage of gradients.
+A rank writes on the current stream, before its local tile, which leaves no multiprocessor to a kernel on another
+stream until it ends. A rank pulls on a stream of the workspace; the host submits that after the tiles of a step, so
+that the tiles need not wait for the host. In the order of submission, no wait depends on work that any rank submits
+after that wait, so streams that share a hardware queue cannot deadlock.
+
+Memory: as all-gather; also, in symmetric memory, this rank's K/V and one stage of gradients.
 """
 
 from __future__ import annotations
@@ -40,39 +42,28 @@ from cp_dtensor.plan.plan import Plan, Step
 
 @dataclass(frozen=True)
 class SymmetricMemory(KVTransport):
-    """All-gather by copy engines where the ranks can share memory; all-gather by NCCL elsewhere."""
+    """All-gather by copy engines; where the ranks cannot share memory, `AllGather`."""
 
     staging: Staging = DEFAULT_STAGING
 
-    @property
-    def name(self) -> str:
-        return "symm_mem"
-
-    @property
-    def transfers_ahead(self) -> int:
-        return 1  # as of all-gather
+    name = "symm_mem"
+    transfers_ahead = 1  # as `AllGather`
+    slows_compute = False
+    keeps_own_gradients_wide = False
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self.where_shared(group, device)
 
     def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        """This rotation if the ranks share memory, else all-gather, and that is logged once; alike on all ranks.
+        """Returns this transport if the ranks can share memory, else all-gather, which is logged once a group.
 
         The first call for a group may be a collective.
         """
-        reason = workspaces.why_unshared(group, device)
-        if reason is None:
+        obstacle = workspaces.p2p_obstacle(group, device)
+        if obstacle is None:
             return self
-        workspaces.tell_fallback(group, reason)
+        workspaces.log_fallback(group, obstacle)
         return AllGather(self.staging)
-
-    @property
-    def slows_compute(self) -> bool:
-        return False
-
-    @property
-    def keeps_own_gradients_wide(self) -> bool:
-        return False
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
@@ -104,25 +95,25 @@ class _PulledKv(KvTransfers):
         self._like, self._plan, self._workspace = k, plan, workspace
         self._stream = current_stream(k.device)
         stages = [step.heads for step in steps if step.transfer is not None]
-        # Every rank's stages stand where they would stand for the longest shard.
+        # A stage has the same offset on every rank: the one that the longest shard needs.
         self._pitch = plan.rows.longest
         self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
         self._next_stage = 0
-        with label("publish K/V"):
-            self._publish(k, v, stages)
-        self._room, self._is_pulled = self._room_for_next(), False
+        with label("write K/V"):
+            self._write(k, v, stages)
+        self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
 
-    def _publish(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
+    def _write(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
         workspace = self._workspace
         workspace.follow(self._stream)
         workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
         rows = workspace.kv(k.dtype)
         for span in self._plan.given_spans:
             pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
-        workspace.flags.submit(self._stream, tell=Flag.KV_READY)
+        workspace.flags.submit(self._stream, signal=Flag.KV_READY)
 
-    def _room_for_next(self) -> torch.Tensor | None:
-        """Memory for the next stage; the event says when nobody uses it for something else any more."""
+    def _rows_of_next_stage(self) -> torch.Tensor | None:
+        """Allocates the next stage. Earlier uses of the memory end before the event `memory_is_free`."""
         if self._next_stage == len(self._widths):
             return None
         rows = self._like.new_empty(self._plan.rows.total, self._widths[self._next_stage] // self._like.itemsize)
@@ -135,27 +126,27 @@ class _PulledKv(KvTransfers):
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
             if self._next_stage == 0:
-                workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, beside=True)
+                workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, overlaps=True)
             stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
             for peer, row, peer_row, count in self._plan.pulls:
-                published = workspace.kv_address(peer) + stage_start
-                copy_bytes(stream, target + row * width, published + peer_row * width, count * width)
+                stage = workspace.kv_address(peer) + stage_start
+                copy_bytes(stream, target + row * width, stage + peer_row * width, count * width)
             self._next_stage += 1
             if self._next_stage == len(self._widths):
-                workspace.flags.submit(workspace.kv_stream, tell=Flag.KV_TAKEN, beside=True)
+                workspace.flags.submit(workspace.kv_stream, signal=Flag.KV_TAKEN, overlaps=True)
             workspace.kv_arrived.record(workspace.kv_stream)
 
     def tiles_launched(self) -> None:
-        if self._room is not None and not self._is_pulled:
-            self._pull(self._room)
+        if self._next_rows is not None and not self._is_pulled:
+            self._pull(self._next_rows)
             self._is_pulled = True
 
     def receive(self) -> torch.Tensor:
-        self.tiles_launched()  # if there were none
-        rows = self._room
+        self.tiles_launched()  # for steps without tiles
+        rows = self._next_rows
         assert rows is not None
         self._stream.wait_event(self._workspace.kv_arrived)
-        self._room, self._is_pulled = self._room_for_next(), False
+        self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
         return rows
 
 
@@ -178,7 +169,7 @@ class _PulledGrads(GradTransfers):
         plan, workspace = self._plan, self._workspace
         columns = row_width(self._k, self._v, self._stages.popleft())
         width = columns * self._k.itemsize
-        workspace.flags.submit(self._stream, tell=Flag.GRAD_READY)
+        workspace.flags.submit(self._stream, signal=Flag.GRAD_READY)
         contributions = [
             Contribution(rows, self._k.new_empty(len(places), rows[1] - rows[0], columns))
             for rows, places in plan.grad_pulls
@@ -186,15 +177,15 @@ class _PulledGrads(GradTransfers):
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
-            workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY, beside=True)
+            workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY, overlaps=True)
             stream = workspace.grad_stream.cuda_stream
             for (rows, places), (_, stack) in zip(plan.grad_pulls, contributions, strict=True):
                 target, count = stack.data_ptr(), (rows[1] - rows[0]) * width
                 for peer, first_row in places:
                     copy_bytes(stream, target, workspace.grads_address(peer) + first_row * width, count)
                     target += count
-            workspace.flags.submit(workspace.grad_stream, tell=Flag.GRAD_TAKEN, beside=True)
-            # Before this stage is received the one before it is, so two events in turns are enough.
+            workspace.flags.submit(workspace.grad_stream, signal=Flag.GRAD_TAKEN, overlaps=True)
+            # The stage before this one is received before this one, so two events in turns are enough.
             arrived = workspace.grads_arrived[len(self._stages) % 2]
             arrived.record(workspace.grad_stream)
         self._in_flight.append((contributions, arrived))

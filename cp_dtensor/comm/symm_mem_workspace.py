@@ -1,4 +1,7 @@
-"""Whether the ranks of a group can read each other's memory."""
+"""Symmetric memory of a process group: the P2P probe, the flags that order its use, and the cached buffers.
+
+A buffer has three areas: | flags | rows of K/V | gradients of rows |
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import SymmetricBuffer, prepared, symmetric_buffer, uses_nccl
-from cp_dtensor._torch import cuda_driver as device_streams
+from cp_dtensor._torch import SymmetricBuffer, cuda_driver, prepared, symmetric_buffer, uses_nccl
+from cp_dtensor._torch.cache import GroupCache, LRUCache
 from cp_dtensor._torch.cuda_driver import FlagOperations, await_flags, raise_flags
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 
@@ -29,18 +32,20 @@ if TRITON_AVAILABLE:
 GRANULE = 2 << 20
 """Bytes that CUDA maps at a time."""
 
+# P2P probe
 
-def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks cannot share memory, None if they can; found out together, so alike on every rank. A collective."""
+
+def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective."""
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"
     if not uses_nccl(group, device):
         return "it needs a process group with an NCCL backend"
-    local = None if device_streams.is_available() else "the CUDA driver has no stream memory operations"
+    local = None if cuda_driver.is_available() else "the CUDA driver has no stream memory operations"
     facts = (_host(), str(torch.cuda.get_device_properties(device).uuid), local or _unreachable_peer(device))
-    everyone: list[tuple[str, str, str | None]] = [facts] * group.size()
-    dist.all_gather_object(everyone, facts, group=group)
-    hosts, devices, reasons = zip(*everyone, strict=True)
+    of_ranks: list[tuple[str, str, str | None]] = [facts] * group.size()
+    dist.all_gather_object(of_ranks, facts, group=group)
+    hosts, devices, reasons = zip(*of_ranks, strict=True)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} hosts"
     if len(set(devices)) < group.size():
@@ -49,21 +54,21 @@ def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str |
 
 
 def _host() -> str:
-    """What tells hosts apart, also where they are called alike."""
+    """Returns a name of the host, different for different hosts that have the same hostname."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _failed_trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Maps a little memory: what processes may share, containers among them, shows only so."""
+    """Maps a little memory, since only that shows if processes (in containers, say) may share it. A collective."""
     reason = None
     try:
         symmetric_buffer(GRANULE, device, group)
     except RuntimeError as error:
         reason = f"mapping memory failed: {error}"
-    everyone: list[str | None] = [reason] * group.size()
-    dist.all_gather_object(everyone, reason, group=group)
-    return next((each for each in everyone if each is not None), None)
+    of_ranks: list[str | None] = [reason] * group.size()
+    dist.all_gather_object(of_ranks, reason, group=group)
+    return next((each for each in of_ranks if each is not None), None)
 
 
 def _unreachable_peer(device: torch.device) -> str | None:
@@ -73,135 +78,139 @@ def _unreachable_peer(device: torch.device) -> str | None:
     return f"device {index} cannot access device {unreachable[0]}" if unreachable else None
 
 
-# The flags by which ranks order their use of shared memory, and the two ways to raise them and to wait for them. A
-# flag is a 32-bit word in the memory of the rank that waits for it, one for each rank that may raise it, 0 or 1.
-# Who waits takes it down, so there is no counter, and a captured CUDA graph can be replayed.
+# Flags
 
 
 class Flag(IntEnum):
-    """What a flag says of the rank that raised it, to the rank in whose memory it lies."""
+    """Flags that a rank sets for another rank, by what the setter has done.
+
+    A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each rank that may set it has a word
+    of its own. The waiting rank resets it, so there is no counter, and a captured CUDA graph can be replayed.
+    """
 
     KV_READY = 0
+    """Its rows of K/V are written."""
     KV_TAKEN = 1
+    """It has read this rank's rows of K/V, so they may be overwritten."""
     GRAD_READY = 2
+    """Its gradients are written."""
     GRAD_TAKEN = 3
+    """It has read this rank's gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """Those of one group, which begin at the same offset in the memory of each of its ranks."""
+    """The flags of a group."""
 
     rank: int
     addresses: tuple[int, ...]
-    """Where those in each rank's memory begin, as this device sees it."""
+    """Address of the first flag in each rank's memory, as mapped on this device."""
     device: torch.device
 
     def submit(
-        self,
-        stream: torch.cuda.Stream,
-        *,
-        tell: Flag | None = None,
-        wait: Flag | None = None,
-        beside: bool = False,
+        self, stream: torch.cuda.Stream, *, signal: Flag | None = None, wait: Flag | None = None, overlaps: bool = False
     ) -> None:
-        """Raises a flag for all ranks; then waits until all have raised one for this rank, and takes it down.
+        """Sets a flag on all ranks; then waits until all ranks have set one here, and resets it.
 
         Args:
-            stream: the current one, unless it is beside.
-            tell: what to raise.
-            wait: what to wait for.
-            beside: whether attention runs meanwhile, on another stream. It leaves a kernel no multiprocessor, so the
-                front end of the GPU does it. Otherwise, if there is Triton, a kernel does: with many ranks it is
-                several times as fast.
+            stream: the current stream, or any stream with `overlaps`.
+            signal: the flag to set.
+            wait: the flag to wait for.
+            overlaps: True if attention runs at the same time on another stream. Attention leaves a kernel no
+                multiprocessor, so the front end of the GPU handles the flags. Otherwise a Triton kernel does, if there
+                is Triton: with many ranks it is several times as fast.
         """
-        if TRITON_AVAILABLE and not beside:
-            self._launches[tell, wait](stream.cuda_stream)
+        if TRITON_AVAILABLE and not overlaps:
+            self._launches[signal, wait](stream.cuda_stream)
             return
-        if tell is not None:
-            self._raises[tell].submit(stream.cuda_stream)
+        if signal is not None:
+            self._sets[signal].submit(stream.cuda_stream)
         if wait is not None:
             self._waits[wait].submit(stream.cuda_stream)
 
     def prepare(self) -> None:
-        """Uploads what the kernel has to know and loads it, since a CUDA graph cannot capture that."""
+        """Uploads the addresses of flags and loads the kernel, which a CUDA graph cannot capture."""
         if TRITON_AVAILABLE:
             self._launches[None, None](current_stream(self.device).cuda_stream)
 
     @cached_property
-    def _raises(self) -> list[FlagOperations]:
-        return [raise_flags(self._here_raised(flag)) for flag in Flag]
+    def _sets(self) -> list[FlagOperations]:
+        return [raise_flags(self._signalled(flag)) for flag in Flag]
 
     @cached_property
     def _waits(self) -> list[FlagOperations]:
-        return [await_flags(self._here_awaited(flag)) for flag in Flag]
+        return [await_flags(self._awaited(flag)) for flag in Flag]
 
     @cached_property
     def _launches(self) -> dict[tuple[Flag | None, Flag | None], BoundLaunch]:
-        """By what is raised and what is waited for; None is no flag."""
+        """By the flag to set and the flag to wait for; None is no flag."""
         count, flags = padded_count(len(self.addresses)), [*Flag, None]
 
         def uploaded(of_flags: list[list[int]]) -> Iterable[torch.Tensor]:
             padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flags, []]]
             return torch.tensor(padded, device=self.device).unbind()
 
-        told = dict(zip(flags, uploaded([self._here_raised(flag) for flag in Flag]), strict=True))
-        awaited = dict(zip(flags, uploaded([self._here_awaited(flag) for flag in Flag]), strict=True))
-        return {(tell, wait): flag_launch(told[tell], awaited[wait]) for tell in flags for wait in flags}
+        signalled = dict(zip(flags, uploaded([self._signalled(flag) for flag in Flag]), strict=True))
+        awaited = dict(zip(flags, uploaded([self._awaited(flag) for flag in Flag]), strict=True))
+        return {(signal, wait): flag_launch(signalled[signal], awaited[wait]) for signal in flags for wait in flags}
 
-    def _here_raised(self, flag: Flag) -> list[int]:
+    def _signalled(self, flag: Flag) -> list[int]:
+        """Addresses of the words that this rank sets."""
         return [self._address(holder, flag, self.rank) for holder in self._ranks]
 
-    def _here_awaited(self, flag: Flag) -> list[int]:
-        return [self._address(self.rank, flag, raised_by) for raised_by in self._ranks]
+    def _awaited(self, flag: Flag) -> list[int]:
+        """Addresses of the words that this rank waits for."""
+        return [self._address(self.rank, flag, setter) for setter in self._ranks]
 
     @property
     def _ranks(self) -> Sequence[int]:
-        # With this rank among them: it publishes and reads on different streams, which nothing else orders.
+        # With this rank among them: it writes and reads on different streams, which nothing else orders.
         return range(len(self.addresses))
 
-    def _address(self, holder: int, flag: Flag, raised_by: int) -> int:
-        return self.addresses[holder] + 4 * (flag * len(self.addresses) + raised_by)
+    def _address(self, holder: int, flag: Flag, setter: int) -> int:
+        return self.addresses[holder] + 4 * (flag * len(self.addresses) + setter)
 
 
-# Symmetric memory of a process group: where ranks publish rows for one another, and the flags that order its reuse.
-# | flags | rows of K/V | gradients of rows | One workspace per group serves all its calls, in all layers, forward
-# and backward; it grows when a call needs more.
+# Workspaces
 
 _log = logging.getLogger("cp_dtensor")
 _FLAG_BYTES = 64 * 1024
+_MOST_TABLES = 1024
 _BEFORE_ATTENTION = -1
-"""Priority of a stream whose copies, where they are kernels, get the first multiprocessors that attention leaves."""
+"""Stream priority: copies that are kernels get the first multiprocessors that attention leaves."""
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Symmetric memory of one group. Addresses are those of this device."""
+    """The symmetric buffer of a group, its flags, and the streams and events of transfers through it.
+
+    It serves all calls of the group, in all layers, forward and backward.
+    """
 
     rank: int
     world_size: int
     buffer: SymmetricBuffer
     addresses: tuple[int, ...]
+    """Of each rank's buffer, as mapped on this device."""
     flags: Flags
     kv_bytes: int
     grad_bytes: int
     kv_stream: torch.cuda.Stream
     grad_stream: torch.cuda.Stream
     side_stream: torch.cuda.Stream
-    # Each is waited for before it is recorded again.
+    # Each event is waited for before it is recorded again.
     memory_is_free: torch.cuda.Event
     kv_arrived: torch.cuda.Event
     grads_arrived: tuple[torch.cuda.Event, torch.cuda.Event]
-    tables: dict[object, Any] = field(default_factory=dict)
-    """What users of this memory keep on the device, with addresses in it."""
-    captured: list[Any] = field(default_factory=list)
-    """Those of them that captured graphs read."""
+    tables: LRUCache[Any] = field(default_factory=lambda: LRUCache(_MOST_TABLES))
+    """Device tensors of addresses in the buffer, by what they are for."""
     _kv_views: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _last_stream: list[torch.cuda.Stream] = field(default_factory=list)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Orders what is published on `stream` behind what was published before, on whatever stream.
+        """Makes `stream` wait for earlier writes to the buffer on another stream.
 
-        Peers pull in the order of calls, so that is the order in which rows have to be written.
+        Peers read in the order of calls, so rows have to be written in that order.
         """
         last = self._last_stream[0] if self._last_stream else stream
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph cannot wait for what is not in it
@@ -209,25 +218,25 @@ class Workspace:
         self._last_stream[:] = [stream]
 
     def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """The memory in which this rank publishes rows of K/V, flat."""
+        """Returns this rank's area for rows of K/V, flat."""
         view = self._kv_views.get(dtype)
         if view is None:
             memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
-            with torch.inference_mode(False):  # training may follow inference, and cannot write to what that has made
+            with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
                 view = self._kv_views[dtype] = memory.view(dtype)
         return view
 
     def grads(self) -> torch.Tensor:
-        """The bytes in which this rank publishes its contributions to everybody's gradients."""
+        """Returns the bytes of this rank's area for gradients of all ranks' rows."""
         start = _FLAG_BYTES + self.kv_bytes
         return self.buffer.bytes_of[self.rank][start : start + self.grad_bytes]
 
     def kv_address(self, rank: int) -> int:
-        """Where `rank` publishes rows of K/V."""
+        """Returns the address of `rank`'s area for rows of K/V."""
         return self.addresses[rank] + _FLAG_BYTES
 
     def grads_address(self, rank: int) -> int:
-        """Where `rank` publishes contributions to gradients."""
+        """Returns the address of `rank`'s area for gradients."""
         return self.addresses[rank] + _FLAG_BYTES + self.kv_bytes
 
 
@@ -236,40 +245,54 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+_obstacles = GroupCache[str | None]()
+_fallbacks = GroupCache[None]()
+
+
+def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns why the ranks of a group cannot read each other's memory, None if they can.
+
+    The first call for a group is a collective.
+
+    Raises:
+        RuntimeError: the first call is in the capture of a CUDA graph.
+    """
+
+    def probe() -> str | None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the ranks have to find out if they can share memory, which a CUDA graph cannot capture: run one call "
+                "before capturing"
+            )
+        return prepared(lambda: probe_p2p(group, device))
+
+    return _obstacles.get(group, device.type, probe)  # a group may have tensors on several types of device
+
+
+def log_fallback(group: dist.ProcessGroup, obstacle: str) -> None:
+    """Logs, once for a group, that calls with `rotate_method="symm_mem"` use all-gather."""
+    message = "symmetric memory is not available (%s): using all-gather instead"
+    _fallbacks.get(group, None, lambda: _log.warning(message, obstacle))
+
+
 class _Workspaces:
-    """The workspaces of the process. They cannot be values: mapping memory is a collective and takes a second."""
+    """The workspaces of the process. Mapping memory is a collective and takes a second."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By type of device: a group may have tensors of several.
-        self._reasons: WeakKeyDictionary[dist.ProcessGroup, dict[str, str | None]] = WeakKeyDictionary()
-        self._told: WeakSet[dist.ProcessGroup] = WeakSet()
+        self._lock = threading.Lock()  # not held during collectives: ranks may call for several groups in any order
         self._current: WeakKeyDictionary[dist.ProcessGroup, Workspace] = WeakKeyDictionary()
-        # What a captured graph uses, whose replays have these very addresses, and what was abandoned half-way, which
-        # peers may still be reading.
-        self._kept: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
-
-    # The lock is not held during collectives: calls of several groups may be in another order on other ranks.
-
-    def why_unshared(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
-        with self._lock:
-            reasons = self._reasons.setdefault(group, {})
-        if device.type not in reasons:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "the ranks have to find out whether they share memory, which a CUDA graph cannot capture: run "
-                    "one call before capturing"
-                )
-            reasons[device.type] = prepared(lambda: obstacle_to_sharing(group, device))
-        return reasons[device.type]
-
-    def tell_fallback(self, group: dist.ProcessGroup, reason: str) -> None:
-        with self._lock:
-            if group not in self._told:
-                self._told.add(group)
-                _log.warning("symmetric memory is not available (%s): using the all-gather rotation", reason)
+        # Workspaces of captured graphs, whose replays use these addresses, and of calls that raised, which peers may
+        # still be reading.
+        self._pinned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
 
     def get(self, group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
+        """Returns the workspace of a group, with at least so many bytes.
+
+        Mapping a larger one is a collective; all ranks ask for the same sizes.
+
+        Raises:
+            RuntimeError: memory has to be mapped while a CUDA graph is captured.
+        """
         capturing = torch.cuda.is_current_stream_capturing()
         with self._lock:
             held = self._current.get(group)
@@ -281,70 +304,42 @@ class _Workspaces:
                 )
             if held is not None:
                 kv_bytes, grad_bytes = _grown(kv_bytes, held.kv_bytes), _grown(grad_bytes, held.grad_bytes)
-                # Peers may be reading the old memory until all have come here.
-                prepared(lambda: _meet(group, device))
+                # Peers may be reading the old memory until all ranks are here.
+                prepared(lambda: _synchronize_ranks(group, device))
                 with self._lock:
                     del self._current[group], held
             held = prepared(lambda: _map(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
             with self._lock:
                 self._current[group] = held
         if capturing:
-            self._keep(group, held)
+            self._pin(group, held)
         return held
 
     def abandon(self, group: dist.ProcessGroup) -> None:
+        """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
         with self._lock:
             held = self._current.pop(group, None)
         if held is not None:
-            self._keep(group, held)
+            self._pin(group, held)
 
-    def _keep(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
+    def _pin(self, group: dist.ProcessGroup, workspace: Workspace) -> None:
         with self._lock:
-            kept = self._kept.setdefault(group, [])
-            if workspace not in kept:
-                kept.append(workspace)
+            pinned = self._pinned.setdefault(group, [])
+            if workspace not in pinned:
+                pinned.append(workspace)
 
     def allocated_bytes(self, device: torch.device) -> int:
+        """Returns the bytes of symmetric memory on a device, which torch's allocator does not count."""
         with self._lock:
-            held = [*self._current.values(), *(one for several in self._kept.values() for one in several)]
+            held = [*self._current.values(), *(one for several in self._pinned.values() for one in several)]
             own = {id(one): one.buffer.bytes_of[one.rank] for one in held}
             return sum(memory.numel() for memory in own.values() if memory.device == device)
 
 
 _workspaces = _Workspaces()
-
-
-def why_unshared(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot share memory, None if they can. The first call for a group is a collective.
-
-    Raises:
-        RuntimeError: that first call is in the capture of a CUDA graph.
-    """
-    return _workspaces.why_unshared(group, device)
-
-
-def tell_fallback(group: dist.ProcessGroup, reason: str) -> None:
-    """Logs, once for a group, that somebody who asked for symmetric memory gets all-gather."""
-    _workspaces.tell_fallback(group, reason)
-
-
-def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
-    """The workspace of a group, with at least so many bytes. Mapping a larger one is a collective, alike on all ranks.
-
-    Raises:
-        RuntimeError: memory has to be mapped while a CUDA graph is captured.
-    """
-    return _workspaces.get(group, device, kv_bytes, grad_bytes)
-
-
-def abandon(group: dist.ProcessGroup) -> None:
-    """Gives the group's workspace up, whose flags are in an unknown state, so that the next call maps another."""
-    _workspaces.abandon(group)
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Bytes of symmetric memory that are held on a device; torch's allocator does not count them."""
-    return _workspaces.allocated_bytes(device)
+workspace = _workspaces.get
+abandon = _workspaces.abandon
+allocated_bytes = _workspaces.allocated_bytes
 
 
 def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
@@ -365,24 +360,24 @@ def _map(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_byt
         kv_arrived=torch.cuda.Event(),
         grads_arrived=(torch.cuda.Event(), torch.cuda.Event()),
     )
-    # At first everything counts as taken: there is nothing to wait for before the first use.
+    # At first all areas count as read, so that no rank waits before the first use.
     words = made.buffer.bytes_of[made.rank][:_FLAG_BYTES].view(torch.int32)
     for flag in (Flag.KV_TAKEN, Flag.GRAD_TAKEN):
         words[flag * made.world_size : (flag + 1) * made.world_size] = 1
     made.flags.prepare()
-    _meet(group, device)
+    _synchronize_ranks(group, device)
     return made
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Waits until all ranks have done what they have launched."""
+def _synchronize_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Waits until all work that any rank has launched is done."""
     torch.cuda.synchronize(device)
     dist.barrier(group)
     torch.cuda.synchronize(device)
 
 
 def _grown(needed: int, held: int) -> int:
-    """Half as much again where it does not suffice: masks that change with every step want a little more each time."""
+    """Returns 1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
     return held if needed <= held else max(needed, held + held // 2)
 
 

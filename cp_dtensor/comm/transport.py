@@ -1,7 +1,7 @@
-"""The contract of a rotation: how keys and values travel to the ranks that need them, and gradients come home.
+"""Interface of KV transports, and the packing of keys and values into rows.
 
-A rotation moves rows and knows nothing of attention. One row is one token: the keys and values of some heads and of all
-batch rows. What travels when is in the `Plan`, which the rotation makes.
+A transport moves rows between the ranks of a mesh axis and does no arithmetic. A row is one token: its keys and values,
+for some heads and all batch rows. The `Plan` of a call, which the transport makes, says which rows travel when.
 """
 
 from __future__ import annotations
@@ -19,36 +19,33 @@ from cp_dtensor.spec.layouts import Span
 
 
 class Contribution(NamedTuple):
-    """What other ranks' queries contribute to the gradients of some of this rank's keys and values."""
+    """Gradients of some of this rank's keys and values, from the queries of other ranks."""
 
     rows: Span
-    """Of this rank's shard."""
+    """Rows of this rank's shard."""
     stack: torch.Tensor
     """(contributing ranks, rows, row width)."""
 
 
 class KvTransfers(ABC):
-    """Keys and values on their way to this rank. For each step in turn: `receive` if it has a transfer, its tiles,
+    """The K/V transfers of one pass. For each step call `receive` if it has a transfer, compute its tiles, and call
     `tiles_launched`."""
 
     @abstractmethod
     def receive(self) -> torch.Tensor:
-        """Waits for the next transfer, in the order of the steps.
+        """Waits for the transfer of the next step that has one.
 
         Returns:
-            (rows, row width). Only rows that this rank wants are filled.
+            (rows, row width). Rows that this rank's queries do not attend to are uninitialised.
         """
 
     @abstractmethod
     def tiles_launched(self) -> None:
-        """Says that a step's tiles have been launched. What travels under them is in flight when this returns.
-
-        Here transfers can be started that need not come before the tiles, which then don't wait for the host to do so.
-        """
+        """Starts transfers that overlap with the tiles just launched and need not be submitted before them."""
 
 
 class GradTransfers(ABC):
-    """Gradients of keys and values on their way home. For each transfer in turn: `buffer`, `send`, `receive`."""
+    """The transfers of dK/dV to the ranks that own the rows. For each transfer call `buffer`, `send`, `receive`."""
 
     @abstractmethod
     def buffer(self) -> torch.Tensor:
@@ -56,81 +53,71 @@ class GradTransfers(ABC):
 
     @abstractmethod
     def send(self) -> None:
-        """Says that the buffer has the gradients of all rows that this rank wanted, and is given away."""
+        """Sends the buffer, in which the gradients of all rows that this rank received are complete by now."""
 
     @abstractmethod
     def receive(self) -> Sequence[Contribution]:
-        """Waits for the contributions to this rank's own rows."""
+        """Waits for other ranks' contributions to the gradients of this rank's rows."""
 
 
 class TransportMethod(ABC):
-    """What a caller asks for by name: a rotation, or a way to choose one."""
+    """A value of `rotate_method`: a KV transport, or a rule that chooses one for each call."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name that `set_rotate_method` knows."""
+    name: str
+    """The value of `rotate_method` that selects it."""
 
     @abstractmethod
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        """The rotation of a call; the same on all ranks of the group."""
+        """Returns the transport of a call, equal on all ranks of the group."""
 
 
 class KVTransport(TransportMethod):
-    """A way to move rows around a context-parallel axis. A value without state; all state is in the transfers."""
+    """A way to move K/V between the ranks of a mesh axis. A frozen value: the state of a call is in its transfers."""
 
-    @property
-    @abstractmethod
-    def transfers_ahead(self) -> int:
-        """Transfers of K/V in flight while a step is computed."""
-
-    @property
-    @abstractmethod
-    def slows_compute(self) -> bool:
-        """Whether transfers take multiprocessors from the attention that runs meanwhile."""
-
-    @property
-    @abstractmethod
-    def keeps_own_gradients_wide(self) -> bool:
-        """Whether the gradients of a rank's own tiles may take longer, so that they need not be rounded before sums."""
+    transfers_ahead: int
+    """K/V transfers in flight while a step is computed."""
+    slows_compute: bool
+    """True if transfers run on multiprocessors, which they take from attention kernels."""
+    keeps_own_gradients_wide: bool
+    """True if gradients of tiles against the rank's own K/V stay float32 until they are summed (a slower kernel)."""
 
     @abstractmethod
     def plan(self, shape: CallShape, rank: int) -> Plan:
-        """The steps of a call on one rank, in the order that suits this rotation."""
+        """Returns the plan of a call on one rank, with its steps in the order that suits this transport."""
 
     @abstractmethod
     def abandon(self, group: dist.ProcessGroup) -> None:
-        """Forgets a call that has raised in the middle, on all ranks alike, so that the next one can work."""
+        """Discards what a call that raised an error left behind. All ranks call it, so that the next call works."""
 
     @abstractmethod
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
-        """Starts the transfers of `plan.forward`, or of `plan.backward`.
+        """Starts the K/V transfers of `plan.forward`, or of `plan.backward`.
 
         Args:
             k: (B, Hkv, T, D), this rank's keys.
             v: (B, Hkv, T, Dv), this rank's values.
-            plan: equal on every rank but for what depends on the rank.
-            backward: which steps.
+            plan: this rank's plan. All ranks' plans have the same steps and differ in tiles and rows only.
+            backward: True for the steps of `plan.backward`.
             group: the ranks of the axis.
         """
 
     @abstractmethod
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
-        """Prepares the way back of the gradients of `plan.backward`, in the dtype of k and v."""
+        """Prepares the dK/dV transfers of `plan.backward`, in the dtype of k and v."""
 
 
-# Rows, the form in which keys and values travel: one row per token, `[K of some heads | V of the same heads]`.
+# Rows: one per token, `[K of some heads | V of the same heads]`
 
 
 def row_width(k: torch.Tensor, v: torch.Tensor, heads: Span) -> int:
-    """Elements of a row: batch rows x heads x (D + Dv)."""
+    """Returns the elements of a row: batch rows x heads x (D + Dv)."""
     return k.size(0) * (heads[1] - heads[0]) * (k.size(3) + v.size(3))
 
 
 def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) as rows (T, width), into `rows` if given."""
+    """Packs some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into `rows` (T, width), by default new memory."""
     if rows is None:
         rows = k.new_empty(k.size(2), row_width(k, v, heads))
     packed_k, packed_v = unpack_rows(rows, k, v, heads)
@@ -142,9 +129,17 @@ def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span, rows: torch.Tensor 
 def pack_stages(
     k: torch.Tensor, v: torch.Tensor, stages: Sequence[Span], rows: torch.Tensor, pitch: int, first_row: int = 0
 ) -> None:
-    """Groups of heads as `pack_rows` has them, one after the other in `rows` (flat), `pitch` rows from one to the next.
+    """Packs each group of heads as `pack_rows` does, one group after the other in one flat tensor.
 
-    Groups of equal size are packed at once. The last dim of k and v is contiguous. Each group begins at `first_row`.
+    Groups of equal size take one copy of K and one of V.
+
+    Args:
+        k: (B, Hkv, T, D), with a contiguous last dim.
+        v: (B, Hkv, T, Dv), with a contiguous last dim.
+        stages: the groups of heads.
+        rows: flat memory of all groups.
+        pitch: rows from the start of one group to the start of the next.
+        first_row: row of each group at which the first token is written.
     """
     sizes = {stop - start for start, stop in stages}
     if len(sizes) == 1:
@@ -172,14 +167,14 @@ def pack_stages(
 def unpack_rows(
     rows: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, heads: Span
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of (..., T, width) rows as K (..., B, heads, T, D) and V (..., B, heads, T, Dv).
+    """Views rows (..., T, width) as K (..., B, heads, T, D) and V (..., B, heads, T, Dv).
 
-    Batch and head dims are those of `like_*`, (B, Hkv, any, D or Dv).
+    B, D and Dv are those of `like_k` and `like_v`, (B, Hkv, any, D or Dv).
     """
     batch, count, dim_k, dim_v = like_k.size(0), heads[1] - heads[0], like_k.size(3), like_v.size(3)
     lead, (row, _), start = rows.shape[:-2], rows.stride()[-2:], rows.storage_offset()
     strides = rows.stride()[:-2]
-    # One view each: chains of view operations cost more than the attention of a short sequence.
+    # One as_strided each: a chain of views costs more than the attention of a short sequence.
     k = rows.as_strided((*lead, batch, count, rows.size(-2), dim_k), (*strides, count * dim_k, dim_k, row, 1), start)
     start += batch * count * dim_k
     v = rows.as_strided((*lead, batch, count, rows.size(-2), dim_v), (*strides, count * dim_v, dim_v, row, 1), start)

@@ -1,8 +1,4 @@
-"""Many strided copies as one Triton kernel: what an exchange of heads reads from the memory of other ranks.
-
-A piece is some rows, as long as each other, with a pitch of their own on either side; so heads change places with rows
-while they travel, and nothing has to be packed.
-"""
+"""Triton kernels of transfers through symmetric memory: strided copies of a head exchange, and flags."""
 
 from __future__ import annotations
 
@@ -10,12 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import BoundLaunch, Launch, kept
+from cp_dtensor._torch.triton_launch import BoundLaunch, Launch, cached_launch
 
 PIECE_FIELDS = 7
 """Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
-ALIGNMENT = 16
-"""Bytes that addresses, offsets, lengths and pitches are multiples of."""
 MAX_TARGETS = 3
 _BLOCK_BYTES = 16384
 _WORD = 4
@@ -26,9 +20,13 @@ def copy_pieces_kernel(
     pieces_ptr, target0, target1, target2, count, tasks_per_piece,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Programs take blocks of BLOCK_ROWS rows in turns; neighbours work on different pieces, on different links.
+    """Copies pieces, each some rows of equal length with a pitch in the source and another in the target.
 
-    Example, a piece of 2 rows of 16 bytes, pitch 32 to 16: bytes 0-15 and 32-47 become neighbours.
+    Programs take blocks of BLOCK_ROWS rows in turns. Neighbouring programs work on different pieces, which come over
+    different links. Sizes, offsets and pitches are in bytes, multiples of 16.
+
+    Example: a piece of 2 rows of 16 bytes with a pitch of 32 in the source and of 16 in the target copies bytes 0-15 to
+    0-15 and bytes 32-47 to 16-31.
     """
     word = tl.arange(0, BLOCK_WORDS)
     for task in range(tl.program_id(0), count * tasks_per_piece, tl.num_programs(0)):
@@ -54,14 +52,14 @@ def copy_pieces_kernel(
 def launch_copies(
     pieces: torch.Tensor, most_rows: int, most_row_bytes: int, targets: list[torch.Tensor], programs: int
 ) -> None:
-    """Copies all pieces, in one launch on the current stream.
+    """Copies all pieces in one launch on the current stream.
 
     Args:
         pieces: (pieces, PIECE_FIELDS) int64, on the device.
         most_rows: rows of the longest piece.
-        most_row_bytes: of the widest.
-        targets: up to MAX_TARGETS tensors.
-        programs: how many run at once, and so how many multiprocessors take part at most.
+        most_row_bytes: bytes of the widest row.
+        targets: one to MAX_TARGETS tensors.
+        programs: limit on the programs of the launch, and so on the multiprocessors that take part.
     """
     assert len(targets) <= MAX_TARGETS
     assert targets
@@ -69,11 +67,11 @@ def launch_copies(
     launch(pieces, *targets, *targets[:1] * (MAX_TARGETS - len(targets)))
 
 
-@kept
+@cached_launch
 def _copy_launch(
     count: int, most_rows: int, most_row_bytes: int, programs: int, _targets: tuple[torch.dtype, ...]
 ) -> Launch:
-    """For so many pieces, and targets of these dtypes."""
+    """Makes the launch for so many pieces and targets of these dtypes."""
     block_words = min(triton.next_power_of_2(max(most_row_bytes // _WORD, 1)), _BLOCK_BYTES // _WORD)
     block_rows = _BLOCK_BYTES // _WORD // block_words
     tasks = triton.cdiv(most_rows, block_rows)
@@ -81,27 +79,32 @@ def _copy_launch(
     return Launch(copy_pieces_kernel, (max(1, min(programs, tasks * count)), 1, 1), (count, tasks), constants)
 
 
-# Flags in memory that GPUs share, raised and waited for by a kernel of one warp. The front end of a GPU does the
-# same without a multiprocessor (`rotation.device_streams`), at 0.75 us for each flag that it sets or waits for: to
-# raise a flag at 8 ranks and to wait for theirs takes it 19 us, and this kernel 3.3 (H200, in a CUDA graph). A
-# kernel has to get a place on a multiprocessor first, and keeps it while it waits, so it is for streams on which
-# attention follows, not for those beside it.
+# Flags
+#
+# A kernel of one warp sets flags in the memory of other GPUs and waits for flags in its own. The front end of a GPU
+# can do so without a multiprocessor (`_torch.cuda_driver`), at 0.75 us for each flag: with 8 ranks it takes 19 us to
+# set a flag and wait for those of the others, this kernel 3.3 us (H200, in a CUDA graph). A kernel has to get a place
+# on a multiprocessor and keeps it while it waits, so it is for streams on which attention comes next, not for streams
+# that run beside attention.
 
 _WARP = 32
 
 
 @triton.jit
-def pass_flags_kernel(told_ptr, awaited_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Raises flags at `told_ptr`, then waits until those at `awaited_ptr` are up and takes them down; 0 is no address.
+def pass_flags_kernel(signalled_ptr, awaited_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Sets the flags at addresses `signalled_ptr`, waits until those at `awaited_ptr` are 1, and resets them to 0.
 
-    Example: told [0x10, 0], awaited [0x20, 0x24]: the word at 0x10 becomes 1, those at 0x20 and 0x24 were 1 and are 0.
+    An address of 0 stands for no flag.
+
+    Example: signalled [0x10, 0], awaited [0x20, 0x24]: the word at 0x10 becomes 1; when the words at 0x20 and 0x24 are
+    1, they become 0.
     """
     place = tl.arange(0, PLACES)
-    told = tl.load(told_ptr + place)
-    # Kernels before this one have ended; "release" shows what they wrote to whoever sees the flag. A store, which only
-    # assembly can say: not all GPUs that can write to each other's memory have atomics there.
+    signalled = tl.load(signalled_ptr + place)
+    # Earlier kernels on the stream have ended. "release" makes what they wrote visible to a GPU that sees the flag. It
+    # is a store, in assembly: not all GPUs that can write to each other's memory have atomics there.
     if INTERPRETED:
-        tl.atomic_xchg(told.to(tl.pointer_type(tl.int32)), 1, mask=told != 0, sem="release", scope="sys")
+        tl.atomic_xchg(signalled.to(tl.pointer_type(tl.int32)), 1, mask=signalled != 0, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
             """{
@@ -112,7 +115,7 @@ def pass_flags_kernel(told_ptr, awaited_ptr, PLACES: tl.constexpr, INTERPRETED: 
             @is_flag st.release.sys.global.b32 [$1], up;
             mov.b32 $0, 0;
             }""",
-            "=r,l", [told], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l", [signalled], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     awaited = tl.load(awaited_ptr + place)
     flags, is_flag = awaited.to(tl.pointer_type(tl.int32)), awaited != 0
@@ -124,7 +127,7 @@ def pass_flags_kernel(told_ptr, awaited_ptr, PLACES: tl.constexpr, INTERPRETED: 
 
 
 def padded_count(count: int) -> int:
-    """Length of lists for so many addresses: each lane of a warp has one or more, so that no two raise the same flag.
+    """Returns the length of the padded list of so many addresses: each lane of the warp has one or more of its own.
 
     >>> padded_count(6), padded_count(40)
     (32, 64)
@@ -132,17 +135,17 @@ def padded_count(count: int) -> int:
     return max(_WARP, triton.next_power_of_2(count))
 
 
-def flag_launch(told: torch.Tensor, awaited: torch.Tensor) -> BoundLaunch:
-    """What raises some flags and then waits for others, on the current stream.
+def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor) -> BoundLaunch:
+    """Returns the launch that sets some flags and then waits for others, on the current stream.
 
     Args:
-        told: (`padded_count`,) int64, addresses of int32 words; 0 where there is none.
-        awaited: as many, in this device's memory.
+        signalled: (`padded_count`,) int64, addresses of int32 words to set; 0 for no word.
+        awaited: (`padded_count`,) int64, addresses of words in this device's memory to wait for; 0 for no word.
     """
-    return _flag_launch(told.numel()).bound(told, awaited)
+    return BoundLaunch(_flag_launch(signalled.numel()), (signalled, awaited))
 
 
-@kept
+@cached_launch
 def _flag_launch(places: int) -> Launch:
     interpreted = not isinstance(pass_flags_kernel, triton.runtime.JITFunction)
     return Launch(pass_flags_kernel, (1, 1, 1), (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})

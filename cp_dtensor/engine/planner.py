@@ -27,7 +27,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadExchange, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.select import hardware_of
-from cp_dtensor.comm.symm_mem_workspace import why_unshared
+from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.autograd import AttentionCall
 from cp_dtensor.engine.config import Splitting
@@ -436,4 +436,4 @@ def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[
 
 
 def _axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:
-    return Axis(group.size(), hardware_of(group, device, itemsize), why_unshared(group, device) is None)
+    return Axis(group.size(), hardware_of(group, device, itemsize), p2p_obstacle(group, device) is None)

@@ -6,7 +6,7 @@ next transfer is always in flight under the current step. Integers only, like sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -75,6 +75,29 @@ class GradPulls(NamedTuple):
     """Rank, and the first of the rows where they are gathered there."""
 
 
+class RoutePiece(NamedTuple):
+    """Consecutive rows that this rank sends to another rank or receives from it."""
+
+    slot: int
+    """Number of the all-to-all collective in which the rows travel."""
+    rank: int
+    """The other rank."""
+    rows: Span
+
+
+class Route(NamedTuple):
+    """The rows of a transfer by all-to-all collectives, whatever its heads."""
+
+    slots: int
+    """Number of collectives, equal on all ranks."""
+    recv: tuple[RoutePiece, ...]
+    """In rows of the transfer's buffer."""
+    send: tuple[RoutePiece, ...]
+    """In rows of this rank's shard."""
+    grads: tuple[tuple[RoutePiece, ...], ...]
+    """`send` grouped by slot and rows: each of these ranks returns gradients of the same rows."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided about a call before it runs but its tensors and its process group."""
@@ -108,12 +131,7 @@ class Plan:
     def given_spans(self) -> tuple[Span, ...]:
         """The rows of this rank's shard that any other rank wants, as few ranges that have all of them."""
         parts = sorted({part for given in self.given for part in given})
-        spans: list[Span] = []
-        for start, stop in (self.rows.local_span(self.rank, part) for part in parts):
-            if start < stop and spans and spans[-1][1] == start:
-                spans[-1] = spans[-1][0], stop
-            elif start < stop:
-                spans.append((start, stop))
+        spans = _joined(self.rows.local_span(self.rank, part) for part in parts)
         return tuple(spans) if len(spans) <= _MOST_SPANS else ((spans[0][0], spans[-1][1]),)
 
     @cached_property
@@ -139,10 +157,48 @@ class Plan:
             GradPulls((start, stop), tuple(places[part])) for part, (start, stop) in spans.items() if start < stop
         )
 
+    @cached_property
+    def routes(self) -> dict[int | None, Route]:
+        """The route of the transfers with each hop."""
+        transfers = {step.transfer.hop: step.transfer for step in (*self.forward, *self.backward) if step.transfer}
+        return {hop: self._route(transfer) for hop, transfer in transfers.items()}
+
+    def _route(self, transfer: Transfer) -> Route:
+        rows, rank, is_hop = self.rows, self.rank, transfer.hop is not None
+        rows_of = rows.local_span if is_hop else rows.span
+        recv, send, grads = list[RoutePiece](), list[RoutePiece](), dict[tuple[int, Span], list[RoutePiece]]()
+        for source in transfer.sources(rank, self.world_size):
+            recv += _pieces(source, {part: rows_of(source, part) for part in self.wanted[source]}, is_hop)
+        for reader in transfer.readers(rank, self.world_size):
+            send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.given[reader]}, is_hop)
+        for piece in send:
+            grads.setdefault((piece.slot, piece.rows), []).append(piece)
+        parts = len(rows.lengths[rank])
+        # Joined pieces begin at every other part at most.
+        return Route((parts + 1) // 2 if is_hop else parts, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
+
     @property
     def _peers(self) -> list[int]:
         """All other ranks; each rank begins with another one, so that not all pull from one."""
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+
+
+def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePiece]:
+    """The pieces of parts; those of a hop joined where they are neighbours."""
+    if is_hop:
+        spans = dict(enumerate(_joined(spans.values())))
+    return (RoutePiece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Spans in ascending order without empty ones, and with neighbours as one."""
+    joined: list[Span] = []
+    for start, stop in spans:
+        if start < stop and joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> Plan:

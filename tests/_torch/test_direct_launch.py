@@ -1,4 +1,4 @@
-"""Parameters as compiled kernels have them, and what is launched without Triton, with a driver that takes notes."""
+"""Parameters of compiled kernels, and direct launches, with a stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_not_known_is_refused(signature: list[Any], arguments: list[Any]
 
 
 class Driver:
-    """Of one function, with the parameters of `compiled`."""
+    """Stand-in for the driver, with one function that has the parameters of `compiled`."""
 
     def __init__(self) -> None:
         self.sizes, self.code = [8, 8, 4, 8, 8], 0
@@ -97,7 +97,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 class Compiled:
-    """What Triton returns of a kernel with two pointers, a constant and an integer."""
+    """Returns a stand-in for a compiled kernel with two pointers, a constant and an integer."""
 
     def __init__(self, backend: str = "cuda", **changes: Any) -> None:
         metadata = {
@@ -114,7 +114,7 @@ class Compiled:
 ARGUMENTS = [None, None, 1, 5]
 
 
-def test_a_launch_is_what_the_driver_is_told(driver: Driver) -> None:
+def test_the_arguments_of_the_driver_call(driver: Driver) -> None:
     launch = DirectLaunch(Compiled(), ARGUMENTS)
     for addresses in ([4096, 8192], [16, 32]):
         assert launch((3, 2, 1), 9, addresses)

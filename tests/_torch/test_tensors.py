@@ -24,7 +24,7 @@ QUERIES = {
 @pytest.mark.parametrize("v_dim", [D, 5])
 @pytest.mark.parametrize("q", QUERIES.values(), ids=QUERIES)
 def test_strides_of_outputs_follow_from_those_of_queries(q: torch.Tensor, v_dim: int) -> None:
-    """Whatever they were before; torch's cuDNN attention looks its plans up by the strides of q, k and v alone."""
+    """torch's cuDNN attention looks up its plans by the strides of q, k and v alone."""
     batch, heads, rows, _ = q.shape
     outs = [
         torch.randn(batch, heads, rows, v_dim),
@@ -40,7 +40,7 @@ def test_strides_of_outputs_follow_from_those_of_queries(q: torch.Tensor, v_dim:
 
 
 @pytest.mark.parametrize("name", ["heads first", "rows first", "some heads", "some rows", "one batch row"])
-def test_what_lies_as_queries_do_is_not_copied(name: str) -> None:
+def test_outputs_with_the_strides_of_queries_are_not_copied(name: str) -> None:
     q = QUERIES[name]
     out = torch.empty_strided(q.shape, q.stride())
     assert laid_out_after(q, out) is out

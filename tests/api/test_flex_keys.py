@@ -34,9 +34,7 @@ each_memory = pytest.mark.parametrize("memory", MEMORY)
 class ByStages(AllGather):
     """All-gather, as if its launches cost nothing: some heads after the others."""
 
-    @property
-    def slows_compute(self) -> bool:
-        return False
+    slows_compute = False
 
 
 @pytest.fixture

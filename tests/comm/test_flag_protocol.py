@@ -1,7 +1,6 @@
-"""The order of flags, copies and streams of the transports through shared memory, in random interleavings.
+"""Order of flags, copies and streams in transports through symmetric memory, under random interleavings.
 
-Every rank runs the calls themselves; attention only says on which stream it has used what. No rank may wait for ever,
-read what has not been written, or overwrite what a peer has still to read.
+No rank may wait for ever, read rows that are not written, or overwrite rows that a peer has yet to read.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 
 pytest.importorskip("cp_dtensor.comm.triton_kernels")
 
-from support.flag_programs import Program, ring, ulysses, whole_keys
-from support.interleavings import run
-from support.streams import Group, Rank, Stream
+from support.stream_model.interleavings import run
+from support.stream_model.programs import Program, ring, ulysses, whole_keys
+from support.stream_model.recording import Group, Rank, Stream
 
 from cp_dtensor.api.flex import gather_kv as flex_in_place
 from cp_dtensor.comm.symm_mem_workspace import Flag, Flags, Workspace
@@ -29,7 +28,7 @@ INTERLEAVINGS = 100
 
 
 def in_graphs(program: Program) -> Program:
-    """Once as it is, which prepares tables; then in two graphs, which run one after the other."""
+    """Runs the program once, which uploads tables, then in two graphs one after the other."""
 
     def captured(rank: Rank) -> None:
         program(rank)
@@ -49,7 +48,7 @@ def one_after_the_other(*programs: Program) -> Program:
 
 
 def on_streams_in_turns(program: Program) -> Program:
-    """Calls on two streams of a user who does not order them."""
+    """Makes calls on two streams of a user who does not order them."""
 
     def in_turns(rank: Rank) -> None:
         main, other = rank.current, Stream(rank)
@@ -83,7 +82,8 @@ all_worlds = pytest.mark.parametrize("ranks", [2, 3])
 all_stages = pytest.mark.parametrize(
     ("stages", "two_streams"), [(1, False), (2, False), (2, True), (4, False), (4, True)]
 )
-# A rank whose rows nobody sees still takes part: under causal the last one, if the layout is contiguous.
+# A rank takes part even if no other rank attends to its rows: under a causal mask the last one, if the layout is
+# contiguous.
 MIXED = one_after_the_other(
     ulysses(2, True, backward=True),
     ring(2, Causal(), HeadTail(), backward=True),
@@ -143,7 +143,7 @@ def test_rings_and_ulysses_share_a_workspace(ranks: int, how: Callable[[Program]
 
 @pytest.mark.parametrize("call", [ring(4, Causal(), HeadTail(), backward=True), whole_keys(4, HeadTail(), True)])
 def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> None:
-    """They are submitted after it, and their memory was free before it."""
+    """They are submitted after that tile, and their memory is free before it."""
     group, pulls = Group(2), list[tuple[int, int]]()
     mains, read = {rank: rank.current for rank in group.ranks}, Rank.read
 
@@ -165,14 +165,14 @@ def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> N
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
-    """It would keep a multiprocessor from the other stream's attention. What leaves last is waited for."""
+    """It would take a multiprocessor from the other stream's attention. Nothing overlaps with the last stage."""
     submit, beside_attention = Flags.submit, list[bool]()
     of_departures = {Flag.GRAD_TAKEN, Flag.GRAD_READY}
 
-    def recorded(flags: Flags, stream: Any, *, beside: bool = False, **which: Any) -> None:
+    def recorded(flags: Flags, stream: Any, *, overlaps: bool = False, **which: Any) -> None:
         if of_departures.intersection(which.values()):
-            beside_attention.append(beside)
-        submit(flags, stream, beside=beside, **which)
+            beside_attention.append(overlaps)
+        submit(flags, stream, overlaps=overlaps, **which)
 
     group = Group(2)
     with mock.patch.object(Flags, "submit", recorded):
@@ -180,7 +180,7 @@ def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
     assert beside_attention == [True] * 4 * (stages - 1) + [False] * 3
 
 
-# What the checks above would find.
+# Mistakes that the checks above find
 
 
 @pytest.mark.parametrize("how", [one_after_the_other, in_graphs])
@@ -194,7 +194,7 @@ def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[P
 
 
 @all_worlds
-def test_publishing_follows_in_graphs_too(ranks: int) -> None:
+def test_writes_wait_for_earlier_writes_in_graphs_too(ranks: int) -> None:
     follow = Workspace.follow
 
     def unless_capturing(workspace: Workspace, stream: Any) -> None:
@@ -206,7 +206,7 @@ def test_publishing_follows_in_graphs_too(ranks: int) -> None:
 
 
 @all_worlds
-def test_publishing_follows_on_streams_of_the_user(ranks: int) -> None:
+def test_writes_wait_for_earlier_writes_on_streams_of_the_user(ranks: int) -> None:
     with mock.patch.object(Workspace, "follow"):
         check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
 
@@ -214,7 +214,7 @@ def test_publishing_follows_on_streams_of_the_user(ranks: int) -> None:
 EVERY_FLAG = [
     ulysses(4, False, backward=True),
     ring(4, Causal(), HeadTail(), backward=True),
-    # Of layers, whose forward passes follow each other: a backward between them would order them.
+    # As in a model, whose forward calls follow each other: a backward call between them would order them.
     one_after_the_other(*[whole_keys(4, HeadTail(), backward) for backward in (False, True)]),
 ]
 

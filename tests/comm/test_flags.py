@@ -1,4 +1,4 @@
-"""Flags that ranks raise for each other, on buffers of one process: the kernel, and who does what on which stream."""
+"""Flags in the memory of one process: the kernel, and the choice between kernel and front end of the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ all_devices = pytest.mark.parametrize(
 
 
 def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
-    """Of some of the words."""
+    """Returns the addresses of some of the words, padded with 0."""
     found = [words[place].data_ptr() for place in places]
     return torch.tensor(found + [0] * (count - len(found)), device=words.device)
 
@@ -30,21 +30,21 @@ def stream_of(device: str) -> int:
 
 
 @all_devices
-@pytest.mark.parametrize(("told", "awaited"), [([0, 2, 5], [1, 3]), ([], [1]), ([4], []), ([], []), ([1], [1])])
-def test_the_kernel_raises_flags_and_takes_down_what_it_waited_for(
-    device: str, told: list[int], awaited: list[int]
+@pytest.mark.parametrize(("signalled", "awaited"), [([0, 2, 5], [1, 3]), ([], [1]), ([4], []), ([], []), ([1], [1])])
+def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
+    device: str, signalled: list[int], awaited: list[int]
 ) -> None:
     words = torch.zeros(6, dtype=torch.int32, device=device)
     words[awaited] = 1
     count = kernel.padded_count(3)
-    kernel.flag_launch(addresses(words, told, count), addresses(words, awaited, count))(stream_of(device))
-    expected = [int(place in told and place not in awaited) for place in range(6)]
+    kernel.flag_launch(addresses(words, signalled, count), addresses(words, awaited, count))(stream_of(device))
+    expected = [int(place in signalled and place not in awaited) for place in range(6)]
     assert words.tolist() == expected
 
 
 @all_devices
 def test_a_launch_may_be_repeated(device: str) -> None:
-    """It is Triton's, then direct, then of memory that is filled once."""
+    """Triton makes the first launch; the next ones are direct, then with fixed parameters."""
     words = torch.zeros(2, dtype=torch.int32, device=device)
     count = kernel.padded_count(2)
     launch = kernel.flag_launch(addresses(words, [0], count), addresses(words, [1], count))
@@ -56,13 +56,14 @@ def test_a_launch_may_be_repeated(device: str) -> None:
 
 @pytest.mark.gpu
 def test_the_kernel_waits() -> None:
-    """For a flag that another stream raises later, and not before all are up."""
+    """It waits until another stream has set all flags."""
     words = torch.zeros(2, dtype=torch.int32, device="cuda")
     after = torch.zeros(1, dtype=torch.int32, device="cuda")
     count = kernel.padded_count(2)
     places = {which: addresses(words, which, count) for which in ((), (0,), (1,), (0, 1))}
     wait_for_both, raise_first, raise_second = (
-        kernel.flag_launch(places[told], places[awaited]) for told, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
+        kernel.flag_launch(places[signalled], places[awaited])
+        for signalled, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
     )
     for _ in range(3):  # while a kernel waits, CUDA may be unable to load another
         for launch in (raise_first, raise_second, wait_for_both):
@@ -87,14 +88,14 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from cp_dtensor.comm.triton_kernels import padded_count, pass_flags_kernel
-signature = {"told_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
+signature = {"signalled_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
 source = ASTSource(pass_flags_kernel, signature, {"PLACES": padded_count(8), "INTERPRETED": False})
 print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
 """
 
 
 def test_the_compiled_kernel_orders_memory_for_all_gpus() -> None:
-    """Flags of peers are stored, with release; those awaited are read with acquire; both as all GPUs see them."""
+    """Flags of peers are set by stores with release, awaited flags are read with acquire, both in system scope."""
     lines = run_uninterpreted("-c", _COMPILE).splitlines()
     raising = [line for line in lines if "st.release.sys.global.b32" in line]
     awaiting = [line for line in lines if "atom" in line]
@@ -108,11 +109,11 @@ class _Stream:
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-@pytest.mark.parametrize("beside", [True, False])
-def test_what_runs_beside_attention_needs_no_kernel(
-    beside: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_flags_beside_attention_need_no_kernel(
+    overlaps: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cp_dtensor._torch import cuda_driver as device_streams
+    from cp_dtensor._torch import cuda_driver
     from cp_dtensor.comm import symm_mem_workspace as flags
 
     done: list[str] = []
@@ -122,9 +123,9 @@ def test_what_runs_beside_attention_needs_no_kernel(
             done.append("front end")
             return 0
 
-    monkeypatch.setattr(device_streams, "_driver", Driver)
+    monkeypatch.setattr(cuda_driver, "_driver", Driver)
     monkeypatch.setattr(flags, "TRITON_AVAILABLE", has_triton)
     monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda stream: done.append("kernel"))
     of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), torch.device("cpu"))
-    of_one.submit(_Stream(), tell=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, beside=beside)  # type: ignore[arg-type]
-    assert done == (["kernel"] if has_triton and not beside else ["front end", "front end"])
+    of_one.submit(_Stream(), signal=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, overlaps=overlaps)  # type: ignore[arg-type]
+    assert done == (["kernel"] if has_triton and not overlaps else ["front end", "front end"])

@@ -1,4 +1,4 @@
-"""Rows for heads and back, on ranks that are threads: every element arrives where it belongs, and returns."""
+"""Head exchange on ranks that are threads: every element arrives at its place, and returns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """Tensors of one bundle: how long, divided how, and which heads go to which rank."""
+    """Tensors of one bundle: length, layout, and the heads of each rank."""
 
     length: int
     layout: Layout
@@ -48,7 +48,7 @@ class Kind:
         return HeadRows(rows_in_order(self._by_rank), self.heads)
 
     def in_order(self, whole: torch.Tensor) -> torch.Tensor:
-        """All rows as they should stand after the exchange: pieces of shards, by where they begin in the sequence."""
+        """Returns all rows in their order after the exchange: parts of shards by their first position."""
         rows = self.head_rows.rows
         pieces = [
             shard(whole, self.layout, rank, self.ranks)[:, :, slice(*rows.local_span(rank, part))]
@@ -57,7 +57,7 @@ class Kind:
         return torch.cat([whole[:, :, :0], *pieces], dim=2)
 
     def whole(self, batch: int, dtype: torch.dtype) -> Bundle:
-        """Elements tell where they stand."""
+        """Returns tensors whose elements are their positions."""
         shapes = [(batch, self.heads[-1][1], self.length, dim) for dim in self.dims]
         return [
             (torch.arange(torch.Size(shape).numel()).view(shape) + 1000 * index + 1).to(dtype)
@@ -89,7 +89,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 def there_and_back(
     rank: int, kinds: Sequence[Kind], batch: int, dtype: torch.dtype, before: Change, after: Change
 ) -> None:
-    """Checks what this rank gets by heads, and that all comes back; `before` and `after` say in which memory."""
+    """Checks an exchange and its reverse; `before` and `after` set the memory order of inputs and targets."""
     group, world_size = dist.group.WORLD, kinds[0].ranks
     whole = [kind.whole(batch, dtype) for kind in kinds]
     mine = [
@@ -112,7 +112,7 @@ each_way = pytest.mark.parametrize("in_place", [False, True], ids=["packed", "in
 
 
 def travelling(in_place: bool) -> AbstractContextManager[None]:
-    """How rows travel: in one contiguous collective, or as with NCCL straight between their places."""
+    """Rows travel in one contiguous collective or, as with NCCL, directly between their places."""
     return rows_in_place() if in_place else nullcontext()
 
 
@@ -124,7 +124,7 @@ def spans(counts: Sequence[int]) -> tuple[Span, ...]:
 
 @st.composite
 def any_kind(draw: st.DrawFn, ranks: int) -> Kind:
-    """Of any heads for each rank, none perhaps, evenly or not."""
+    """Draws any number of heads for each rank, equal or not."""
     counts = draw(st.one_of(st.integers(0, 3).map(lambda count: [count] * ranks), _counts(ranks)))
     dims = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     return Kind(draw(st.integers(0, 12)), draw(any_layout), spans(counts), tuple(dims))
@@ -162,8 +162,8 @@ def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change)
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 3, 3), (12, 1, 4)]
 )
-def test_stages_of_divided_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
-    """Each stage has regular parts of all heads, key heads as often as ranks need them; they come home as copies."""
+def test_stages_of_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
+    """Each stage has regular parts of all heads; K/V heads are replicated for the ranks, and so are their rows."""
     partition, ranks = partition_heads(q_heads, kv_heads, 3, stages), 3
     queries, keys = (
         Kind(10, HeadTail(), spans([q_heads, 0, 0]), (4,)),
@@ -202,8 +202,8 @@ def test_stages_of_divided_heads(in_place: bool, q_heads: int, kv_heads: int, st
 
 
 @given(st.data())
-def test_copies_of_all_blocks_at_once_are_those_of_one_after_the_other(data: st.DataObject) -> None:
-    """Blocks of equally many heads, at equal distances, take one copy for each tensor."""
+def test_one_copy_of_all_blocks_equals_copies_of_each_block(data: st.DataObject) -> None:
+    """Blocks of equally many heads at equal distances take one copy for each tensor."""
     ranks, count, rows = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     distance = count + data.draw(st.integers(0, 2))
     heads = [(rank * distance, rank * distance + count) for rank in range(ranks)]
@@ -225,8 +225,8 @@ def test_copies_of_all_blocks_at_once_are_those_of_one_after_the_other(data: st.
             assert torch.equal(view, tensor[:, start:stop])
 
 
-def test_heads_and_rows_travel_in_one_collective_each_whatever_they_are() -> None:
-    """Also where this rank has neither heads nor rows."""
+def test_each_direction_takes_one_collective() -> None:
+    """Also if this rank has neither heads nor rows."""
     kinds = [Kind(2, HeadTail(), spans([2, 0, 1]), (4,)), Kind(1, HeadTail(), spans([0, 0, 1]), (4, 2))]
     with recorded_collectives() as collectives:
         run_ranks(3, there_and_back, kinds, 1, torch.float64, as_it_is, as_it_is)
@@ -234,8 +234,8 @@ def test_heads_and_rows_travel_in_one_collective_each_whatever_they_are() -> Non
 
 
 @pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-def test_what_lies_row_after_row_is_sent_from_where_it_lies(memory: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that nothing but what the exchange itself packs is copied; other orders are."""
+def test_row_major_memory_is_sent_without_a_copy(memory: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory in other orders is copied first."""
     sent: list[torch.Tensor] = []
 
     class Recorded(exchange.Exchange):

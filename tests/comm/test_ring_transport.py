@@ -1,4 +1,4 @@
-"""What travels for one attention call: which collectives, how much of K and V, and what decides it."""
+"""Collectives of one attention call: their kind, their order, and the rows of K and V that travel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall
 
 @pytest.fixture
 def process_default() -> Iterator[None]:
-    """Puts the default of `set_rotate_method` back to what it is at import."""
+    """Restores the default of `set_rotate_method` after the test."""
     yield
     set_rotate_method("auto")
 
@@ -70,7 +70,7 @@ def test_a_known_length_is_not_exchanged(backward: bool, rotate_method: str) -> 
 
 
 @pytest.mark.parametrize("seq_len", [(13, 30), [13, 30]])
-def test_queries_and_keys_may_have_lengths_of_their_own(seq_len: Any) -> None:
+def test_queries_and_keys_may_have_different_lengths(seq_len: Any) -> None:
     problem = Problem(13, 30, is_causal=True)
     with recorded_collectives() as collectives:
         known = run_ranks(RANKS, attend, problem, HeadTail(), False, {"seq_len": seq_len})
@@ -106,12 +106,12 @@ def test_debug_refuses_a_wrong_length_on_all_ranks_where_it_fits_some() -> None:
 
 
 def sent_by(collectives: list[Collective], rank: int) -> list[torch.Tensor]:
-    """What one rank gave away, collective after collective, as rows for the first rank, the second, and so on."""
+    """Returns what one rank sent in each collective, with the rows in the order of receivers."""
     return [tensor for collective in collectives if collective.rank == rank for tensor in collective.sent]
 
 
 def rows_sent(collectives: list[Collective]) -> list[list[int]]:
-    """For each rank, how many rows it gave away in each collective."""
+    """Returns for each rank the number of rows that it sent in each collective."""
     return [[tensor.size(0) for tensor in sent_by(collectives, rank)] for rank in range(RANKS)]
 
 
@@ -120,8 +120,8 @@ def rows_sent(collectives: list[Collective]) -> list[list[int]]:
 def test_keys_and_values_travel_unexpanded(kv_heads: int, rotate_method: str) -> None:
     """Rows of batch x kv_heads x (D + Dv) elements, K and V together, and their gradients too, in the inputs' dtype.
 
-    Head-tail causal with 3 tokens a chunk: the heads of rank r go to everybody, its tail only to the r ranks before it;
-    gradients take the same ways back.
+    Head-tail causal with 3 tokens a chunk: the head chunk of rank r goes to all other ranks, its tail chunk only to the
+    r ranks before it; gradients return on the same ways.
     """
     problem = Problem(24, 24, batch=2, q_heads=8, kv_heads=kv_heads, is_causal=True, dtype=torch.bfloat16)
     with recorded_collectives() as collectives:
@@ -131,17 +131,17 @@ def test_keys_and_values_travel_unexpanded(kv_heads: int, rotate_method: str) ->
         sent = sent_by(collectives, rank)
         assert {(tensor.size(1), tensor.dtype) for tensor in sent} == {(2 * kv_heads * (8 + 8), torch.bfloat16)}
         forward, backward = sent[:count], sent[count:]
-        given, taken = 3 * (RANKS - 1) + 3 * rank, 3 * (RANKS - 1) + 3 * (RANKS - 1 - rank)
-        assert sum(tensor.nbytes for tensor in forward) == given * 2 * kv_heads * (8 + 8) * 2
-        assert sum(tensor.size(0) for tensor in backward) == given + taken
+        sent_rows, received = 3 * (RANKS - 1) + 3 * rank, 3 * (RANKS - 1) + 3 * (RANKS - 1 - rank)
+        assert sum(tensor.nbytes for tensor in forward) == sent_rows * 2 * kv_heads * (8 + 8) * 2
+        assert sum(tensor.size(0) for tensor in backward) == sent_rows + received
 
 
 @each_rotation
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("seq_len", [24, 13])
-def test_a_rank_gets_what_its_queries_see_and_no_more(seq_len: int, is_causal: bool, rotate_method: str) -> None:
-    """Under head-tail causal that is the heads of the ranks before it, and all of the ranks after it."""
-    marks = torch.arange(seq_len, dtype=torch.float64).view(1, 1, -1, 1)  # every key says where it stands
+def test_a_rank_receives_only_rows_that_it_attends_to(seq_len: int, is_causal: bool, rotate_method: str) -> None:
+    """Under head-tail causal: the head chunks of the ranks before it, and both chunks of the ranks after it."""
+    marks = torch.arange(seq_len, dtype=torch.float64).view(1, 1, -1, 1)  # every key is its position
 
     def positions(rank: int, part: slice) -> list[int]:
         segments = HeadTail().segments(seq_len, rank, RANKS)[part]
@@ -157,17 +157,17 @@ def test_a_rank_gets_what_its_queries_see_and_no_more(seq_len: int, is_causal: b
         run_ranks(RANKS, body)
     for rank in range(RANKS):
         readers = [(rank + hop) % RANKS for hop in range(1, RANKS)]  # in the order of the hops
-        given = {reader: positions(rank, slice(0, 1 if is_causal and rank < reader else 2)) for reader in readers}
+        sent_rows = {reader: positions(rank, slice(0, 1 if is_causal and rank < reader else 2)) for reader in readers}
         found = [tensor[:, 0].int().tolist() for tensor in sent_by(collectives, rank)]
         if rotate_method == "alltoall":
-            assert found == list(given.values())
+            assert found == list(sent_rows.values())
         else:
-            assert found == [[position for reader in sorted(given) for position in given[reader]]]
+            assert found == [[position for reader in sorted(sent_rows) for position in sent_rows[reader]]]
 
 
-def test_in_backward_the_next_keys_are_always_on_their_way() -> None:
-    """A ring has two hops of K/V ahead of the one whose gradients leave. Of rank 0 everybody sees the head alone, 3
-    rows; itself it has gradients for both parts of everybody, 6 rows."""
+def test_in_backward_the_next_keys_are_always_in_flight() -> None:
+    """A ring has two hops of K/V ahead of the hop whose gradients are sent. Other ranks attend to the head chunk of
+    rank 0 only, 3 rows; rank 0 has gradients for both chunks of every other rank, 6 rows."""
     with recorded_collectives() as collectives:
         run_ranks(RANKS, attend, SMALL, HeadTail(), True, {"rotate_method": "alltoall", "seq_len": 24})
     kv, gradients = 3, 6
@@ -176,7 +176,7 @@ def test_in_backward_the_next_keys_are_always_on_their_way() -> None:
 
 @pytest.mark.usefixtures("a_stage_for_each_head")
 def test_stages_travel_one_after_the_other_each_under_the_one_before_it() -> None:
-    """As hops do: a stage has one head, the rows for all ranks together."""
+    """As hops do; a stage has one head, and rows for all ranks."""
     problem = Problem(24, 24, q_heads=6, kv_heads=3, is_causal=True)
     with recorded_collectives() as collectives:
         run_ranks(RANKS, attend, problem, HeadTail(), True, {"rotate_method": "allgather", "seq_len": 24})
@@ -199,7 +199,7 @@ def test_a_ring_of_one_rank_sends_nothing(rotate_method: str) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_uneven_lengths_need_no_padding(is_causal: bool) -> None:
-    """13 tokens on 4 ranks are 4, 3, 3, 3; under a causal mask only the ranks behind want them."""
+    """13 tokens on 4 ranks are 4, 3, 3, 3; under a causal mask only later ranks attend to them."""
     rows = {}
     for rotate_method in ("allgather", "alltoall"):
         with recorded_collectives() as collectives:
@@ -215,7 +215,7 @@ def test_uneven_lengths_need_no_padding(is_causal: bool) -> None:
 
 
 @pytest.mark.usefixtures("process_default")
-def test_the_process_default_decides_where_a_call_says_nothing() -> None:
+def test_the_process_default_applies_to_calls_without_a_rotate_method() -> None:
     def used(options: dict[str, Any]) -> list[str]:
         with recorded_collectives() as collectives:
             run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24, **options})
@@ -242,7 +242,7 @@ def test_an_unknown_default_is_refused_and_changes_nothing(name: Any) -> None:
 
 
 @pytest.mark.usefixtures("process_default")
-def test_backward_goes_the_way_that_forward_went_whatever_the_default_is_by_then() -> None:
+def test_backward_uses_the_transport_of_forward_after_the_default_has_changed() -> None:
     def body(rank: int) -> torch.Tensor:
         q, k, v, grad_out = (shard(tensor, HeadTail(), rank, RANKS) for tensor in SMALL.draw(seed=0))
         out = ring_attention(q.requires_grad_(), k, v, mesh=dist.group.WORLD, is_causal=True, seq_len=24)

@@ -1,4 +1,4 @@
-"""Workspaces on a machine without GPUs: what they are made of does not depend on who comes first."""
+"""Workspaces on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cp_dtensor._torch import SymmetricBuffer
-from cp_dtensor.comm import symm_mem_workspace as flags
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 
 
@@ -42,7 +41,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], workspaces.Workspace
 
 @pytest.mark.parametrize("maps_in_inference", [True, False])
 def test_training_after_inference(mapped: Callable[[], workspaces.Workspace], maps_in_inference: bool) -> None:
-    """Tensors that inference mode has made may not be written to outside of it."""
+    """Tensors made in inference mode cannot be written to outside of it."""
     with torch.inference_mode(maps_in_inference):
         workspace = mapped()
     with torch.inference_mode():
@@ -54,7 +53,7 @@ def test_training_after_inference(mapped: Callable[[], workspaces.Workspace], ma
     assert workspace.kv(torch.bfloat16)[:17].tolist() == [0.0] * 16 + [1.0]
 
 
-def test_rows_are_asked_for_once(mapped: Callable[[], workspaces.Workspace]) -> None:
+def test_views_are_cached(mapped: Callable[[], workspaces.Workspace]) -> None:
     workspace = mapped()
     assert workspace.kv(torch.float16) is workspace.kv(torch.float16)
     assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
@@ -62,15 +61,15 @@ def test_rows_are_asked_for_once(mapped: Callable[[], workspaces.Workspace]) -> 
     assert workspace.grads().numel() == workspace.grad_bytes
 
 
-def test_what_passes_flags_is_loaded_when_memory_is_mapped(
+def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
     mapped: Callable[[], workspaces.Workspace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA graph could not capture that."""
     pytest.importorskip("cp_dtensor.comm.triton_kernels")
     launched: list[tuple[list[int], list[int]]] = []
     monkeypatch.setattr(
-        flags, "flag_launch", lambda *which: lambda stream: launched.append(tuple(x.tolist() for x in which))
+        workspaces, "flag_launch", lambda *which: lambda stream: launched.append(tuple(x.tolist() for x in which))
     )
     mapped()
-    ((told, awaited),) = launched
-    assert not any(told + awaited), "no flag is passed yet"
+    ((signalled, awaited),) = launched
+    assert not any(signalled + awaited), "no flag is passed yet"

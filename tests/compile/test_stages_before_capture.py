@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("cp_dtensor.comm.triton_kernels")
 
-from support.flag_programs import ulysses
-from support.streams import Group, Rank, Stream
+from support.stream_model.programs import ulysses
+from support.stream_model.recording import Group, Rank, Stream
 
 from cp_dtensor._torch import cuda_graphs
 from cp_dtensor.comm import head_exchange_symm_mem

@@ -112,7 +112,7 @@ def test_ranks_whose_links_differ_have_the_weakest_in_common(monkeypatch: pytest
         return dataclasses.replace(H200, link_speed=1e9 * (25 + dist.get_rank()))
 
     monkeypatch.setattr(splitting, "hardware_of", measured)
-    monkeypatch.setattr(splitting, "why_unshared", lambda group, device: "it is far" if dist.get_rank() == 2 else None)
+    monkeypatch.setattr(splitting, "p2p_obstacle", lambda group, device: "it is far" if dist.get_rank() == 2 else None)
 
     def body(rank: int) -> tuple[Axis, Axis | None]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))

@@ -1,4 +1,4 @@
-"""Launches past Triton on the GPU of this machine: the same results, whatever changes from call to call."""
+"""Direct launches on a GPU: results are right whatever changes from call to call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def drawn(rows: int, dtype: torch.dtype = torch.bfloat16, shift: int = 0, rows_first: bool = False) -> Tensors:
-    """q, k, v and the gradient of out; `shift` elements from where the allocator begins."""
+    """Draws q, k, v and the gradient of out, `shift` elements after the start of their memory."""
     tensors = []
     for heads in (4, 2, 2, 4):
         memory = torch.randn(heads * rows * 64 + shift, device="cuda", dtype=dtype)[shift:]
@@ -76,7 +76,7 @@ def masks(rows: int) -> list[RowMask]:
 
 
 def test_attention_that_changes_from_call_to_call(by_triton: list[str]) -> None:
-    """Lengths, strides, dtypes and alignments take turns; what was compiled for one is not run for another."""
+    """Lengths, strides, dtypes and alignments take turns; each runs its own compiled form."""
     cases = [
         (drawn(rows, dtype, shift, rows_first), mask)
         for rows in (96, 131)
@@ -125,7 +125,7 @@ def warm(call: Callable[[], object], calls: int = 3) -> None:
 
 @pytest.mark.parametrize(("rows", "calls"), [(128, 3), (144, 1)])
 def test_a_captured_graph_replays_it(rows: int, calls: int) -> None:
-    """After a single call, direct launches are made while the graph is captured."""
+    """After a single call, the direct launches are prepared while the graph is captured."""
     tensors, mask = drawn(rows), masks(rows)[2]
     warm(lambda: attended(tensors, mask), calls)
     torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def test_a_captured_graph_replays_it(rows: int, calls: int) -> None:
 
 
 def test_streams_and_threads() -> None:
-    """A thread that has never used the GPU before, and several at once, each on a stream of its own."""
+    """A thread that has not used the GPU before, and several threads at once, each with its own stream."""
     problems = [(drawn(128), masks(128)[1]) for _ in range(4)]
     for problem in problems:
         warm(lambda problem=problem: attended(*problem))  # type: ignore[misc]
@@ -164,21 +164,21 @@ def test_streams_and_threads() -> None:
         assert_close(result, expected(*problem))
 
 
-def test_hooks_of_launches_are_told(by_triton: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_get_every_launch(by_triton: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    told: list[object] = []
+    launches: list[object] = []
     tensors, mask = drawn(96), masks(96)[1]
     warm(lambda: attended(tensors, mask))
     chain = triton.knobs.runtime.launch_enter_hook
     if not hasattr(chain, "add"):
         pytest.skip("this Triton has one hook at a time")
-    chain.add(told.append)
+    chain.add(launches.append)
     try:
         attended(tensors, mask)
     finally:
-        chain.remove(told.append)
-    assert len(told) == 5  # forward; delta, numbers of rows, dK and dV, dQ
+        chain.remove(launches.append)
+    assert len(launches) == 5  # forward; delta, numbers of rows, dK and dV, dQ
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -194,7 +194,7 @@ def _truth_and_torchs(whole: Tensors, kind: Kind, rank: int) -> tuple[Tensors, T
 
 def _complaints(rank: int, name: str, layout_name: str) -> list[str]:
     """What is less precise than one device by more than half, or not a number."""
-    assert workspace.why_unshared(dist.group.WORLD, torch.device("cuda", rank)) is None
+    assert workspace.p2p_obstacle(dist.group.WORLD, torch.device("cuda", rank)) is None
     kind, whole, group = KINDS[name], _draw(5), dist.group.WORLD
     layout = LAYOUTS[layout_name](kind.mask)
     truth, torchs = (_shards(tensors, layout, rank) for tensors in _truth_and_torchs(whole, kind, rank))

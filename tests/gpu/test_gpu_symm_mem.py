@@ -1,4 +1,4 @@
-"""The symm_mem rotation on two GPUs that share memory: numbers, races, several groups, CUDA graphs."""
+"""The symm_mem transport on two GPUs that share memory: results, races, several groups, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _errors(rank: int, problem: Problem, layout: Layout, staged: bool) -> list[f
         results = attend(local, problem, layout, dist.group.WORLD, method="ring", rotate_method="symm_mem")
     finally:
         ROTATE_METHODS["symm_mem"] = usual
-    assert workspace.why_unshared(dist.group.WORLD, local[0].device) is None
+    assert workspace.p2p_obstacle(dist.group.WORLD, local[0].device) is None
     return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True) if want.numel()]
 
 
@@ -51,7 +51,7 @@ def test_equals_one_device_in_float64(gpus: Processes, problem: Problem, layout:
 
 def _trained_after_inference(rank: int) -> list[float]:
     problem = Problem(96, 96, 1, 4, 2, 32, is_causal=True)
-    group = dist.new_group(range(WORLD_SIZE))  # which has no memory yet: it is mapped in inference mode
+    group = dist.new_group(range(WORLD_SIZE))  # without a workspace, so that inference mode maps one
     local = shards(problem, 3, HeadTail(), rank)
     options = {"mesh": group, "seq_len": 96, "is_causal": True, "enable_gqa": True}
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def _race(rank: int, rounds: int) -> list[str]:
 
 
 def test_random_delays_on_random_ranks_change_nothing(gpus: Processes) -> None:
-    """Reused memory that is overwritten too early, or read too early, would show."""
+    """They would if memory were overwritten or read too early."""
     for wrong in gpus.run(_race, 10):
         assert not wrong, wrong
 
@@ -105,7 +105,7 @@ def _grow_in_capture(rank: int) -> str:
     group = dist.new_group(range(WORLD_SIZE))
     problem = Problem(64, 64, 1, 2, 2, 16, is_causal=True, dtype=torch.float32)
     inputs = shards(problem, 0, HeadTail(), rank)
-    assert workspace.why_unshared(group, inputs[0].device) is None
+    assert workspace.p2p_obstacle(group, inputs[0].device) is None
     graph = torch.cuda.CUDAGraph()
     raises = pytest.raises(RuntimeError, match="run one forward and backward of this size before capturing")
     with raises as raised, torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -130,7 +130,7 @@ MIXED = [
 
 
 def _mixed(rank: int, rounds: int) -> list[str]:
-    """Calls whose readers differ, one after the other: each has to wait for the readers of the one before."""
+    """Makes calls whose readers differ; each has to wait for the readers of the call before it."""
     draw = random.Random(rank)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     wrong = []
@@ -155,7 +155,7 @@ def _mixed(rank: int, rounds: int) -> list[str]:
 
 
 @pytest.mark.gpu(FOUR)
-def test_calls_with_other_readers_and_streams_wait_for_one_another() -> None:
+def test_calls_with_other_readers_and_streams_wait_for_each_other() -> None:
     processes = Processes(FOUR, timeout=120, backend="nccl")
     try:
         for wrong in processes.run(_mixed, 30):

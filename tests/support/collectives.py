@@ -1,4 +1,4 @@
-"""Records the collectives of ranks that are threads, so that tests can say what travels, and when nothing may."""
+"""Recorder of the collectives of ranks that are threads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Collective:
 
     rank: int
     kind: str
-    """The class in torch that does it: "AllGather", "AllToAllBase" or "ReduceScatter", say."""
+    """The name of torch's class, such as "AllGather", "AllToAllBase" or "ReduceScatter"."""
     sent: tuple[torch.Tensor, ...]
 
 
 @contextmanager
 def recorded_collectives() -> Iterator[list[Collective]]:
-    """A list that gets every collective of every thread, in the order of the calls."""
+    """Yields a list that gets every collective of every thread, in the order of the calls."""
     collectives: list[Collective] = []
     lock = threading.Lock()
     join = threaded.Collective.join
@@ -47,7 +47,7 @@ def recorded_collectives() -> Iterator[list[Collective]]:
 
 
 def kinds(collectives: list[Collective], rank: int = 0) -> list[str]:
-    """What one rank called, in order."""
+    """Returns the kinds of one rank's collectives, in order."""
     return [collective.kind for collective in collectives if collective.rank == rank]
 
 
@@ -60,10 +60,10 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def errors_by_rank(world_size: int, body: Callable[[int], object]) -> list[BaseException | None]:
-    """What `body(rank)` raised on each rank, None where it returned.
+    """Returns the error of `body(rank)` on each rank, None if it returned.
 
-    An error is held back until all ranks have ended: in `run_ranks` it would wake, and end, ranks that are on their way
-    out of a collective. A rank that still waits in one seconds later has SystemExit.
+    An error is held back until all ranks have ended: in `run_ranks` it would end ranks that are about to leave a
+    collective. A rank that still waits in a collective seconds later has SystemExit.
     """
     ended = threading.Barrier(world_size)
 
@@ -87,7 +87,7 @@ def errors_by_rank(world_size: int, body: Callable[[int], object]) -> list[BaseE
 
 @contextmanager
 def rows_in_place() -> Iterator[None]:
-    """Exchanges of rows go straight between their places, as over NCCL, where nothing is packed."""
+    """While open, rows travel directly between their places without packing, as over NCCL."""
     with (
         mock.patch.object(exchange, "uses_nccl", return_value=True),
         mock.patch.object(exchange, "start_all_to_all", _all_to_all_in_place),
@@ -98,7 +98,7 @@ def rows_in_place() -> Iterator[None]:
 def _all_to_all_in_place(
     incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
+    """Stand-in for `start_all_to_all`, which needs NCCL."""
     works = [
         dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
         for rows_in, rows_out in zip(incoming, outgoing, strict=True)

@@ -1,4 +1,4 @@
-"""The order in which ranks submit what is labelled in traces."""
+"""Recorder of profiler labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def record_labels(monkeypatch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> dict[int, list[str]]:
-    """Filled while the test runs: for each rank the labels of these modules, "tile" for tiles in either pass."""
+    """Returns a dict that the test fills: by rank, the labels of these modules in order, "tile" for any tile."""
     found: dict[int, list[str]] = {}
 
     def recorded(text: str, *values: object) -> AbstractContextManager[None]:

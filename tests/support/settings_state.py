@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from cp_dtensor._torch.cache import KeptValues
+from cp_dtensor._torch.cache import LRUCache
 from cp_dtensor.api.flex import block_mask as flex_rows
 from cp_dtensor.api.flex import block_mask as flex_tables
 from cp_dtensor.attention.backends import interval
@@ -21,8 +21,8 @@ def cold_caches() -> None:
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
-    interval._cached_rows = KeptValues(most=256)
-    flex_rows._kept = KeptValues(most=32)
+    interval._cached_rows = LRUCache(most=256)
+    flex_rows._kept = LRUCache(most=32)
     flex_tables.cache = flex_tables._TableCache()
 
 

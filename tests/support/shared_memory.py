@@ -1,6 +1,6 @@
-"""Memory that ranks share, for ranks that are threads: transports through it on CPUs, with every byte that they move.
+"""Stand-in for symmetric memory on CPUs, for ranks that are threads; transports move every byte.
 
-What is submitted to a stream is done at once, by the thread that submits it. `streams` has the order of real streams.
+A thread executes what it submits to a stream at once. `stream_model` has the order of real streams.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import SymmetricBuffer
-from cp_dtensor._torch import cuda_driver as device_streams
+from cp_dtensor._torch import SymmetricBuffer, cuda_driver
 from cp_dtensor.comm import head_exchange_symm_mem
-from cp_dtensor.comm import symm_mem_workspace as flags
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 
 _PATIENCE = 60.0
 
 
 class _Stream:
-    """Stands for streams and events."""
+    """Stand-in for streams and events."""
 
     cuda_stream = 0
 
@@ -41,7 +39,7 @@ class _Stream:
 
 
 class _Machine:
-    """The memory, and what the CUDA driver and the kernel do with it."""
+    """The memory, and stand-ins for the CUDA driver and the kernels."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
@@ -60,15 +58,15 @@ class _Machine:
     def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Sequence[Any], _: int) -> int:
         for each in operations:
             flag = ctypes.c_uint32.from_address(each.address)
-            if each.operation == device_streams._WAIT_VALUE_32:
+            if each.operation == cuda_driver._WAIT_VALUE_32:
                 _await(lambda flag=flag, value=each.value: flag.value == value)
             else:
                 flag.value = each.value
         return 0
 
-    def flag_launch(self, told: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
+    def flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
         def launch(stream: int) -> None:
-            for address in filter(None, told.tolist()):
+            for address in filter(None, signalled.tolist()):
                 ctypes.c_uint32.from_address(address).value = 1
             words = [ctypes.c_uint32.from_address(address) for address in filter(None, awaited.tolist())]
             _await(lambda: all(word.value == 1 for word in words))
@@ -92,14 +90,14 @@ class _Machine:
 
 @contextmanager
 def shared_memory() -> Iterator[_Machine]:
-    """Ranks share memory; around `run_ranks`. Skips the test where there is no Triton."""
+    """While open, around `run_ranks`, ranks can share memory. Skips the test if there is no Triton."""
     pytest.importorskip("cp_dtensor.comm.triton_kernels")
     machine, stream = _Machine(), _Stream()
     patches = [
-        (device_streams, "_driver", lambda: machine),
+        (cuda_driver, "_driver", lambda: machine),
         (workspaces, "symmetric_buffer", machine.symmetric_buffer),
-        (workspaces, "obstacle_to_sharing", lambda *_: None),
-        (flags, "flag_launch", machine.flag_launch),
+        (workspaces, "probe_p2p", lambda *_: None),
+        (workspaces, "flag_launch", machine.flag_launch),
         (head_exchange_symm_mem, "launch_copies", machine.launch_copies),
         (torch.cuda, "synchronize", lambda device: None),
         (torch.cuda, "Stream", _Stream),

@@ -1,4 +1,4 @@
-"""Stages of heads, however little work they have: tests are too small for those that are worthwhile."""
+"""Stagings without minimum work of a stage, which problems of tests are too small for."""
 
 import functools
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import KeptValues, capturing
+from cp_dtensor._torch.cache import LRUCache, capturing
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.spec.layouts import Layout
 
@@ -119,7 +119,7 @@ def kept(make: Callable[..., T], *key: Any) -> T:
     return value  # type: ignore[return-value]
 
 
-_kept = KeptValues[object](most=32)  # of a million tokens each has megabytes
+_kept = LRUCache[object](most=32)  # of a million tokens each has megabytes
 
 
 PARTIAL, FULL = 1, 2

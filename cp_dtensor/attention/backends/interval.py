@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import KeptValues
+from cp_dtensor._torch.cache import LRUCache
 from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -177,7 +177,7 @@ def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
     return torch.where(index < 0, 0, rows[beyond] + within)
 
 
-_cached_rows = KeptValues[TileRows](most=256)
+_cached_rows = LRUCache[TileRows](most=256)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
 
 

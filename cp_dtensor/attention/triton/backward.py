@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import (
     CAUSAL,
     FULL,
@@ -422,7 +422,7 @@ class _Launches(NamedTuple):
     dq: Launch
 
 
-@kept
+@cached_launch
 def _launches(
     dq: Facts, dk: Facts, dv: Facts, grad_out: Facts, q: Facts, k: Facts, v: Facts, lse: Facts, delta: Facts,
     _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], bias: tuple[int, ...],

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.configs import padded
 
 
@@ -45,7 +45,7 @@ def launch_attention_delta(delta: torch.Tensor, grad_out: torch.Tensor, out: tor
     _launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
 
 
-@kept
+@cached_launch
 def _launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
     batch, heads, rows, v_dim = out.shape
     block_v = padded(v_dim)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import (
     INTERVALS,
     LN_2,
@@ -233,7 +233,7 @@ def launch_attention_forward(
     launch(out, lse, q, k, v, lo, hi, *others)
 
 
-@kept
+@cached_launch
 def _launch(
     out: Facts, lse: Facts, q: Facts, k: Facts, v: Facts, _dtypes_of_others: tuple[torch.dtype, ...],
     mask: tuple[int, int, int], bias: tuple[int, ...], dropout: tuple[float, ...], has_dropout: bool, in_runs: bool,

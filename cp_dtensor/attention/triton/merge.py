@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import Facts, Launch, facts, kept
+from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
@@ -115,7 +115,7 @@ def launch_merge(
     launch(out, lse, base_out, base_lse, *pointers)
 
 
-@kept
+@cached_launch
 def _merge_launch(
     out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
 ) -> Launch:
@@ -189,7 +189,7 @@ def launch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[tuple[Span
     launch(out, base, *stacks)
 
 
-@kept
+@cached_launch
 def _sum_launch(out: Facts, base: Facts, parts: tuple[tuple[Span, Facts], ...]) -> Launch:
     """The launch for tensors of these shapes, strides and dtypes."""
     sizes = [(stack.shape[0], *span, *stack.strides[:4]) for span, stack in parts]

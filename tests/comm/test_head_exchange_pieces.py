@@ -1,4 +1,4 @@
-"""The pieces of an exchange of heads through shared memory, executed on buffers of one process."""
+"""Pieces of a head exchange through symmetric memory, copied between buffers of one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from conftest import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_dtensor.comm.head_exchange_symm_mem import Piece, Published, offsets, pieces_to_heads, pieces_to_rows
+from cp_dtensor.comm.head_exchange_symm_mem import Piece, Written, offsets, pieces_to_heads, pieces_to_rows
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.plan.head_partition import partition_heads
 from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
@@ -20,7 +20,7 @@ no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU
 
 
 def copied_by_hand(pieces: tuple[Piece, ...], memory: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    """Byte by byte as `Piece` says."""
+    """Copies byte by byte, as `Piece` defines."""
     flat = [target.view(-1).view(torch.uint8) for target in targets]
     for piece in pieces:
         for row in range(piece.rows):
@@ -40,7 +40,7 @@ def copied_by_kernel(pieces: tuple[Piece, ...], memory: list[torch.Tensor], targ
 
 
 def in_order(pieces: tuple[Piece, ...], rank: int, ranks: int) -> tuple[Piece, ...]:
-    """What lies in the rank's own memory comes last, and of each tensor the next rank's first."""
+    """Checks that pieces of the rank's own memory are last, and of each tensor those of the next rank first."""
     peers = [piece.peer for piece in pieces]
     assert peers == sorted(peers, key=lambda peer: peer == rank)
     for tensor in {piece.tensor for piece in pieces}:
@@ -49,8 +49,8 @@ def in_order(pieces: tuple[Piece, ...], rank: int, ranks: int) -> tuple[Piece, .
     return pieces
 
 
-def published(tensors: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
-    """Tensors (B, rows, heads, D) one after the other, where their largest sizes put them."""
+def written(tensors: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+    """Writes tensors (B, rows, heads, D) at the offsets of their largest sizes."""
     starts = offsets(sizes)
     memory = torch.full((starts[-1],), 255, dtype=torch.uint8, device=tensors[0].device)
     for tensor, start in zip(tensors, starts, strict=False):
@@ -67,12 +67,12 @@ def check(
     heads = partition_heads(q_heads, kv_heads, ranks, stages)
     generator = torch.Generator().manual_seed(length)
     whole = [torch.randn(batch, length, count, DIM, generator=generator).to(device) for count in (q_heads, kv_heads)]
-    local = [[united_rows(merged, tensor, rank) for tensor in whole] for rank in range(ranks)]
+    local = [[local_rows(merged, tensor, rank) for tensor in whole] for rank in range(ranks)]
     together = [
-        torch.cat([united_part(merged, local, which, place) for place in merged.key_rows(0).places], 1)
+        torch.cat([local_part(merged, local, which, place) for place in merged.key_rows(0).places], 1)
         for which in (0, 1)
     ]
-    home = [
+    returned = [
         [
             torch.full((batch, mine[0].size(1), count, DIM), float("nan"), device=device)
             for count in (q_heads, heads.unit_count)
@@ -80,43 +80,40 @@ def check(
         for mine in local
     ]
     for kinds in exchange_stages(heads, merged, 0):
-        everyone = [
-            tuple(
-                Published(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True)
-            )
+        layouts = [
+            tuple(Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True))
         ] * ranks
-        memory = [published(mine, [each.whole_bytes for each in everyone[0]]) for mine in local]
+        memory = [written(mine, [each.whole_bytes for each in layouts[0]]) for mine in local]
         arrived = []
         for rank in range(ranks):
             targets = [
                 torch.full((batch, kind.rows.total, kind.head_counts[rank], DIM), float("nan"), device=device)
                 for kind in kinds
             ]
-            copy(in_order(pieces_to_heads(everyone[rank], rank), rank, ranks), memory, targets)  # type: ignore[operator]
+            copy(in_order(pieces_to_heads(layouts[rank], rank), rank, ranks), memory, targets)  # type: ignore[operator]
             for target, kind, tensor in zip(targets, kinds, together, strict=True):
                 units = range(*kind.heads[rank])
-                wanted = tensor[:, :, [unit // kind.copies for unit in units]]
-                torch.testing.assert_close(target, wanted, rtol=0, atol=0)
+                expected = tensor[:, :, [unit // kind.copies for unit in units]]
+                torch.testing.assert_close(target, expected, rtol=0, atol=0)
             arrived.append(targets)
         back = tuple(
-            Published(kind, batch, count, DIM * 4)
-            for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
+            Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
         )
-        memory = [published(mine, [each.stage_bytes for each in back]) for mine in arrived]
+        memory = [written(mine, [each.stage_bytes for each in back]) for mine in arrived]
         for rank in range(ranks):
-            copy(in_order(pieces_to_rows(back, rank), rank, ranks), memory, home[rank])  # type: ignore[operator]
-    for mine, returned in zip(local, home, strict=True):
-        torch.testing.assert_close(returned[0], mine[0], rtol=0, atol=0)
-        torch.testing.assert_close(returned[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)
+            copy(in_order(pieces_to_rows(back, rank), rank, ranks), memory, returned[rank])  # type: ignore[operator]
+    for mine, found in zip(local, returned, strict=True):
+        torch.testing.assert_close(found[0], mine[0], rtol=0, atol=0)
+        torch.testing.assert_close(found[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)
 
 
-def united_rows(merged: MergedPartition, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+def local_rows(merged: MergedPartition, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's rows of (B, S, H, D)."""
     lengths = [sum(row) for row in merged.key_rows(0).lengths]
     return tensor[:, sum(lengths[:rank]) : sum(lengths[: rank + 1])].contiguous()
 
 
-def united_part(
+def local_part(
     merged: MergedPartition, local: list[list[torch.Tensor]], which: int, place: tuple[int, int]
 ) -> torch.Tensor:
     rank, part = place
@@ -136,7 +133,7 @@ calls = st.tuples(
 
 @settings(max_examples=60)
 @given(calls)
-def test_pieces_bring_heads_together_and_rows_home(
+def test_pieces_exchange_heads_and_rows_and_back(
     call: tuple[Layout, int, int, int, tuple[int, int], int],
 ) -> None:
     layout, length, batch, ranks, heads, stages = call

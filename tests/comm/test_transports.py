@@ -1,9 +1,8 @@
-"""Rotations that are cut into stages, that fall back, and that move rows without copies: all equal one device."""
+"""KV transports: stages of heads, transfers in place, fallback of symmetric memory; results equal one device."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.collectives import kinds, recorded_collectives
+from support.collectives import kinds, recorded_collectives, rows_in_place
 from support.labels import record_labels
 from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
@@ -29,7 +28,6 @@ from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.engine import ring
-from cp_dtensor.engine import ring as ring_gradients
 from cp_dtensor.plan import plan as plans
 from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.plan import Stages
@@ -54,7 +52,7 @@ def check_staged(staging: Staging, problem: Problem, world_size: int, layout: La
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_stages_of_heads_equal_one_device(is_causal: bool, layout: Layout, staging: Staging) -> None:
-    """With GQA, whose query heads follow their key heads, and five of those, which no number of stages divides."""
+    """With GQA, and five K/V heads, which no number of stages divides."""
     problem = Problem(37, 37, batch=3, q_heads=10, kv_heads=5, is_causal=is_causal)
     check_staged(staging, problem, 4, layout)
 
@@ -91,7 +89,7 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
     ],
     ids=str,
 )
-def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stages, backward: Stages) -> None:
+def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: Stages, backward: Stages) -> None:
     """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
     shape = CallShape(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
     assert staging.stages(shape) == (forward, backward)
@@ -103,8 +101,8 @@ def test_stages_are_as_many_as_their_limits_say(staging: Staging, forward: Stage
     assert exchanges == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
 
 
-def test_stages_of_tiles_that_mask_by_row_have_many_blocks() -> None:
-    """Rank 1 of 2 wants the last 40 of rank 0's keys, of 4 heads: 160 rows to share out."""
+def test_stages_of_interval_masked_tiles_have_many_blocks() -> None:
+    """Rank 1 of 2 attends to the last 40 of rank 0's keys, of 4 heads: 160 rows."""
     window = SlidingWindow(40, 0)
     shape = CallShape(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, 8, Masking.INTERVALS)
     for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
@@ -118,8 +116,8 @@ def test_stages_of_tiles_that_mask_by_row_have_many_blocks() -> None:
 def test_transfers_are_under_way_while_tiles_are_computed(
     method: KVTransport, ranks: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two transfers each, of two heads or over two hops: K/V start a step or two ahead, gradients end one later."""
-    steps = record_labels(monkeypatch, (ring, ring_gradients, exchange))
+    """Two transfers each, of two heads or over two hops: K/V start a step or two ahead, gradients end a step later."""
+    steps = record_labels(monkeypatch, (ring, exchange))
     monkeypatch.setitem(ROTATE_METHODS, "allgather", method)
     problem = Problem(24, 24)
     run_ranks(ranks, attend, ranks, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "allgather"})
@@ -143,7 +141,7 @@ def forward(rank: int, problem: Problem, rotate_method: str) -> torch.Tensor:
 
 
 def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
-    """In bfloat16, by head as at once: the same contributions, added in float32 in the same order."""
+    """In bfloat16, stages and a single transfer add equal contributions in float32 in the same order."""
     problem = Problem(64, 64, q_heads=4, kv_heads=4, head_dim=16, is_causal=True, dtype=torch.bfloat16)
 
     def results(staging: Staging) -> list[Tensors]:
@@ -155,17 +153,6 @@ def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
         assert all(map(torch.equal, at_once, by_head))
 
 
-def all_to_all_in_place(
-    incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
-) -> Callable[[], object]:
-    """What NCCL does in `start_all_to_all`, by ranks that are threads."""
-    works = [
-        dist.all_to_all(rows_in, rows_out, group=group, async_op=True)
-        for rows_in, rows_out in zip(incoming, outgoing, strict=True)
-    ]
-    return lambda: [work.wait() for work in works]
-
-
 @pytest.mark.parametrize(
     "method",
     [AllGather(BY_HEAD), AllGather(), AllToAll(), AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1e-3)],
@@ -173,14 +160,10 @@ def all_to_all_in_place(
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_rows_that_travel_straight_between_their_places(
-    is_causal: bool, layout: Layout, method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_travel_directly_between_their_places(is_causal: bool, layout: Layout, method: Any) -> None:
     """As on GPUs, where nothing is packed."""
-    monkeypatch.setattr(exchange, "uses_nccl", lambda group, device: True)
-    monkeypatch.setattr(exchange, "start_all_to_all", all_to_all_in_place)
     problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
-    with mock.patch.dict(ROTATE_METHODS, alltoall=method), recorded_collectives() as collectives:
+    with mock.patch.dict(ROTATE_METHODS, alltoall=method), rows_in_place(), recorded_collectives() as collectives:
         check_against_reference(problem, 4, layout, rotate_method="alltoall")
     assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
 
@@ -201,9 +184,9 @@ def test_large_shards_go_around_by_groups_of_heads() -> None:
 def test_long_triangles_are_computed_in_parts(
     ranks: int, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As causal attention to very long shards is. Triangles of up to 8 parts each: some merged, some only placed."""
+    """As in causal attention to very long shards. Triangles have up to 8 parts; some are merged, some only placed."""
     monkeypatch.setattr(plans, "LONGEST_TRIANGLE", 5)
-    monkeypatch.setattr(planning, "_plan", planning._plan.__wrapped__)  # plans are remembered
+    monkeypatch.setattr(planning, "_plan", planning._plan.__wrapped__)  # plans are cached
     problem = Problem(31, 31, batch=2, q_heads=4, kv_heads=2, is_causal=True, dtype=dtype)
     tensors = problem.draw(seed=0)
     expected = reference(problem, *tensors)
@@ -211,8 +194,8 @@ def test_long_triangles_are_computed_in_parts(
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     for rank, result in enumerate(results):
         for got, whole in zip(result, expected, strict=True):
-            wanted = shard(whole, HeadTail(), rank, ranks).to(dtype)
-            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+            share = shard(whole, HeadTail(), rank, ranks).to(dtype)
+            torch.testing.assert_close(got, share, rtol=tolerance, atol=tolerance)
 
 
 def attend_by(rank: int, method: str, tensors: Tensors, problem: Problem, ranks: int) -> Tensors:
@@ -245,7 +228,7 @@ def test_symmetric_memory_falls_back_to_all_gather_where_there_is_none(staging: 
         assert all(map(torch.equal, symm_mem, allgather))
 
 
-def test_falling_back_is_said_once_by_every_group(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_group_logs_its_fallback_once(caplog: pytest.LogCaptureFixture) -> None:
     """Four ranks, each of them in two groups, and several calls, forward and backward."""
     problem = Problem(8, 8)
 
@@ -263,11 +246,11 @@ def test_falling_back_is_said_once_by_every_group(caplog: pytest.LogCaptureFixtu
     assert len(lines) == 4 * 2
     (line,) = set(lines)
     assert "it needs CUDA devices, the tensors are on cpu" in line
-    assert "using the all-gather rotation" in line
+    assert "using all-gather instead" in line
 
 
 @pytest.mark.parametrize("rotate_method", [method for method in ROTATE_METHODS if method != "symm_mem"])
-def test_other_methods_have_nothing_to_say(rotate_method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_methods_log_nothing(rotate_method: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         run_ranks(2, forward, Problem(8, 8), rotate_method)
         run_ranks(1, forward_alone, "symm_mem")
@@ -275,6 +258,6 @@ def test_other_methods_have_nothing_to_say(rotate_method: str, caplog: pytest.Lo
 
 
 def forward_alone(rank: int, rotate_method: str) -> torch.Tensor:
-    """A ring of one rank shares memory with nobody."""
+    """A ring of one rank needs no shared memory."""
     q, k, v, _ = Problem(8, 8).draw(seed=0)
     return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=8, rotate_method=rotate_method)

@@ -1,4 +1,4 @@
-"""What a launch remembers, with a kernel, a driver and tensors that only say what is asked of them."""
+"""Launches through Triton and direct launches, with stand-ins for kernel, driver and tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Unknown = direct_launch.Unknown
 
 
 class Kernel(triton.runtime.JITFunction):  # type: ignore[misc]
-    """Is called as a kernel is, and compiles nothing."""
+    """Stand-in for a kernel, which compiles nothing."""
 
     __name__ = "kernel"
 
@@ -35,7 +35,7 @@ class Kernel(triton.runtime.JITFunction):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Address:
-    """A tensor on a GPU."""
+    """Stand-in for a tensor on a GPU."""
 
     at: int
     is_cuda: bool = True
@@ -81,7 +81,7 @@ def launch_of(world: World) -> Any:
     return launching.Launch(Kernel(world.events), (3, 2, 1), (5, 0.5), {"BLOCK": 16})
 
 
-def test_the_first_is_tritons_and_the_others_are_direct(world: World) -> None:
+def test_triton_launches_first_and_later_launches_are_direct(world: World) -> None:
     launch = launch_of(world)
     launch(Address(32), Address(64))
     assert world.events == [("triton", (3, 2, 1), (Address(32), Address(64), 5, 0.5), {"BLOCK": 16})]
@@ -92,7 +92,7 @@ def test_the_first_is_tritons_and_the_others_are_direct(world: World) -> None:
     assert world.events == [("direct", (3, 2, 1), 70, [16, 32])]
 
 
-def test_what_is_compiled_anew_is_another_launch(world: World) -> None:
+def test_each_compiled_form_is_launched_by_triton_first(world: World) -> None:
     launch = launch_of(world)
     for at in ((32, 64), (32, 72), (40, 64), (40, 72)):
         for expected in (["triton"], ["made", "direct"], ["direct"]):
@@ -107,7 +107,7 @@ def test_what_is_compiled_anew_is_another_launch(world: World) -> None:
         assert world.kinds() == expected
 
 
-def test_whoever_wants_to_be_told_is(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_get_launches_by_triton(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = launch_of(world)
     for _ in range(3):
         launch(Address(32))
@@ -133,10 +133,10 @@ def test_whoever_wants_to_be_told_is(world: World, monkeypatch: pytest.MonkeyPat
         ("runtime", "add_stages_inspection_hook", lambda *_: ("key", "hash")),
     ],
 )
-def test_whoever_debugs_gets_a_kernel_of_his_own(
+def test_debugging_compiles_another_kernel(
     knobs: str, name: str, value: Any, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is neither the one that was found before, nor found by those who come after."""
+    """It is neither the cached kernel nor cached for later launches."""
     launch = launch_of(world)
     for at in (32, 40):
         with monkeypatch.context() as patch:
@@ -150,7 +150,7 @@ def test_whoever_debugs_gets_a_kernel_of_his_own(
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0", "unknown"])
-def test_of_other_tritons_nothing_is_asked(version: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_of_triton_launch(version: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_launch.triton, "__version__", version)
     launch = launch_of(world)
     monkeypatch.delattr(triton, "knobs")
@@ -165,7 +165,7 @@ def test_a_grid_without_programs(world: World) -> None:
     assert world.kinds() == []
 
 
-def test_what_cannot_be_launched_is_left_to_triton(world: World) -> None:
+def test_triton_launches_what_cannot_be_launched_directly(world: World) -> None:
     launch = launch_of(world)
     launch(Address(32))
     world.refuses = True
@@ -187,10 +187,10 @@ def test_tensors_without_a_gpu(world: World) -> None:
         assert world.kinds() == ["triton"]
 
 
-def test_launches_are_kept_by_what_they_are_made_of() -> None:
+def test_launches_are_cached_by_their_arguments() -> None:
     made = []
 
-    @launching.kept
+    @launching.cached_launch
     def make(*values: object) -> int:
         made.append(values)
         return len(made)

@@ -1,4 +1,4 @@
-"""Rings through shared memory, on ranks that are threads: their numbers, and the order in which they are submitted."""
+"""Rings through symmetric memory on ranks that are threads: results, and the order of submission."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.engine import ring
-from cp_dtensor.engine import ring as ring_gradients
 
 
 @pytest.fixture(params=[1, 2], ids=["at once", "by head"])
@@ -39,8 +38,8 @@ def test_rings_are_right(is_causal: bool, layout: Layout, stages: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2)], ids=str)
-def test_rings_of_rings_are_right(shape: tuple[int, int], stages: int) -> None:
-    """The inner axes share memory, each its own."""
+def test_nested_rings_are_right(shape: tuple[int, int], stages: int) -> None:
+    """The ranks of each inner axis share memory."""
     problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=True)
     with shared_memory() as machine:
         check(problem, HeadTail(), ("cp_outer", "cp_inner"), shape, method="ring", rotate_method="symm_mem")
@@ -49,13 +48,13 @@ def test_rings_of_rings_are_right(shape: tuple[int, int], stages: int) -> None:
 
 def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies for the next step follow the tiles of this one; what others wait for goes before."""
-    steps = record_labels(monkeypatch, (ring, ring_gradients, symm_mem))
+    steps = record_labels(monkeypatch, (ring, symm_mem))
     problem = Problem(24, 24)
     with shared_memory():
         run_ranks(2, attend, 2, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
-    travels = {"publish K/V", "pull K/V", "wait for K/V", "pull dK/dV", "wait for dK/dV"}
+    travels = {"write K/V", "pull K/V", "wait for K/V", "pull dK/dV", "wait for dK/dV"}
     found = [step for step in steps[0] if step in travels or step == "tile"]
-    first, last = ["publish K/V", "tile", "pull K/V"], ["wait for K/V", "tile"]
+    first, last = ["write K/V", "tile", "pull K/V"], ["wait for K/V", "tile"]
     staged = [*last, "pull K/V"] * (stages - 1)
     forward = [*first, *staged, *last]
     assert found[: len(forward)] == forward
@@ -66,7 +65,7 @@ def test_tiles_do_not_wait_for_the_host_to_submit_copies(stages: int, monkeypatc
 
 @pytest.mark.parametrize("of", ["kv_address", "grads_address"])
 def test_each_rank_begins_with_another_peer(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not all pull from one at the same time."""
+    """So that ranks do not all pull from the same peer at once."""
     asked: dict[int, list[int]] = {}
     address = getattr(Workspace, of)
 

@@ -1,6 +1,7 @@
-"""CUDA streams that record what is submitted to them, for all ranks of a group, and run it later in any order.
+"""CUDA streams that record what the ranks of a group submit to them.
 
-The library runs as it is, with torch's streams and events and the driver replaced. See `interleavings` for the rest.
+The library itself runs, with stand-ins for torch's streams and events and for the CUDA driver. `interleavings` runs the
+records.
 """
 
 from __future__ import annotations
@@ -14,21 +15,19 @@ from unittest import mock
 
 import torch
 
-from cp_dtensor._torch import SymmetricBuffer
-from cp_dtensor._torch import cuda_driver as device_streams
+from cp_dtensor._torch import SymmetricBuffer, cuda_driver
 from cp_dtensor.comm import head_exchange_symm_mem, symm_mem
-from cp_dtensor.comm import symm_mem_workspace as flags
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
 
 Op = tuple[Any, ...]
-"""What it does, and to what; `interleavings` says what each means."""
-_WAIT = device_streams._WAIT_VALUE_32
+"""An operation and its arguments, which `interleavings` executes."""
+_WAIT = cuda_driver._WAIT_VALUE_32
 _ROOM = 1 << 16
 
 
 class Event:
-    """Stands for `torch.cuda.Event`. Waiting for one means its last record before the wait."""
+    """Stand-in for `torch.cuda.Event`. A wait is for the last record before the wait."""
 
     def __init__(self) -> None:
         self.mark: int | None = None
@@ -42,7 +41,7 @@ class Event:
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`. What a graph captures has a lane of its own: only events order it."""
+    """Stand-in for `torch.cuda.Stream`. Captured work has a lane of its own, which only events order."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.cuda_stream = rank, rank.group.new_id()
@@ -78,17 +77,18 @@ class Stream:
 
 
 class Rank:
-    """One device, and what a process group is to one rank."""
+    """One device; also stands in for the process group on this rank."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self._rank = group, rank
         self.submitted: list[Op] = []
-        self.told: Counter[str] = Counter()
-        """How often this rank has published K/V, and gradients."""
+        self.signalled: Counter[str] = Counter()
+        """By "kv" and "grads": how often this rank has set the READY flag."""
         self.reads: list[tuple[int, int]] = []
-        """Target and number of each copy from published memory."""
+        """Target and number of each copy from symmetric memory."""
         self.captured: list[Stream] = []
-        self.kept: list[torch.Tensor] = []
+        self.alive: list[torch.Tensor] = []
+        """Tensors that are not freed, so that no address has two meanings."""
         self.current = Stream(self)
 
     def rank(self) -> int:
@@ -98,7 +98,7 @@ class Rank:
         return len(self.group.ranks)
 
     def write(self, kind: str) -> None:
-        version = self.told[kind] + 1
+        version = self.signalled[kind] + 1
         place = self._rank, kind
         self.group.writes[place, version] += 1
         self.current.submit("write", place, version)
@@ -108,11 +108,11 @@ class Rank:
         assert kind != "flags"
         number = self.group.new_id()
         self.reads.append((target, number))
-        stream.submit("read", (holder, kind), self.told[kind], number)
+        stream.submit("read", (holder, kind), self.signalled[kind], number)
 
     def use(self, *tensors: torch.Tensor) -> None:
-        """Computes with tensors: all that has been on its way to them must be there."""
-        self.kept += tensors  # so that no address has two meanings
+        """Computes with tensors, to which all copies must have arrived."""
+        self.alive += tensors
         for tensor in tensors:
             memory = tensor.untyped_storage()
             span = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
@@ -120,7 +120,7 @@ class Rank:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """What is submitted within is one graph, launched on the current stream."""
+        """Captures what is submitted while open as one graph, which is launched on the current stream."""
         main = self.current
         before, after = Event(), Event()
         before.record(main)
@@ -140,7 +140,7 @@ class Rank:
 
 
 class Group:
-    """All ranks, what they have submitted, and the memory that they share."""
+    """All ranks, what they have submitted, and their symmetric memory."""
 
     def __init__(self, world_size: int) -> None:
         self._ids = itertools.count(1)
@@ -162,7 +162,7 @@ class Group:
         return next(self._ids)
 
     def place(self, address: int) -> tuple[int, str, int]:
-        """Whose memory it is, of what kind, and the offset."""
+        """Returns the rank, the area ("flags", "kv" or "grads") and the offset of an address."""
         for rank, start in enumerate(self.workspaces[0].addresses):
             offset = address - start
             if 0 <= offset < workspaces._FLAG_BYTES:
@@ -173,10 +173,10 @@ class Group:
             offset -= self.workspaces[0].kv_bytes
             if 0 <= offset < self.workspaces[0].grad_bytes:
                 return rank, "grads", offset
-        raise AssertionError(f"{address} is in nobody's memory")
+        raise AssertionError(f"{address} is in no rank's memory")
 
     def record(self, rank: Rank, program: Any) -> None:
-        """Runs a program as one rank does."""
+        """Runs a program as one rank."""
         self.active = rank
         with self.recording():
             program(rank)
@@ -185,11 +185,11 @@ class Group:
     def recording(self) -> Iterator[None]:
         with ExitStack() as stack:
             patches = [
-                (device_streams, "_driver", lambda: self),
+                (cuda_driver, "_driver", lambda: self),
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
-                (workspaces, "obstacle_to_sharing", lambda *_: None),
-                (flags, "flag_launch", self._flag_launch),
+                (workspaces, "probe_p2p", lambda *_: None),
+                (workspaces, "flag_launch", self._flag_launch),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
@@ -219,37 +219,37 @@ class Group:
             )
         return self.buffer
 
-    # The calls into the driver and the kernel.
+    # Stand-ins for the driver and the kernels.
 
     def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Sequence[Any], _: int) -> int:
         for each in operations:
             self.streams[stream].submit("wait" if each.operation == _WAIT else "set", each.address, each.value)
-        self._count_told([each.address for each in operations if each.operation != _WAIT and each.value == 1])
+        self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
 
-    def _flag_launch(self, told: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
-        ops = [("set", told, 1), ("wait", awaited, 1), ("set", awaited, 0)]
+    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
+        ops = [("set", signalled, 1), ("wait", awaited, 1), ("set", awaited, 0)]
 
         def launch(stream: int) -> None:
             assert self.streams[stream] is self.active.current, "kernels are launched on the current stream"
             for op, addresses, value in ops:
                 for address in filter(None, addresses.tolist()):
                     self.active.current.submit(op, address, value)
-            self._count_told([*filter(None, told.tolist())])
+            self._count_signals([*filter(None, signalled.tolist())])
 
         return launch
 
-    def _count_told(self, raised: list[int]) -> None:
+    def _count_signals(self, raised: list[int]) -> None:
         flags_raised = {self.place(address)[2] // (4 * len(self.ranks)) for address in raised}
-        self.active.told["kv"] += Flag.KV_READY in flags_raised
-        self.active.told["grads"] += Flag.GRAD_READY in flags_raised
+        self.active.signalled["kv"] += Flag.KV_READY in flags_raised
+        self.active.signalled["grads"] += Flag.GRAD_READY in flags_raised
 
     def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
         memory = [(start, start + self.buffer.bytes_of[0].numel()) for start in self.workspaces[0].addresses]
         with self._on_stream(self.streams[stream]):
             if any(start <= target < stop for start, stop in memory):
                 holder, kind, _ = self.place(target)
-                assert holder == self.active.rank(), "a rank publishes in its own memory"
+                assert holder == self.active.rank(), "a rank writes to its own memory"
                 self.active.write(kind)
             else:
                 self.active.read(self.active.current, source, target)
@@ -281,7 +281,7 @@ class Group:
         return get
 
     def first_flags(self) -> dict[int, int]:
-        """Flags as the workspace was made, by address."""
+        """Returns the initial flags of the workspaces, by address."""
         assert self.buffer is not None
         count = len(Flag) * len(self.ranks)
         return {

@@ -1,4 +1,4 @@
-"""Calls through shared memory as `streams` records them: attention only says on which stream it has used what."""
+"""Calls through symmetric memory to record: attention records only which tensors it uses on which stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cp_dtensor.plan.plan import Stages, gathered_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Full, Mask, is_plain
-from support.streams import Rank
+from support.stream_model.recording import Rank
 
 DIM = 4
 Program = Callable[[Rank], None]
@@ -35,7 +35,7 @@ Program = Callable[[Rank], None]
 
 @dataclass(frozen=True)
 class Stage(AttentionCall):
-    """Attention with some heads to all rows, as far as streams see it."""
+    """Attention of some heads to all rows; records the tensors that it uses."""
 
     rank: Rank
     saved: list[torch.Tensor] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Stage(AttentionCall):
 
 @dataclass(frozen=True)
 class Tiles(AttentionBackend):
-    """Attention of tiles, as far as streams see it."""
+    """Attention of tiles; records the tensors that it uses."""
 
     rank: Rank
     name = "none"
@@ -85,7 +85,7 @@ def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallShape:
 
 def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
     made = [torch.zeros(1, 4 * rank.size(), 8, DIM) for _ in range(count)]
-    rank.kept += made
+    rank.alive += made
     return made
 
 
@@ -127,7 +127,7 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
 
 
 def whole_keys(stages: int, layout: Layout, backward: bool) -> Program:
-    """K/V of all ranks for FlexAttention, and their gradients home."""
+    """All ranks' K/V for FlexAttention, and their gradients back to the owners."""
 
     def program(rank: Rank) -> None:
         length, heads = 8 * rank.size(), 4 * rank.size()

@@ -1,4 +1,4 @@
-"""Rows of keys and values: packed by groups of heads, wholly or only where somebody wants them."""
+"""Packing of K/V rows by groups of heads, of all rows or of those that other ranks attend to."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def test_some_rows_are_packed_where_all_would_put_them(stages: list[Span]) -> No
         width = row_width(k, v, heads)
         of_all, of_some = (rows[start : start + pitch * width].view(pitch, width) for rows in (whole, some))
         assert torch.equal(of_all[:6], pack_rows(k, v, heads))
-        for span, wanted in (((0, 1), True), ((1, 3), False), ((3, 6), True), ((6, 8), False)):
-            expected = of_all[slice(*span)] if wanted else torch.zeros_like(of_all[slice(*span)])
+        for span, packed in (((0, 1), True), ((1, 3), False), ((3, 6), True), ((6, 8), False)):
+            expected = of_all[slice(*span)] if packed else torch.zeros_like(of_all[slice(*span)])
             assert torch.equal(of_some[slice(*span)], expected)
         start += pitch * width
 
 
 @pytest.mark.parametrize(
-    ("layout", "mask", "masking", "given"),
+    ("layout", "mask", "masking", "sent"),
     [
         (Contiguous(), SlidingWindow(4, 0), Masking.INTERVALS, [((12, 16),), ((12, 16),), ((12, 16),), ()]),
         (HeadTail(), Causal(), Masking.BY_SHAPE, [((0, 8),), ((0, 16),), ((0, 16),), ((0, 16),)]),
@@ -45,9 +45,9 @@ def test_some_rows_are_packed_where_all_would_put_them(stages: list[Span]) -> No
         ),
     ],
 )
-def test_the_rows_that_others_want(
-    layout: Contiguous | HeadTail, mask: Mask, masking: Masking, given: list[tuple[Span, ...]]
+def test_the_rows_that_other_ranks_attend_to(
+    layout: Contiguous | HeadTail, mask: Mask, masking: Masking, sent: list[tuple[Span, ...]]
 ) -> None:
     tiling = tiling_of(group_segments(layout, 64, 64, 1, 4), mask, masking, (64, 64))
     plans = [gathered_plan(tiling, rank, 1, Stages(1, 1), Stages(1, 1)) for rank in range(4)]
-    assert [plan.given_spans for plan in plans] == given
+    assert [plan.given_spans for plan in plans] == sent

@@ -1,7 +1,7 @@
-"""What launches are found by decides which compiled form Triton would take, and everything that its parameters say.
+"""Cache keys of launches: equal keys have the same compiled form of a kernel and the same parameters.
 
-Run as a script, this file makes random calls of all launchers, without a GPU: Triton sorts their arguments for one, and
-launches nothing. Triton's interpreter, in which other tests run kernels, does not sort them.
+Run as a script, this file makes random calls of all launchers without a GPU: Triton specializes a kernel for their
+arguments and launches nothing. Triton's interpreter, in which other tests run kernels, does not specialize.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Option = TypeVar("_Option")
 
 
 class Forms:
-    """The form and the descriptors of each launch, from the first time that its place in the table is asked for."""
+    """Records the compiled form and the descriptors of each launch at the first use of its cache key."""
 
     def __init__(self) -> None:
         from triton.backends.compiler import GPUTarget
@@ -30,10 +30,10 @@ class Forms:
         self._binders: dict[Any, Any] = {}
         self._known: dict[Any, str] = {}
         self.times: Counter[str] = Counter()
-        """By kernel: how often a form was there already, and how many there are."""
+        """Returns by kernel how often a form was cached already, and the number of forms."""
 
     def launch(self, launch: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """In place of `Launch.__call__`."""
+        """Stand-in for `Launch.__call__`."""
         from triton.runtime.jit import create_function_from_signature
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -56,7 +56,7 @@ class Forms:
 
 
 def checked(make: Any) -> Any:
-    """A maker of launches that are kept: what is found is what would be made anew, to the types of its numbers."""
+    """Wraps a cached maker of launches: a cached launch equals a new one, down to the types of its numbers."""
 
     def contents(made: Any) -> list[str]:
         launches = made if isinstance(made, tuple) else (made,)
@@ -71,7 +71,7 @@ def checked(make: Any) -> Any:
 
 
 class Calls:
-    """Calls by random choices, and their neighbours: the same choices but one."""
+    """Makes calls by random choices, and calls with all but one of these choices."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -93,7 +93,7 @@ class Calls:
         return options[int(self._taken[-1] * len(options))]
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """With its last dim contiguous, in one of two orders, at an address that is a multiple of 16 or is not."""
+        """Makes a tensor in one of two orders of dims, at an address that is a multiple of 16 or not."""
         last = shape[-1] + self.choice((0, 0, 0, 8, 1))
         order = self.choice((0, 0, 1))
         whole = list(shape[:-1]) + [last]
@@ -170,7 +170,7 @@ class Calls:
         from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
 
         count = padded_count(self.choice((1, 40)))
-        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in ("told", "awaited")))(0)
+        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in range(2)))(0)
 
 
 def main() -> None:
@@ -179,13 +179,13 @@ def main() -> None:
     from cp_dtensor.attention.triton import delta as attention_delta
     from cp_dtensor.attention.triton import forward as attention_forward
     from cp_dtensor.attention.triton import merge
-    from cp_dtensor.comm import triton_kernels as copy_pieces
-    from cp_dtensor.comm import triton_kernels as flags
+    from cp_dtensor.comm import triton_kernels
 
+    names = ("_launch", "_launches", "_delta_launch", "_merge_launch", "_sum_launch", "_copy_launch", "_flag_launch")
     forms = Forms()
     Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
-    for module in (attention_forward, attention_backward, attention_delta, copy_pieces, flags, merge):
-        for name in ("_launch", "_launches", "_merge_launch", "_sum_launch"):
+    for module in (attention_forward, attention_backward, attention_delta, triton_kernels, merge):
+        for name in names:
             if hasattr(module, name):
                 setattr(module, name, checked(getattr(module, name)))
     calls = Calls()

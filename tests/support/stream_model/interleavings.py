@@ -1,18 +1,18 @@
-"""Runs recorded streams (see `streams`) of all ranks in random interleavings that obey events and flags."""
+"""Runs recorded streams of all ranks in random interleavings that obey events and flags."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 
-from support.streams import Group, Op
+from support.stream_model.recording import Group, Op
 
 
 def run(group: Group, seed: int, shared_queues: bool = False) -> str | None:
-    """Runs everything in an order of its own for each seed, and says what went wrong.
+    """Runs everything in an order that depends on the seed; returns what went wrong, None if nothing did.
 
-    Streams have priorities that change now and then, so some lag far behind. With `shared_queues` the streams of a
-    rank run one after the other in the order of submission, as streams may that share a hardware queue.
+    Streams have priorities that change now and then, so some lag far behind. With `shared_queues` all work of a rank
+    runs in the order of submission, as may be the case for streams that share a hardware queue.
     """
     choice = random.Random(seed)
     waiting = [rank.submitted for rank in group.ranks] if shared_queues else list(group.lanes.values())
@@ -43,7 +43,7 @@ def run(group: Group, seed: int, shared_queues: bool = False) -> str | None:
 
 
 class _Machine:
-    """Does one operation after the other, of whatever stream."""
+    """Executes operations one after the other."""
 
     def __init__(self, group: Group) -> None:
         self._expected_writes = group.writes
