@@ -17,7 +17,7 @@ from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.bench.cases import mask_by_name
+from cp_dtensor.tools.parsing import mask_by_name
 
 TABLES = Path(__file__).parents[2] / "docs" / "benchmarks"
 BY_NAME: dict[str, Callable[[CallShape, Axis], Estimate]] = {

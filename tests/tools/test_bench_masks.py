@@ -12,12 +12,12 @@ from support.masked_problems import shown
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dtensor.spec.masks import Causal, SlidingWindow
-from cp_dtensor.tools.balance import lognormal_documents
 from cp_dtensor.tools.bench.baselines import baselines_by_name
-from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
+from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.flex_masks import mask_mod, whole_mask
 from cp_dtensor.tools.bench.rows import Results
 from cp_dtensor.tools.bench.varlen import Documented
+from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name
 
 CPU = torch.device("cpu")
 

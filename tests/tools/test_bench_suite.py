@@ -13,17 +13,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import shown
 
-from cp_dtensor.tools.balance import lognormal_documents
 from cp_dtensor.tools.bench import measure
 from cp_dtensor.tools.bench.accuracy import Outcome, reference_head, relative_errors, seen_keys
 from cp_dtensor.tools.bench.baseline import Baseline
-from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
+from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.devices import Host
 from cp_dtensor.tools.bench.inputs import ByLayout, Everything, Select, Source, everything
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
 from cp_dtensor.tools.bench.rows import Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
+from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name
 
 CPU = torch.device("cpu")
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")

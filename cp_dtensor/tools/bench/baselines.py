@@ -23,13 +23,14 @@ from cp_dtensor.engine.validation import Mesh, sequence_ranks
 from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.bench.baseline import Baseline
-from cp_dtensor.tools.bench.cases import LAYOUTS, Case
+from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.flex import flex_baselines
 from cp_dtensor.tools.bench.inputs import ByLayout
 from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.single_device import backend_of, sdpa, single_devices
 from cp_dtensor.tools.bench.varlen import varlen_baselines
 from cp_dtensor.tools.bench.work import Attention
+from cp_dtensor.tools.parsing import LAYOUTS
 
 GRAPH_SUFFIX = " graph"
 COMPILED_SUFFIX = " compiled"

@@ -20,11 +20,12 @@ from cp_dtensor.spec.balanced_layouts import BalancedBlocks
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.tools.bench.baseline import Baseline
-from cp_dtensor.tools.bench.cases import LAYOUTS, Case
+from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.flex_masks import BLOCK, mask_mod, whole_mask
 from cp_dtensor.tools.bench.inputs import ByLayout, Select, Shards
 from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.work import Attention
+from cp_dtensor.tools.parsing import LAYOUTS
 
 if TYPE_CHECKING:
     from cp_dtensor._torch.experimental import FlexBalancer

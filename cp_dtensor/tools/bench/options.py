@@ -12,8 +12,9 @@ import torch
 
 from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.baselines import baselines_by_name
-from cp_dtensor.tools.bench.cases import LAYOUTS, PASSES, Case, Heads, grid, mask_by_name
+from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, grid
 from cp_dtensor.tools.bench.measure import Effort
+from cp_dtensor.tools.parsing import LAYOUTS, mask_by_name
 
 _DESCRIPTION = """\
 Measures context-parallel attention: every rotation of this library, torch's own context parallel, and one GPU as the
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     masks = "causal, full, 'documents N' (of lognormal lengths, median N), 'window N'; several make several tables"
     what.add_argument("--mask", type=_mask, nargs="+", default=["causal"], help=masks)
-    what.add_argument("--layout", choices=tuple(LAYOUTS), default="HeadTail", help="which rank owns which tokens")
+    what.add_argument("--layout", choices=LAYOUTS, default="HeadTail", help="which rank owns which tokens")
     what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
     baselines = (
         "such as ideal ours-allgather 'ours-symm_mem Balanced' (ours with a layout of its own) 'torch-flex PTRR'"

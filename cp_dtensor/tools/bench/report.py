@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cp_dtensor.tools.bench.accuracy import NAMES
-from cp_dtensor.tools.bench.cases import DOCUMENTS_SIGMA, PASS_TITLES, Case
+from cp_dtensor.tools.bench.cases import PASS_TITLES, Case
 from cp_dtensor.tools.bench.rows import MEASURED, Results, Row
+from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 from cp_dtensor.tools.report import markdown_table
 
 _COLUMNS = (
