@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from support.import_rules import FLOORS, FORBIDDEN_TORCH, TRITON, WITHOUT_TORCH
+from support.import_rules import (
+    FLOORS,
+    FORBIDDEN_TORCH,
+    TOOLS_IMPORT,
+    TORCH_EXPERIMENTAL_TOOL,
+    TRITON,
+    WITHOUT_TORCH,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cp_dtensor"
@@ -172,6 +179,22 @@ def test_no_file_circles() -> None:
         visit(module, ())
 
 
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "tools"])
+def test_tools_import_public_names_and_few_modules(module: str) -> None:
+    public = importlib.import_module("cp_dtensor").__all__
+    violations = []
+    for line, _, name in imports(module, parse(module)):
+        top, _, below = name.partition(".")
+        if top == "cp_dtensor" and below not in public and not starts_with(below, ("tools", *TOOLS_IMPORT)):
+            violations.append((line, name))
+    report(module, violations, "tools import public names and TOOLS_IMPORT of import_rules.py only:")
+
+
+def test_main_imports_no_tools() -> None:
+    """`python -m cp_dtensor` imports the tools of its subcommand only, by their names."""
+    assert [target for _, target in our_imports("__main__")] == []
+
+
 @pytest.mark.parametrize("blocked_room", WITHOUT_TORCH)
 def test_rooms_that_import_with_torch_blocked(blocked_room: str) -> None:
     names = [f"cp_dtensor.{module}" for module in MODULES if room(module) == blocked_room]
@@ -204,7 +227,7 @@ def test_triton_stays_in_its_rooms(module: str) -> None:
 
 @each_module
 def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
-    if room(module) == DOOR:
+    if room(module) == DOOR or module == TORCH_EXPERIMENTAL_TOOL:
         return
     tree = parse(module)
     may_call_attention = starts_with(module, ("attention.backends", "api.dtensor"))

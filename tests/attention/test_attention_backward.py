@@ -24,10 +24,10 @@ from support.attention_kernels import (
     through_kernels,
     to,
 )
+from support.row_masks import window
 
 from cp_dtensor.attention.masked import RowMask
 from cp_dtensor.attention.triton.intervals import rows_of_columns
-from cp_dtensor.tools.row_masks import window
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
 

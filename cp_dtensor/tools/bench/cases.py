@@ -1,4 +1,4 @@
-"""What is measured: problems, passes, and the arithmetic they take. Integers and names only."""
+"""Attention problems of the benchmark, and their floating point operations. Integers and names only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads and of key/value heads.
+    """Numbers of query heads and K/V heads.
 
     >>> Heads.parse("32:8")
     Heads(q=32, kv=8)
@@ -30,10 +30,10 @@ class Heads:
 
     @classmethod
     def parse(cls, text: str) -> Heads:
-        """From "query:kv".
+        """Reads "query:kv".
 
         Raises:
-            ValueError: not two positive integers, the first a multiple of the second.
+            ValueError: the text is not two positive integers, the first a multiple of the second.
         """
         try:
             q, kv = map(int, text.split(":"))
@@ -46,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem, over all ranks together."""
+    """One attention problem of all ranks together."""
 
     seq_len: int
     """Global number of tokens."""
@@ -64,34 +64,34 @@ class Case:
 
     @property
     def enable_gqa(self) -> bool:
-        """Whether query heads share kv heads."""
+        """True if query heads share K/V heads."""
         return self.heads.q != self.heads.kv
 
     @property
     def mask_value(self) -> Mask:
-        """The mask."""
+        """The mask of the name."""
         return mask_by_name(self.mask, self.seq_len)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the mask is one that every attention kernel knows."""
+        """True if the mask is full or causal, which every attention kernel supports."""
         return is_plain(self.mask_value, self.seq_len, self.seq_len)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of one head and batch row."""
+        """(query, key) pairs that the mask allows, of one head and batch row."""
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
     def layout_value(self, name: str | None = None) -> Layout:
-        """The layout, or another one by name.
+        """Returns the layout of a name, by default that of the case.
 
         Raises:
-            ValueError: it does not fit the mask.
+            ValueError: the layout does not fit the mask.
         """
         return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
 
     def flops(self, pass_name: str) -> float:
-        """Floating point operations of a pass over the whole sequence; what is masked is not counted.
+        """Returns the floating point operations of a pass over the whole sequence; masked pairs do not count.
 
         >>> Case(1024, Heads(32, 8), 128, 1, "bfloat16", "full", "HeadTail", "auto").flops("fwd")
         17179869184.0
@@ -111,7 +111,7 @@ def grid(
     dtype: str,
     layout: str,
 ) -> tuple[Case, ...]:
-    """All combinations, those with few keys first: what has been allocated is then never more than a case needs."""
+    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case."""
     cases = [
         Case(seq_len, each, head_dim, batch, dtype, mask, layout, backend)
         for each, mask, backend, seq_len in itertools.product(heads, masks, backends, seq_lens)
