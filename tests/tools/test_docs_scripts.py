@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.docs_scripts import docs_script
+from support.import_rules import FLOORS
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
@@ -143,3 +145,32 @@ def test_the_table_of_balance_has_a_row_for_every_mask_and_layout() -> None:
     assert text.count("| Balanced |") == 16
     assert text.count("| PerDocument |") == 8
     assert "| causal | Contiguous | 74.71% | 1 | 64, 64 | 100.0%, 50.0% |" in text
+
+
+def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path) -> None:
+    rooms = docs_script("rooms")
+    assert {name for _, row in rooms.FLOORS for name in row} == {*FLOORS, rooms.PUBLIC}
+    assert {room: int(number) for number, row in rooms.FLOORS if number for room in row} == FLOORS
+    files = {
+        "api/context.py": "from cp_dtensor.spec import masks\nfrom ..spec.masks import Full, Mask\nimport torch\n",
+        "api/other.py": "def late():\n    import cp_dtensor.spec.masks\n    from cp_dtensor.spec import Layout\n",
+        "spec/__init__.py": "from cp_dtensor.spec.masks import Mask\n",
+        "spec/masks.py": "",
+        "__init__.py": "from cp_dtensor.api.context import context_parallel\n",
+        "__main__.py": "from cp_dtensor.tools import info\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    counts = rooms.imports(rooms.modules(tmp_path))
+    assert counts == {("api", "spec"): 3, ("cp_dtensor", "api"): 1}
+
+
+def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
+    rooms = docs_script("rooms")
+    rooms.draw(rooms.PACKAGE, tmp_path / "rooms.png")
+    assert (tmp_path / "rooms.png").read_bytes().startswith(b"\x89PNG")
+    arrows = rooms.routed(rooms.placed_boxes(rooms.modules(rooms.PACKAGE)), rooms.imports(rooms.modules(rooms.PACKAGE)))
+    for arrow in arrows:
+        assert arrow.source.x <= arrow.xs[0] <= arrow.source.x + arrow.source.width
+        assert arrow.target.x <= arrow.xs[-1] <= arrow.target.x + arrow.target.width
