@@ -64,7 +64,7 @@ class Problem:
         """The mask as the Triton kernels take it; calls with dropout have masks of intervals."""
         if self.case.is_plain and not self.dropout_p:
             return RowMask(causal_offset=0 if self.case.mask == "causal" else None)
-        lo, hi = seen_keys(self.case.mask_value, self.case.seq_len).to("cuda", torch.int32)
+        lo, hi = seen_keys(self.case.mask_value, self.case.seq_len).to(self.inputs.q.device, torch.int32)
         return RowMask(lo=lo, hi=hi)
 
     @cached_property
@@ -72,8 +72,9 @@ class Problem:
         """Dropout of a rank whose positions are in runs."""
         if not self.dropout_p:
             return None
-        position = torch.arange(self.case.seq_len, device="cuda", dtype=torch.int32)
-        return Dropout(self.dropout_p, torch.tensor(7, device="cuda"), position, position, in_runs=True)
+        device = self.inputs.q.device
+        position = torch.arange(self.case.seq_len, device=device, dtype=torch.int32)
+        return Dropout(self.dropout_p, torch.tensor(7, device=device), position, position, in_runs=True)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def measure(
         try:
             forward, backward = make()
             out = forward()[0]
-            error = None if dropout_p and name != "Triton" else _error(problem, out)
+            error = None if dropout_p and name != "Triton" else relative_error(problem, out)
             if error is not None and not error < _MAX_ERROR:
                 print(f"{case}, {name}: wrong, error {error:.1e}", flush=True)
                 continue
@@ -168,7 +169,7 @@ def flex_kernels(problem: Problem) -> dict[str, Callable[[], Passes]]:
     """Returns the maker of passes of FlexAttention."""
     if problem.dropout is not None:
         return {}
-    blocks = whole_mask(problem.case, torch.device("cuda"))
+    blocks = whole_mask(problem.case, problem.inputs.q.device)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     return {
         "FlexAttention": lambda: _with_autograd(
@@ -200,7 +201,7 @@ def _sdpa(problem: Problem, backend: SDPBackend) -> Attention:
 
 
 def _varlen(problem: Problem) -> Attention:
-    with varlen_on_one_gpu(problem.case, torch.device("cuda")) as attention:
+    with varlen_on_one_gpu(problem.case, problem.inputs.q.device) as attention:
         return attention
 
 
@@ -217,7 +218,7 @@ def _with_autograd(problem: Problem, attention: Attention) -> Passes:
 # Measurement
 
 
-def _error(problem: Problem, out: torch.Tensor) -> float:
+def relative_error(problem: Problem, out: torch.Tensor) -> float:
     """Returns the relative error of the last rows of the first head; float64 runs as torch operations."""
     length, inputs = problem.case.seq_len, problem.inputs
     rows = slice(length - _CHECKED_ROWS, length)

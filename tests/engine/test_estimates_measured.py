@@ -35,7 +35,7 @@ each_length = pytest.mark.parametrize("length", [8192, 32768, 131072])
 
 @cache
 def measured(table: str, mask: str = "causal") -> dict[tuple[int, str, str], float]:
-    """Milliseconds by length, contestant and pass."""
+    """Milliseconds by length, method and pass; the committed tables call methods contestants."""
     rows = json.loads((TABLES / table / "bench.json").read_text())["rows"]
     return {
         (row["case"]["seq_len"], row["contestant"], row["pass_name"]): row["median_ms"]

@@ -16,7 +16,7 @@ from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.flex import mask_mod, whole_mask
 from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.results import Results
-from cp_dtensor.tools.bench.varlen import Documented
+from cp_dtensor.tools.bench.varlen import VarlenArguments
 
 CPU = torch.device("cpu")
 
@@ -52,18 +52,20 @@ def test_whole_masks_are_those_of_create_block_mask(mask: str) -> None:
 
 @pytest.mark.parametrize("documents", [[(0, 4), (4, 9), (9, 10)], [(0, 10)]])
 @pytest.mark.parametrize("queries", [(0, 5), (5, 10), (2, 4), (3, 10)])
-def test_documented_queries_see_what_they_should(documents: list[tuple[int, int]], queries: tuple[int, int]) -> None:
+def test_queries_of_varlen_attention_see_their_documents(
+    documents: list[tuple[int, int]], queries: tuple[int, int]
+) -> None:
     """With keys aligned at the ends, as FlashAttention-2 has it."""
-    documented = Documented.of(documents, queries)
+    arguments = VarlenArguments.of(documents, queries)
     seen = torch.zeros(10, 10, dtype=torch.bool)
-    edges = zip(documented.cu_seqlens_q, documented.cu_seqlens_k, strict=True)
-    row, column = queries[0], documented.keys[0]
+    edges = zip(arguments.cu_seqlens_q, arguments.cu_seqlens_k, strict=True)
+    row, column = queries[0], arguments.keys[0]
     for (q, k), (next_q, next_k) in pairwise(edges):
         rows, columns = next_q - q, next_k - k
         block = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
         seen[row : row + rows, column : column + columns] = block
         row, column = row + rows, column + columns
-    assert (row, column) == (queries[1], documented.keys[1])
+    assert (row, column) == (queries[1], arguments.keys[1])
     expected = torch.zeros(10, 10, dtype=torch.bool)
     for start, stop in documents:
         expected[start:stop, start:stop] = shown(Causal(), stop - start, stop - start, 1)[0, 0]

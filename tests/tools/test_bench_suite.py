@@ -92,7 +92,7 @@ def as_ranks(world_size: int, body: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def failure(ranks: Ranks, errors: dict[int, str], taking_part: bool = True) -> tuple[str, bool]:
-    """How a function fails that raises these errors on these ranks."""
+    """Returns message and `alike` of the failure of a function that raises these errors on these ranks."""
 
     def body() -> None:
         if ranks.rank in errors:

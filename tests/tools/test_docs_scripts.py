@@ -72,7 +72,7 @@ def test_methods_by_rank_and_head(layout: Layout, panel: methods.Panel) -> None:
 
 @each_layout
 def test_methods_by_hand(layout: Layout) -> None:
-    """Who has what meanwhile, and in which step: rank - hop, over one axis or two."""
+    """The rank that holds each row during attention, and the step of each pair: rank - hop, over one axis or two."""
     ring, ulysses, hybrid, rings = (methods.picture(panel, layout, SEQ_LEN) for panel in methods.PANELS)
     rank_of = owners(layout)
     for head, token in product(range(4), range(SEQ_LEN)):

@@ -192,7 +192,7 @@ def _mesh(inner_size: int | None, device_type: str) -> DeviceMesh:
     world_size = dist.get_world_size()
     if inner_size is None:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
-    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("outer", "inner"))
+    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
 
 
 def _our_refusal(split: Split, case: Case, world_size: int) -> str | None:

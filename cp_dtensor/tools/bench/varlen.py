@@ -40,7 +40,7 @@ def varlen_methods() -> tuple[Method, Method]:
 
 
 @dataclass(frozen=True)
-class Documented:
+class VarlenArguments:
     """Arguments of varlen attention for contiguous queries."""
 
     keys: Span
@@ -49,11 +49,11 @@ class Documented:
     cu_seqlens_k: tuple[int, ...]
 
     @classmethod
-    def of(cls, documents: Sequence[Span], queries: Span) -> Documented:
+    def of(cls, documents: Sequence[Span], queries: Span) -> VarlenArguments:
         """Pairs each document's queries with its keys up to the last query: the kernel aligns them at their ends.
 
-        >>> Documented.of([(0, 4), (4, 9)], (2, 6))
-        Documented(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
+        >>> VarlenArguments.of([(0, 4), (4, 9)], (2, 6))
+        VarlenArguments(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
         """
         first, last = queries
         mine = [span for span in documents if max(span[0], first) < min(span[1], last)]
@@ -84,7 +84,7 @@ def _refusal(case: Case, world_size: int) -> str | None:
 def varlen_on_one_gpu(case: Case, device: torch.device) -> Iterator[Attention]:
     """Opens attention of a case with a batch of one, of documents or a window."""
     documents, window = _documents(case)
-    attend = _Varlen(Documented.of(documents, (0, case.seq_len)), window, device)
+    attend = _Varlen(VarlenArguments.of(documents, (0, case.seq_len)), window, device)
     yield lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
 
 
@@ -94,9 +94,9 @@ def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
     group = dist.group.WORLD
     assert group is not None
     length = case.seq_len // group.size()
-    documented = Documented.of(documents, (group.rank() * length, (group.rank() + 1) * length))
-    attend = _Varlen(documented, window, device)
-    keys = slice(*documented.keys)
+    arguments = VarlenArguments.of(documents, (group.rank() * length, (group.rank() + 1) * length))
+    attend = _Varlen(arguments, window, device)
+    keys = slice(*arguments.keys)
     stages = min(_STAGES, case.heads.kv)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
 class _Varlen:
     """Attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
 
-    def __init__(self, documented: Documented, window: tuple[int, int], device: torch.device) -> None:
-        edges = documented.cu_seqlens_q, documented.cu_seqlens_k
+    def __init__(self, arguments: VarlenArguments, window: tuple[int, int], device: torch.device) -> None:
+        edges = arguments.cu_seqlens_q, arguments.cu_seqlens_k
         self._cu_seqlens_q, self._cu_seqlens_k = (
             torch.tensor(each, dtype=torch.int32, device=device) for each in edges
         )
