@@ -58,7 +58,6 @@ def main(arguments: Sequence[str]) -> None:
     for case, transports in measured:
         methods = methods_by_name([IDEAL, *(OURS_PREFIX + name for name in transports)])
         rows += suite.run(case, ("fwdbwd",), methods)
-    progress.close()
     command = f"torchrun --nproc-per-node {ranks.world_size} -m cp_dtensor accuracy {' '.join(arguments)}".strip()
     text, failed = report(Results(environment(), command, ranks.world_size, tuple(rows)), options.limit)
     if ranks.rank == 0:

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def environment() -> str:
 
 
 def backends(device: str, dtype: torch.dtype) -> list[str]:
-    """Returns the backends of `F.scaled_dot_product_attention` that compute a causal call, as it chooses them."""
+    """Returns the backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -74,7 +75,8 @@ def backends(device: str, dtype: torch.dtype) -> list[str]:
         if device == "cpu" and name in ("cuDNN", "efficient"):
             continue  # CPUs have flash and math
         try:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's reasons why a backend refuses the call
                 F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         except RuntimeError:
             continue

@@ -17,7 +17,7 @@ from cp_dtensor.tools.bench import measure
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.errors import Outcome, reference_head, relative_errors, seen_keys
 from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout, Select, Source, all_tokens
-from cp_dtensor.tools.bench.measure import Cpu, Effort
+from cp_dtensor.tools.bench.measure import Device, Effort
 from cp_dtensor.tools.bench.method import Method
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
 from cp_dtensor.tools.bench.results import Row
@@ -131,7 +131,7 @@ def run_suite(monkeypatch: pytest.MonkeyPatch, *methods: Method) -> list[list[Ro
 
     def body(ranks: Ranks) -> list[Row]:
         reported: list[Row] = []
-        suite = Suite(ranks, Cpu(), Effort(2, 1.0), Source(0, CPU), 64, reported.append)
+        suite = Suite(ranks, Device(use_gpu=False), Effort(2, 1.0), Source(0, CPU), 64, reported.append)
         try:
             return suite.run(CASE, ("fwd", "fwdbwd"), methods)
         except GroupLost:

@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, grid
+from cp_dtensor.tools.bench.cases import PASSES, Heads, grid
 from cp_dtensor.tools.bench.inputs import Source
-from cp_dtensor.tools.bench.measure import Cpu, Device, Effort, Gpu
-from cp_dtensor.tools.bench.method import Method
+from cp_dtensor.tools.bench.measure import Device, Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
 from cp_dtensor.tools.bench.results import MEASURED, Results, Row
@@ -51,30 +49,12 @@ _QUICK: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a run."""
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; exits with a message if an option does not fit.
 
-    cases: tuple[Case, ...]
-    passes: tuple[str, ...]
-    methods: tuple[Method, ...]
-    effort: Effort
-    check_up_to: int
-    """Errors are computed of cases with no more work than a causal sequence of this length."""
-    seed: int
-    one_thread: bool
-    """True if backward runs on the calling thread (torch.autograd.set_multithreading_enabled(False))."""
-    use_gpu: bool
-    timeout_seconds: float
-    """Timeout of collectives."""
-    output: Path | None
-    trace: Path | None
-    trace_case: Case
-    trace_method: Method
-
-
-def parse_options(arguments: Sequence[str]) -> Options:
-    """Reads the command line; exits with a message if an option does not fit."""
+    Returns:
+        the options; also the cases and methods that they name, and the case and method of the trace.
+    """
     parser = _parser()
     if parser.parse_known_args(arguments)[0].quick:
         parser.set_defaults(**_QUICK)
@@ -95,21 +75,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
         parser.error(f"--trace-method: expected one of {', '.join(sharing)}, got {parsed.trace_method!r}")
     if parsed.trace and not sharing:
         parser.error("--trace: none of the chosen methods runs on all ranks")
-    return Options(
-        cases=cases,
-        passes=tuple(name for name in PASSES if name in parsed.passes),
-        methods=methods,
-        effort=Effort(parsed.repeats, parsed.row_seconds, parsed.warm_ms),
-        check_up_to=parsed.check_up_to,
-        seed=parsed.seed,
-        one_thread=parsed.one_thread,
-        use_gpu=use_gpu,
-        timeout_seconds=parsed.timeout,
-        output=parsed.output,
-        trace=parsed.trace,
-        trace_case=next((case for case in cases if case.seq_len == parsed.trace_seq_len), cases[0]),
-        trace_method=sharing.get(parsed.trace_method, next(iter(sharing.values()), methods[0])),
-    )
+    parsed.use_gpu, parsed.cases, parsed.methods = use_gpu, cases, methods
+    parsed.passes = tuple(name for name in PASSES if name in parsed.passes)
+    parsed.trace_case = next((case for case in cases if case.seq_len == parsed.trace_seq_len), cases[0])
+    parsed.trace_method = sharing.get(parsed.trace_method, next(iter(sharing.values()), methods[0]))
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,7 +144,7 @@ def _heads(text: str) -> Heads:
 def main(arguments: Sequence[str]) -> None:
     """Runs the benchmark of the command line; rank 0 writes and prints the results."""
     options = parse_options(arguments)
-    ranks, device = start("bench", options.use_gpu, options.timeout_seconds)
+    ranks, device = start("bench", options.use_gpu, options.timeout)
     command = _command(arguments, ranks)
     with torch.autograd.set_multithreading_enabled(not options.one_thread):
         rows, lost = _measure(options, ranks, device, command)
@@ -195,7 +165,7 @@ def start(command: str, use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, D
     store, rank, world_size = next(dist.rendezvous("env://"))
     if use_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device: Device = Gpu() if use_gpu else Cpu()
+    device = Device(use_gpu)
     dist.init_process_group(
         "nccl" if use_gpu else "gloo",
         store=dist.PrefixStore("process_group", store),
@@ -213,7 +183,9 @@ def _command(arguments: Sequence[str], ranks: Ranks) -> str:
     return f"{launch} -m cp_dtensor bench {shlex.join(arguments)}".strip()
 
 
-def _measure(options: Options, ranks: Ranks, device: Device, command: str) -> tuple[Sequence[Row], GroupLost | None]:
+def _measure(
+    options: argparse.Namespace, ranks: Ranks, device: Device, command: str
+) -> tuple[Sequence[Row], GroupLost | None]:
     """Returns all rows, and the error that ended the run early."""
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
@@ -227,7 +199,8 @@ def _measure(options: Options, ranks: Ranks, device: Device, command: str) -> tu
             rows = (*finished, *current)
             _write(Results(environment(), command, ranks.world_size, rows), options, final=False)
 
-    suite = Suite(ranks, device, options.effort, Source(options.seed, device.torch_device), options.check_up_to, report)
+    effort = Effort(options.repeats, options.row_seconds, options.warm_ms)
+    suite = Suite(ranks, device, effort, Source(options.seed, device.torch_device), options.check_up_to, report)
     try:
         for case in options.cases:
             finished += suite.run(case, options.passes, options.methods)
@@ -239,12 +212,10 @@ def _measure(options: Options, ranks: Ranks, device: Device, command: str) -> tu
     except Failed as failure:
         print(f"no trace: {failure}", file=sys.stderr, flush=True)
         return finished, None if failure.alike else GroupLost(str(failure))
-    finally:
-        progress.close()
     return finished, None
 
 
-def _write(results: Results, options: Options, final: bool) -> None:
+def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "bench.json").write_text(results.to_json() + "\n")
@@ -256,7 +227,7 @@ def _write(results: Results, options: Options, final: bool) -> None:
 
 
 class Progress:
-    """Progress of a run on stderr: a bar on a terminal if tqdm is installed, else a line for each row.
+    """Progress of a run: a line on stderr for each row.
 
     Args:
         total: number of rows to come.
@@ -264,36 +235,13 @@ class Progress:
     """
 
     def __init__(self, total: int, visible: bool) -> None:
-        self._total = total
-        self._visible = visible
-        self._done = 0
-        self._bar: Any = _bar(total) if visible else None
+        self._total, self._visible, self._done = total, visible, 0
 
     def row(self, row: Row) -> None:
-        """Shows that a row is finished."""
+        """Prints that a row is finished."""
         self._done += 1
-        if not self._visible:
-            return
-        outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
-        case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
-        text = f"{case}, {row.pass_name}, {row.method}: {outcome}"
-        if self._bar is None:
-            print(f"[{self._done}/{self._total}] {text}", file=sys.stderr, flush=True)
-        else:
-            self._bar.write(text, file=sys.stderr)
-            self._bar.update()
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _bar(total: int) -> Any:
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        return None
-    return tqdm(total=total, unit="row", file=sys.stderr, dynamic_ncols=True)
+        if self._visible:
+            outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
+            case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
+            text = f"[{self._done}/{self._total}] {case}, {row.pass_name}, {row.method}: {outcome}"
+            print(text, file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,73 +30,24 @@ _TRACE_WARMUP, _TRACED_CALLS = 3, 3
 # Clocks and memory counters
 
 
-class Device(ABC):
-    """Clock and memory counter of a device."""
+class Device:
+    """Clock and memory counter of the current CUDA device or, with `use_gpu=False`, of the CPU."""
 
-    torch_device: torch.device
+    def __init__(self, use_gpu: bool) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+        self._is_gpu = use_gpu
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything that was launched."""
+        if self._is_gpu:
+            torch.cuda.synchronize(self.torch_device)
 
-    @abstractmethod
     def time_ms(self, call: Call) -> float:
         """Returns the milliseconds from the start of a call to the end of all that it launched."""
-
-    @abstractmethod
-    def launch_us(self, call: Call, calls: int) -> float | None:
-        """Returns the host's median microseconds of a call among calls without waits; None on CPUs."""
-
-    @abstractmethod
-    def extra_bytes(self, call: Call) -> int | None:
-        """Returns the peak memory of a call above the memory in use before it; None on CPUs."""
-
-    @abstractmethod
-    def captured(self, call: Call) -> Call:
-        """Captures `call` in a CUDA graph and returns its replay."""
-
-    @abstractmethod
-    def free_unused(self) -> None:
-        """Frees cached memory."""
-
-
-class Cpu(Device):
-    """The CPU, where a call is over when it returns."""
-
-    torch_device = torch.device("cpu")
-
-    def synchronize(self) -> None:
-        pass
-
-    def time_ms(self, call: Call) -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    def launch_us(self, call: Call, calls: int) -> float | None:
-        return None
-
-    def extra_bytes(self, call: Call) -> int | None:
-        call()
-        return None
-
-    def captured(self, call: Call) -> Call:
-        raise NotImplementedError("CUDA graphs need a GPU")
-
-    def free_unused(self) -> None:
-        pass
-
-
-class Gpu(Device):
-    """The current CUDA device."""
-
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def time_ms(self, call: Call) -> float:
+        if not self._is_gpu:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e3
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
@@ -106,6 +56,9 @@ class Gpu(Device):
         return start.elapsed_time(end)
 
     def launch_us(self, call: Call, calls: int) -> float | None:
+        """Returns the host's median microseconds of a call among calls without waits; None on CPUs."""
+        if not self._is_gpu:
+            return None
         seconds = []
         self.synchronize()
         for _ in range(calls):
@@ -116,6 +69,10 @@ class Gpu(Device):
         return statistics.median(seconds) * 1e6
 
     def extra_bytes(self, call: Call) -> int | None:
+        """Makes a call and returns its peak memory above the memory in use before it; None on CPUs."""
+        if not self._is_gpu:
+            call()
+            return None
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_allocated(self.torch_device)
@@ -124,6 +81,9 @@ class Gpu(Device):
         return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def captured(self, call: Call) -> Call:
+        """Captures `call` in a CUDA graph and returns its replay."""
+        if not self._is_gpu:
+            raise NotImplementedError("CUDA graphs need a GPU")
         # First calls make plans, communicators and workspaces: before the capture, on the capturing stream.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -139,7 +99,9 @@ class Gpu(Device):
         return graph.replay
 
     def free_unused(self) -> None:
-        torch.cuda.empty_cache()
+        """Frees cached memory."""
+        if self._is_gpu:
+            torch.cuda.empty_cache()
 
 
 # Measurement
