@@ -12,13 +12,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from support.import_rules import FLOORS, FORBIDDEN_TORCH, TRITON, WITHOUT_TORCH
+from support.import_rules import (
+    FLOORS,
+    FORBIDDEN_TORCH,
+    TOOLS_IMPORT,
+    TRITON,
+    WITHOUT_TORCH,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cp_dtensor"
 
 # The room, and the files of other rooms, that may touch torch's private names.
-DOORS = ("_torch", "integrations.torch_experimental.private", "tools.bench.torch_private")
+DOORS = ("_torch", "integrations.torch_experimental.private", "tools.bench.torch_experimental")
 
 ATTENTION_OP = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+(\.\w+)?")
 NAMEDTUPLE_API = {"_asdict", "_fields", "_make", "_replace"}
@@ -189,6 +195,22 @@ def test_no_file_circles() -> None:
 
     for module in MODULES:
         visit(module, ())
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "tools"])
+def test_tools_import_public_names_and_few_modules(module: str) -> None:
+    public = importlib.import_module("cp_dtensor").__all__
+    violations = []
+    for line, _, name in imports(module, parse(module)):
+        top, _, below = name.partition(".")
+        if top == "cp_dtensor" and below not in public and not starts_with(below, ("tools", *TOOLS_IMPORT)):
+            violations.append((line, name))
+    report(module, violations, "tools import public names and TOOLS_IMPORT of import_rules.py only:")
+
+
+def test_main_imports_no_tools() -> None:
+    """`python -m cp_dtensor` imports the tools of its subcommand only, by their names."""
+    assert [target for _, target in our_imports("__main__")] == []
 
 
 @pytest.mark.parametrize("blocked_room", WITHOUT_TORCH)

@@ -1,31 +1,232 @@
-"""What every benchmark report starts with, and Markdown tables."""
+"""Reports as Markdown and as pictures."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Sequence
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from cp_dtensor.tools.bench.cases import PASS_TITLES, Case
+from cp_dtensor.tools.bench.errors import NAMES
+from cp_dtensor.tools.bench.results import MEASURED, Results, Row
+from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def environment() -> str:
-    """Hardware and versions, as Markdown."""
-    lines = [f"torch {torch.__version__}, Python {platform.python_version()}"]
-    if torch.cuda.is_available():
-        import triton
-
-        version = torch.backends.cudnn.version()
-        lines[0] += f", triton {triton.__version__}, CUDA {torch.version.cuda}, cuDNN {version}"
-        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            lines[0] += ", NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
-        lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible")
-    else:
-        lines.append(f"CPU only ({platform.machine()})")
-    return "  \n".join(lines)
+_COLUMNS = (
+    "length", "method", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
+    "CPU us", "extra MiB",
+)  # fmt: skip
+_NOTHING = "-"
+_PICTURE_COLUMNS = 2
+_MARKERS = "osv^DPX<>*"
+_FEWEST_FOR_LINES = 3
+_EXPLANATION = """\
+Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
+`ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks; of several
+the fastest counts. Backward counts as 2.5 times the operations of forward; masked pairs do not count. x others: speedup
+over the fastest method that is neither ours nor `ideal`. Predicted: by the cost model of `rotate_method="auto"`. CPU
+us: the host's time to launch a call. Extra MiB: peak memory above inputs and grad_out, results included (of a graph,
+when it is captured). torch's context parallel gets inputs that are contiguous as (B, H, S, D), since its backward fails
+with others; the other methods get (B, S, H, D) memory, as in models. Errors are relative (Frobenius, over the whole
+tensors) to float64 on the same inputs; in parentheses, over the errors of `ideal`."""
+_EXPLANATION_OF_MASKS = f"""\
+A name's second word is the layout, where it is not that of the title. `documents N`: of lognormal lengths (median N,
+sigma {DOCUMENTS_SIGMA}, seed 0), causal inside, the last cut off at the end. `window N`: a query sees itself and the
+N - 1 keys before it. `ideal-kernels` are our Triton kernels, `ideal-varlen` FlashAttention-2 as torch has it.
+`torch-flex`: torch's context parallel of FlexAttention, compiled: all K/V are gathered, in the order of the load
+balancer whose name follows. `ours-flex`: `context_parallel_flex_attention`, compiled likewise. `llama3-varlen`: K/V are
+gathered in stages of heads, the next under the attention of the last, for FlashAttention-2 over the documents of each
+rank's contiguous part; gradients are reduce-scattered in the inputs' dtype."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; numbers are formatted by the caller."""
+    """Returns a Markdown table; the caller formats numbers."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join(lines)
+
+
+# The benchmark as Markdown
+
+
+def markdown(results: Results) -> str:
+    """Returns the report of a benchmark run."""
+    sections = [
+        f"# Benchmark, {results.world_size} {'rank' if results.world_size == 1 else 'ranks'}",
+        results.environment,
+        f"`{results.command}`",
+        _EXPLANATION,
+    ]
+    if any(not row.case.is_plain for row in results.rows):
+        sections.append(_EXPLANATION_OF_MASKS)
+    for title, rows in panels(results):
+        sections += [f"## {title}", table(results, rows)]
+    return "\n\n".join(sections) + "\n"
+
+
+def panels(results: Results) -> Iterator[tuple[str, list[Row]]]:
+    """Yields the title and the rows of each table: rows that differ in length and method only."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in results.rows:
+        groups.setdefault((*_all_but_length(row.case), row.pass_name), []).append(row)
+    for rows in groups.values():
+        yield title(rows[0].case, rows[0].pass_name), rows
+
+
+def title(case: Case, pass_name: str) -> str:
+    """Returns the title of a table."""
+    words = [
+        f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}",
+        case.mask,
+        PASS_TITLES[pass_name],
+    ]
+    words += [f"batch {case.batch}"] if case.batch > 1 else []
+    words += [case.dtype, case.layout]
+    words += [case.backend] if case.backend != "auto" else []
+    return ", ".join(words)
+
+
+def table(results: Results, rows: list[Row]) -> str:
+    """Returns rows as a Markdown table, with a column for each error that some row has."""
+    names = [name for name in NAMES if any(name in row.errors for row in rows)]
+    header = [*_COLUMNS, *(f"error of {name}" for name in names)]
+    return markdown_table(header, [[*_cells(results, row), *_error_cells(results, row, names)] for row in rows])
+
+
+def _all_but_length(case: Case) -> tuple[object, ...]:
+    return case.heads, case.head_dim, case.batch, case.dtype, case.mask, case.layout, case.backend
+
+
+def _cells(results: Results, row: Row) -> list[str]:
+    name = f"{row.method} ({row.note})" if row.note else row.method
+    start = [f"{row.case.seq_len:,}", _plain(name)]
+    if row.status != MEASURED:
+        return [*start, _plain(f"{row.status}: {row.message}"), *[_NOTHING] * (len(_COLUMNS) - len(start) - 1)]
+    low, high = row.spread_ms
+    return [
+        *start,
+        _significant(row.median_ms),
+        f"{_significant(low)}-{_significant(high)}",
+        f"{row.tflops:.0f}" if row.tflops >= 10 else _significant(row.tflops),
+        _formatted(results.percent_of_ideal(row), "{:.1f}"),
+        _formatted(results.times_others(row), "{:.2f}"),
+        _NOTHING if row.predicted_ms is None else _significant(row.predicted_ms),
+        _formatted(row.cpu_us, "{:.0f}"),
+        _formatted(None if row.extra_bytes is None else row.extra_bytes / 2**20, "{:.0f}"),
+    ]
+
+
+def _error_cells(results: Results, row: Row, names: list[str]) -> list[str]:
+    ratios = results.error_ratios(row)
+    cells = []
+    for name in names:
+        cell = _formatted(row.errors.get(name), "{:.1e}")
+        cells.append(f"{cell} ({ratios[name]:.2f}x)" if name in ratios and not row.is_ideal else cell)
+    return cells
+
+
+def _formatted(value: float | None, pattern: str) -> str:
+    return _NOTHING if value is None else pattern.format(value)
+
+
+def _significant(value: float) -> str:
+    """Returns a number with three digits, more if they are before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def _plain(text: str) -> str:
+    """Returns text that fits into a table cell."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# The benchmark as a picture
+
+
+def draw(results: Results, path: Path) -> None:
+    """Writes a picture with a panel for each table that has measurements: percent of ideal against length.
+
+    Tables with few lengths become bars. Without matplotlib there is a message on stderr and no picture.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no {path}: it needs matplotlib, of the extra tools: pip install 'cp_dtensor[tools]'", file=sys.stderr)
+        return
+    from matplotlib.figure import Figure
+
+    shown = [(title, rows) for title, rows in panels(results) if any(_percent(results, row) for row in rows)]
+    if not shown:
+        return
+    methods = list(dict.fromkeys(row.method for row in results.rows if _percent(results, row)))
+    columns = min(_PICTURE_COLUMNS, len(shown))
+    lines = -(-len(shown) // columns)
+    figure = Figure(figsize=(8 * columns, 5 * lines + 1))
+    axes = figure.subplots(lines, columns, squeeze=False)
+    for axis, (title, rows) in zip(axes.flat, shown, strict=False):
+        if len({row.case.seq_len for row in rows}) < _FEWEST_FOR_LINES:
+            _bars(axis, results, title, rows)
+        else:
+            _lines(axis, results, title, rows, methods)
+    for axis in axes.flat[len(shown) :]:
+        axis.set_visible(False)
+    handles = {
+        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(handles.values(), handles, loc="lower center", ncol=5, frameon=False)
+    place = results.environment.splitlines()[-1].removesuffix(" visible")
+    figure.suptitle(f"Context-parallel attention on {results.world_size} ranks ({place})")
+    inch = 1 / (5 * lines + 1)
+    figure.tight_layout(rect=(0, 0.5 * inch if handles else 0, 1, 1 - 0.2 * inch))
+    figure.savefig(path, dpi=100)
+
+
+def _lines(axis: Axes, results: Results, title: str, rows: list[Row], methods: list[str]) -> None:
+    for number, method in enumerate(methods):
+        points = [
+            (row.case.seq_len, percent)
+            for row in rows
+            if row.method == method and (percent := _percent(results, row)) is not None
+        ]
+        if points:
+            lengths, percents = zip(*points, strict=True)
+            marker = _MARKERS[number % len(_MARKERS)]
+            axis.plot(lengths, percents, marker=marker, color=f"C{number % 10}", label=method)
+    axis.axhline(100, color="black", linestyle="--", linewidth=1, label="ideal")
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row.case.seq_len for row in rows})
+    axis.set_xticks(ticks, list(map(_thousands, ticks)))
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("global length (tokens)")
+    axis.set_ylabel("% of ideal (one GPU's time / ranks)")
+    axis.set_title(title, fontsize=10)
+    axis.grid(alpha=0.3)
+
+
+def _bars(axis: Axes, results: Results, title: str, rows: list[Row]) -> None:
+    """Draws a group of bars for each method, the first at the top, with a bar for each length."""
+    percents = {(row.method, row.case.seq_len): _percent(results, row) for row in rows}
+    names = list(dict.fromkeys(name for (name, _), percent in percents.items() if percent))
+    lengths = sorted({length for _, length in percents})
+    height = 0.8 / len(lengths)
+    for index, length in enumerate(lengths):
+        places = [place + (index - (len(lengths) - 1) / 2) * height for place in range(len(names))]
+        widths = [percents.get((name, length)) or 0.0 for name in names]
+        bars = axis.barh(places, widths, height, color=f"C{index}")
+        labels = [f"{_thousands(length)}: {width:.0f}%" if width else "" for width in widths]
+        axis.bar_label(bars, labels, label_type="center", color="white", fontsize=7)
+    axis.axvline(100, color="black", linestyle="--", linewidth=1)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("% of ideal (one GPU's time / ranks)")
+    axis.set_title(title, fontsize=10)
+
+
+def _thousands(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def _percent(results: Results, row: Row) -> float | None:
+    return None if row.is_ideal or row.status != MEASURED else results.percent_of_ideal(row)

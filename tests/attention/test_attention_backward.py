@@ -22,10 +22,10 @@ from support.attention_kernels import (
     through_kernels,
     to,
 )
+from support.row_masks import window
 
 from cp_dtensor.attention.masked import RowMask
 from cp_dtensor.attention.triton.row_mask import rows_of_columns
-from cp_dtensor.tools.row_masks import window
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
 

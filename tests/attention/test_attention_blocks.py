@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.attention_kernels import SCALE, Tensors, biases_of, masks_of
+from support.row_masks import documents, window
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
 from cp_dtensor.attention.triton import reference as attention_reference
-from cp_dtensor.tools.row_masks import documents, window
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
 

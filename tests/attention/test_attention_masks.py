@@ -14,11 +14,11 @@ import torch
 from conftest import GPUS
 from hypothesis import given
 from support.attention_kernels import SCALE, SMALL, backward_kernel, configs, draw, launch, masks_of
+from support.row_masks import window
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
 from cp_dtensor.attention.triton.row_mask import rows_of_columns
-from cp_dtensor.tools.row_masks import window
 
 ROWS, COLUMNS = 37, 53
 

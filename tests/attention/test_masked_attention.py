@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.attention_kernels import SCALE, biases_of, masks_of
+from support.row_masks import documents, prefix, window
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
-from cp_dtensor.tools.row_masks import documents, prefix, window
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
 Tensors = tuple[torch.Tensor, ...]

@@ -17,7 +17,7 @@ from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.bench.cases import mask_by_name
+from cp_dtensor.tools.parsing import mask_by_name
 
 TABLES = Path(__file__).parents[2] / "docs" / "benchmarks"
 BY_NAME: dict[str, Callable[[CallShape, Axis], Estimate]] = {
@@ -35,7 +35,7 @@ each_length = pytest.mark.parametrize("length", [8192, 32768, 131072])
 
 @cache
 def measured(table: str, mask: str = "causal") -> dict[tuple[int, str, str], float]:
-    """Milliseconds by length, contestant and pass."""
+    """Milliseconds by length, method and pass; the committed tables call methods contestants."""
     rows = json.loads((TABLES / table / "bench.json").read_text())["rows"]
     return {
         (row["case"]["seq_len"], row["contestant"], row["pass_name"]): row["median_ms"]

@@ -27,6 +27,7 @@ from support.attention_kernels import (
     to,
 )
 from support.dropouts import dropout_in_runs, dropout_of, moved
+from support.row_masks import window
 
 from cp_dtensor.attention.masked import (
     RowMask,
@@ -37,7 +38,6 @@ from cp_dtensor.attention.masked import (
     uses_triton,
 )
 from cp_dtensor.attention.triton.dropout import kept_reference
-from cp_dtensor.tools.row_masks import window
 
 pytestmark = pytest.mark.gpu
 ROWS, COLUMNS = 37, 53

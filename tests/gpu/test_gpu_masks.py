@@ -34,7 +34,7 @@ from cp_dtensor import (
     context_parallel_attention,
 )
 from cp_dtensor.comm import symm_mem_workspace as workspace
-from cp_dtensor.tools.balance import lognormal_documents
+from cp_dtensor.tools.parsing import lognormal_documents
 
 pytestmark = pytest.mark.gpu(2)
 LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM = 1237, 2, 4, 2, 64

@@ -31,7 +31,7 @@ from cp_dtensor import (
 from cp_dtensor.integrations.long_context import UlyssesCut
 from cp_dtensor.spec.layouts import Span, chunk_length
 from cp_dtensor.spec.load_balance import workload_by_rank
-from cp_dtensor.tools.balance import lognormal_documents, report
+from cp_dtensor.tools.parsing import lognormal_documents
 
 rank_counts = st.one_of(st.integers(1, 9), st.integers(10, 40))
 
@@ -246,10 +246,3 @@ def test_what_does_not_fit_is_refused(make: object, message: str) -> None:
         make()  # type: ignore[operator]
     with pytest.raises(TypeError, match="expects a mask such as"):
         Balanced(Causal, 4)  # type: ignore[arg-type]
-
-
-def test_the_report_has_a_row_for_every_mask_and_layout() -> None:
-    text = report([256], [2, 4])
-    assert text.count("| Balanced |") == 16
-    assert text.count("| PerDocument |") == 8
-    assert "| causal | Contiguous | 74.71% | 1 | 64, 64 | 100.0%, 50.0% |" in text

@@ -22,5 +22,11 @@ FORBIDDEN_TORCH = {
     "engine": ("torch.distributed.tensor",),
 }
 
+# Modules (prefixes) that tools may import besides themselves and the public names of the package: plans and masks as
+# data, the cost model, and for benchmarks of internals the kernels of one device and the size of symmetric memory.
+TOOLS_IMPORT = ("plan", "spec", "engine.cost_model", "attention.masked", "comm.symm_mem_workspace")
+
+# The one tool that may touch torch's private names: torch's own context parallel can only be measured through them.
+
 # Modules (prefixes) that may import triton.
-TRITON = ("_torch", "attention.triton", "comm.triton_kernels", "tools")
+TRITON = ("_torch", "attention.triton", "comm.triton_kernels")

@@ -12,20 +12,19 @@ from typing import Any
 import pytest
 
 from cp_dtensor.comm.select import TRANSPORTS
-from cp_dtensor.tools.bench.baselines import baselines_by_name
 from cp_dtensor.tools.bench.cases import Case, Heads, grid
+from cp_dtensor.tools.bench.command import parse_options
 from cp_dtensor.tools.bench.measure import Effort
-from cp_dtensor.tools.bench.options import parse_options
-from cp_dtensor.tools.bench.plot import draw
-from cp_dtensor.tools.bench.report import markdown
-from cp_dtensor.tools.bench.rows import Results, Row, quantile
+from cp_dtensor.tools.bench.methods import methods_by_name
+from cp_dtensor.tools.bench.results import Results, Row, quantile
+from cp_dtensor.tools.report import draw, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
 
 
-def row(baseline: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
-    return Row(CASE, "fwd", baseline, "measured", samples_ms=samples_ms, ranks=2, **changes)
+def row(method: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
+    return Row(CASE, "fwd", method, "measured", samples_ms=samples_ms, ranks=2, **changes)
 
 
 def results(*rows: Row) -> Results:
@@ -68,13 +67,13 @@ def test_the_command_line() -> None:
     assert sorted({case.seq_len for case in options.cases}) == [8192, 32768, 65536, 131072, 262144]
     assert {case.heads for case in options.cases} == {Heads(32, 8), Heads(32, 32), Heads(64, 8)}
     assert {(case.mask, case.dtype, case.head_dim) for case in options.cases} == {("causal", "bfloat16", 128)}
-    names = [baseline.name for baseline in options.baselines]
+    names = [method.name for method in options.methods]
     assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in TRANSPORTS)} <= set(names)
 
-    chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--baselines", "ideal", "ours-alltoall"])
+    chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--methods", "ideal", "ours-alltoall"])
     assert [case.seq_len for case in chosen.cases] == [96]
     assert chosen.cases[0].mask == "full"
-    assert [baseline.name for baseline in chosen.baselines] == ["ideal", "ours-alltoall"]
+    assert [method.name for method in chosen.methods] == ["ideal", "ours-alltoall"]
     assert len(chosen.cases) == 1 < len(options.cases)  # --quick has fewer heads
 
 
@@ -82,13 +81,13 @@ def test_the_command_line() -> None:
     ("arguments", "message"),
     [
         (
-            ["--baselines", "ours-magic"],
-            "unknown baseline 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
+            ["--methods", "ours-magic"],
+            "unknown method 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
         ),
         (["--mask", "windows"], "expected a mask such as causal, full, 'documents 2048'"),
         (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
         (["--seq-lens", "0"], "expected a positive integer, got 0"),
-        (["--trace", "x", "--trace-baseline", "ideal"], "--trace-baseline: expected one of ours-allgather"),
+        (["--trace", "x", "--trace-method", "ideal"], "--trace-method: expected one of ours-allgather"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,10 +96,10 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
-def test_graphs_are_baselines_of_their_own() -> None:
-    names = [baseline.name for baseline in baselines_by_name(["ideal", "ours-allgather"], graph=True)]
+def test_graphs_are_methods_of_their_own() -> None:
+    names = [method.name for method in methods_by_name(["ideal", "ours-allgather"], graph=True)]
     assert names == ["ideal", "ours-allgather", "ours-allgather graph"]
-    both = [each.name for each in baselines_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
+    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
     assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
 
 
@@ -141,6 +140,18 @@ def test_json_comes_back() -> None:
     assert Results.from_json(text) == found
     derived = json.loads(text)["rows"][1]
     assert (derived["median_ms"], derived["percent_of_ideal"], derived["error_ratios"]) == (2.0, 112.5, {"out": 2.0})
+
+
+@pytest.mark.parametrize("table", ["2xH200", "8xH200-masks-flex"])
+def test_committed_tables_are_read(table: str) -> None:
+    """They name methods "contestant"; the numbers that they derive are those of today."""
+    text = (ROOT / "docs" / "benchmarks" / table / "bench.json").read_text()
+    found, raw = Results.from_json(text), json.loads(text)["rows"]
+    for each, data in zip(found.rows, raw, strict=True):
+        assert each.method == data["contestant"]
+        if each.status == "measured":
+            assert each.median_ms == data["median_ms"]
+            assert found.percent_of_ideal(each) == data["percent_of_ideal"]
 
 
 def test_the_report_shows_every_row() -> None:
@@ -198,30 +209,30 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments += ["--warm-ms", "5"]
     arguments += ["--device", "cpu", "--graph", "--output", str(tmp_path / "out"), "--trace", str(tmp_path / "trace")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "cp_dtensor.tools.bench", *arguments]
+    command = [*launch, "-m", "cp_dtensor", "bench", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "out" / "bench.md").read_text()
     assert report in done.stdout
-    assert "-m cp_dtensor.tools.bench --seq-lens 64 --heads 4:2" in report
+    assert "-m cp_dtensor bench --seq-lens 64 --heads 4:2" in report
     assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
 
     found = Results.from_json((tmp_path / "out" / "bench.json").read_text())
-    expected = [each for each in baselines_by_name(None, graph=True) if each.suits(CASE)]
-    assert {(each.baseline, each.pass_name) for each in found.rows} == {
+    expected = [each for each in methods_by_name(None, graph=True) if each.suits(CASE)]
+    assert {(each.method, each.pass_name) for each in found.rows} == {
         (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
     }
     assert f"[{len(found.rows)}/{len(found.rows)}]" in done.stderr
     for each in found.rows:
-        assert each.baseline in report
-        if each.baseline.startswith("torch-"):  # which has nothing for CPUs
+        assert each.method in report
+        if each.method.startswith("torch-"):  # which has nothing for CPUs
             assert each.status == "refused"
             assert "NotImplementedError" in each.message
-        elif each.baseline.startswith(("ours-hybrid", "ours-two-level")):
+        elif each.method.startswith(("ours-hybrid", "ours-two-level")):
             assert each.status == "refused"
             assert "2 ranks are no mesh of several times" in each.message
-        elif each.baseline.endswith(" graph"):
+        elif each.method.endswith(" graph"):
             assert each.message == "NotImplementedError: CUDA graphs need a GPU"
         else:
             assert each.status == "measured", each

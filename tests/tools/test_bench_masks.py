@@ -11,13 +11,12 @@ from support.forked_programs import launch
 from support.masked_problems import shown
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_dtensor.spec.masks import Causal, SlidingWindow
-from cp_dtensor.tools.balance import lognormal_documents
-from cp_dtensor.tools.bench.baselines import baselines_by_name
-from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
-from cp_dtensor.tools.bench.flex_masks import mask_mod, whole_mask
-from cp_dtensor.tools.bench.rows import Results
-from cp_dtensor.tools.bench.varlen import Documented
+from cp_dtensor.spec.masks import Causal
+from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.flex import mask_mod, whole_mask
+from cp_dtensor.tools.bench.methods import methods_by_name
+from cp_dtensor.tools.bench.results import Results
+from cp_dtensor.tools.bench.varlen import VarlenArguments
 
 CPU = torch.device("cpu")
 
@@ -26,18 +25,9 @@ def case(mask: str, seq_len: int = 256) -> Case:
     return Case(seq_len, Heads(4, 2), 8, 1, "float32", mask, "HeadTail", "auto")
 
 
-def test_masks_by_name() -> None:
-    assert mask_by_name("window 3", 10) == SlidingWindow(2, 0)
-    assert mask_by_name("causal", 10) == Causal()
-    assert mask_by_name("documents 100", 10_000).lengths == lognormal_documents(10_000, 100, 1.0).lengths
-    for name in ("window", "window 0", "window x", "documents", "prefix"):
-        with pytest.raises(ValueError, match="expected a mask such as"):
-            mask_by_name(name, 10)
-
-
-def test_baselines_take_part_where_they_can() -> None:
+def test_methods_take_part_where_they_can() -> None:
     asked = ["ideal", "ideal-kernels", "ours-auto", "ours-auto PerDocument", "torch-allgather", "torch-flex PTRR"]
-    chosen = baselines_by_name(asked)
+    chosen = methods_by_name(asked)
     assert [each.name for each in chosen] == asked
     suited = {mask: [each.name for each in chosen if each.suits(case(mask))] for mask in ("causal", "window 4")}
     assert suited["causal"] == ["ideal", "ours-auto", "ours-auto PerDocument", "torch-allgather"]
@@ -46,7 +36,7 @@ def test_baselines_take_part_where_they_can() -> None:
     assert refusals["ours-auto PerDocument"] == "PerDocument is a layout of documents"
     assert refusals["torch-flex PTRR"] == "the length is not a multiple of 128 for each rank"
     assert refusals["ours-auto"] is None
-    (per_document,) = baselines_by_name(["torch-flex PerDocument"])
+    (per_document,) = methods_by_name(["torch-flex PerDocument"])
     assert per_document.refusal(case("documents 100", 8192), 2) == "not all lengths of documents are multiples of 4"
 
 
@@ -62,18 +52,20 @@ def test_whole_masks_are_those_of_create_block_mask(mask: str) -> None:
 
 @pytest.mark.parametrize("documents", [[(0, 4), (4, 9), (9, 10)], [(0, 10)]])
 @pytest.mark.parametrize("queries", [(0, 5), (5, 10), (2, 4), (3, 10)])
-def test_documented_queries_see_what_they_should(documents: list[tuple[int, int]], queries: tuple[int, int]) -> None:
+def test_queries_of_varlen_attention_see_their_documents(
+    documents: list[tuple[int, int]], queries: tuple[int, int]
+) -> None:
     """With keys aligned at the ends, as FlashAttention-2 has it."""
-    documented = Documented.of(documents, queries)
+    arguments = VarlenArguments.of(documents, queries)
     seen = torch.zeros(10, 10, dtype=torch.bool)
-    edges = zip(documented.cu_seqlens_q, documented.cu_seqlens_k, strict=True)
-    row, column = queries[0], documented.keys[0]
+    edges = zip(arguments.cu_seqlens_q, arguments.cu_seqlens_k, strict=True)
+    row, column = queries[0], arguments.keys[0]
     for (q, k), (next_q, next_k) in pairwise(edges):
         rows, columns = next_q - q, next_k - k
         block = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
         seen[row : row + rows, column : column + columns] = block
         row, column = row + rows, column + columns
-    assert (row, column) == (queries[1], documented.keys[1])
+    assert (row, column) == (queries[1], arguments.keys[1])
     expected = torch.zeros(10, 10, dtype=torch.bool)
     for start, stop in documents:
         expected[start:stop, start:stop] = shown(Causal(), stop - start, stop - start, 1)[0, 0]
@@ -103,9 +95,9 @@ REFUSALS = {
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--mask", "documents 100", "window 40", "causal"]
     arguments += ["--seq-lens", "512", "--heads", "2:1", "--head-dim", "8"]
-    arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--baselines", *NAMES]
+    arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--methods", *NAMES]
     arguments += ["--output", str(tmp_path)]
-    launch(2, "cp_dtensor.tools.bench", *arguments, folder=tmp_path)
+    launch(2, "cp_dtensor", "bench", *arguments, folder=tmp_path)
     report = (tmp_path / "bench.md").read_text()
     assert "## 2 query and 1 kv heads of 8, window 40, forward + backward, float32, HeadTail" in report
     assert "lognormal lengths" in report
@@ -113,15 +105,15 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     expected = {
         (mask, each.name, pass_name)
         for mask in ("documents 100", "window 40", "causal")
-        for each in baselines_by_name(NAMES)
+        for each in methods_by_name(NAMES)
         if each.suits(case(mask))
         for pass_name in ("fwd", "fwdbwd")
     }
-    assert {(row.case.mask, row.baseline, row.pass_name) for row in found.rows} == expected
+    assert {(row.case.mask, row.method, row.pass_name) for row in found.rows} == expected
     for row in found.rows:
-        if (row.case.mask, row.baseline) in REFUSALS:
-            assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.baseline])
-        elif row.baseline in NOT_ON_CPUS:
+        if (row.case.mask, row.method) in REFUSALS:
+            assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.method])
+        elif row.method in NOT_ON_CPUS:
             assert row.status == "refused"
             assert "NotImplementedError" in row.message
         else:

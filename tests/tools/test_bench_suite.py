@@ -1,4 +1,4 @@
-"""The benchmark tool: its inputs and errors, and what happens when a baseline fails."""
+"""The benchmark tool: its inputs and errors, and what happens when a method fails."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import shown
 
-from cp_dtensor.tools.balance import lognormal_documents
 from cp_dtensor.tools.bench import measure
-from cp_dtensor.tools.bench.accuracy import Outcome, reference_head, relative_errors, seen_keys
-from cp_dtensor.tools.bench.baseline import Baseline
-from cp_dtensor.tools.bench.cases import Case, Heads, mask_by_name
-from cp_dtensor.tools.bench.devices import Host
-from cp_dtensor.tools.bench.inputs import ByLayout, Everything, Select, Source, everything
-from cp_dtensor.tools.bench.measure import Effort
+from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.errors import Outcome, reference_head, relative_errors, seen_keys
+from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout, Select, Source, all_tokens
+from cp_dtensor.tools.bench.measure import Device, Effort
+from cp_dtensor.tools.bench.method import Method
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
-from cp_dtensor.tools.bench.rows import Row
+from cp_dtensor.tools.bench.results import Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
+from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name
 
 CPU = torch.device("cpu")
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
@@ -51,7 +50,7 @@ def test_the_reference_is_attention(mask: str) -> None:
 
 def test_errors_are_of_the_whole_and_see_every_rank() -> None:
     source = Source(3, CPU)
-    whole = source.inputs(CASE, everything)
+    whole = source.inputs(CASE, all_tokens)
     out = F.scaled_dot_product_attention(whole.q, whole.k, whole.v, is_causal=True, enable_gqa=True)
 
     def body(ranks: Ranks) -> dict[str, dict[str, float]]:
@@ -59,7 +58,7 @@ def test_errors_are_of_the_whole_and_see_every_rank() -> None:
         mine = torch.stack([select(out[:, head]) for head in range(4)], 1)
         outcomes = {"right": Outcome((mine,), select), "zero on rank 1": Outcome((mine * (ranks.rank == 0),), select)}
         if ranks.rank == 0:
-            outcomes["alone"] = Outcome((out * 1.5,), everything)
+            outcomes["alone"] = Outcome((out * 1.5,), all_tokens)
         return relative_errors(CASE, source, outcomes, ranks)
 
     first, second = as_ranks(2, body)
@@ -72,9 +71,9 @@ def test_errors_are_of_the_whole_and_see_every_rank() -> None:
 
 def test_shards_are_parts_of_the_whole_and_lie_as_models_have_them() -> None:
     source = Source(0, CPU)
-    whole, again = source.inputs(CASE, everything), source.inputs(CASE, everything)
+    whole, again = source.inputs(CASE, all_tokens), source.inputs(CASE, all_tokens)
     assert torch.equal(whole.k, again.k)
-    assert not torch.equal(whole.k, Source(1, CPU).inputs(CASE, everything).k)
+    assert not torch.equal(whole.k, Source(1, CPU).inputs(CASE, all_tokens).k)
     assert not torch.equal(whole.k, whole.v)
     local = source.inputs(CASE, shard_of(1))
     assert torch.equal(local.q, torch.cat([whole.q[:, :, 8:16], whole.q[:, :, 16:24]], 2))
@@ -93,7 +92,7 @@ def as_ranks(world_size: int, body: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def failure(ranks: Ranks, errors: dict[int, str], taking_part: bool = True) -> tuple[str, bool]:
-    """How a function fails that raises these errors on these ranks."""
+    """Returns message and `alike` of the failure of a function that raises these errors on these ranks."""
 
     def body() -> None:
         if ranks.rank in errors:
@@ -118,23 +117,23 @@ def test_ranks_fail_together() -> None:
     as_ranks(2, body)
 
 
-def baseline(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Baseline:
+def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Method:
     @contextmanager
     def opened(case: Case, device: torch.device) -> Iterator[Any]:
         yield attention
 
-    return Baseline(name, opened, **settings)
+    return Method(name, opened, **settings)
 
 
-def run_suite(monkeypatch: pytest.MonkeyPatch, *baselines: Baseline) -> list[list[Row]]:
+def run_suite(monkeypatch: pytest.MonkeyPatch, *methods: Method) -> list[list[Row]]:
     """The rows of each of two ranks; those that were reported, if the group was lost."""
     monkeypatch.setattr(measure.dist, "barrier", lambda: None)
 
     def body(ranks: Ranks) -> list[Row]:
         reported: list[Row] = []
-        suite = Suite(ranks, Host(), Effort(2, 1.0), Source(0, CPU), 64, reported.append)
+        suite = Suite(ranks, Device(use_gpu=False), Effort(2, 1.0), Source(0, CPU), 64, reported.append)
         try:
-            return suite.run(CASE, ("fwd", "fwdbwd"), baselines)
+            return suite.run(CASE, ("fwd", "fwdbwd"), methods)
         except GroupLost:
             return reported
 
@@ -156,16 +155,16 @@ def unable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def test_failures_become_rows_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    baselines = (
-        baseline("unable", unable),
-        baseline("local", with_gqa),
-        baseline("ideal", without_gqa, shards=Everything(), may_expand_kv=True),
-        baseline("no expansion", without_gqa),
-        baseline("local graph", with_gqa, captured=True),
+    methods = (
+        method("unable", unable),
+        method("local", with_gqa),
+        method("ideal", without_gqa, shards=AllTokens(), may_expand_kv=True),
+        method("no expansion", without_gqa),
+        method("local graph", with_gqa, captured=True),
     )
-    for rows in run_suite(monkeypatch, *baselines):
-        assert [each.baseline for each in rows[::2]] == ["ideal", "unable", "local", "no expansion", "local graph"]
-        by_name = {(each.baseline, each.pass_name): each for each in rows}
+    for rows in run_suite(monkeypatch, *methods):
+        assert [each.method for each in rows[::2]] == ["ideal", "unable", "local", "no expansion", "local graph"]
+        by_name = {(each.method, each.pass_name): each for each in rows}
         ideal = by_name["ideal", "fwdbwd"]
         assert ideal.status == "measured"
         assert ideal.note == "K/V repeated to 4 heads; with shared ones ValueError: heads differ"
@@ -190,9 +189,9 @@ def test_a_failure_on_some_ranks_ends_the_run(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("out of luck")
         return with_gqa(q, k, v)
 
-    baselines = (baseline("fine", with_gqa), baseline("half", fails_second), baseline("never", with_gqa))
-    for rows in run_suite(monkeypatch, *baselines):
-        assert [(each.baseline, each.status) for each in rows] == [
+    methods = (method("fine", with_gqa), method("half", fails_second), method("never", with_gqa))
+    for rows in run_suite(monkeypatch, *methods):
+        assert [(each.method, each.status) for each in rows] == [
             ("fine", "measured"),
             ("fine", "measured"),
             ("half", "error"),

@@ -1,1 +1,1 @@
-"""The benchmark: `torchrun --nproc-per-node N -m cp_dtensor.tools.bench --help`."""
+"""Benchmark of context-parallel attention: `torchrun --nproc-per-node N -m cp_dtensor bench`."""

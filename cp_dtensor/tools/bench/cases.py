@@ -1,69 +1,25 @@
-"""What is measured: problems, passes, and the arithmetic they take. Integers and names only."""
+"""Attention problems of the benchmark, and their floating point operations. Integers and names only."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
+from cp_dtensor import Layout, Mask
 from cp_dtensor.plan.partition import BACKWARD_FLOPS
-from cp_dtensor.spec.balanced_layouts import Balanced, PerDocument
-from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Striped
-from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow, is_plain
-from cp_dtensor.tools.balance import lognormal_documents
+from cp_dtensor.spec.masks import is_plain
+from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
 
 PASSES = ("fwd", "fwdbwd")
 """Forward alone (without autograd), and forward with backward."""
 
 PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
-DOCUMENTS_SIGMA = 1.0
-"""Of the lengths that `cp_dtensor.tools.balance.lognormal_documents` draws."""
-
-_PLAIN_MASKS: dict[str, Mask] = {"causal": Causal(), "full": Full()}
-
-
-@lru_cache
-def mask_by_name(name: str, seq_len: int) -> Mask:
-    """The mask of this name over a sequence.
-
-    >>> mask_by_name("window 4096", 8192)
-    SlidingWindow(left=4095, right=0, alignment='top_left')
-
-    Raises:
-        ValueError: there is none.
-    """
-    kind, _, text = name.partition(" ")
-    number = int(text) if text.isdecimal() else 0
-    if kind == "window" and number:
-        return SlidingWindow(number - 1, 0)
-    if kind == "documents" and number:
-        return lognormal_documents(seq_len, number, DOCUMENTS_SIGMA)
-    if name not in _PLAIN_MASKS:
-        examples = "causal, full, 'documents 2048' (of that median length) or 'window 4096'"
-        raise ValueError(f"expected a mask such as {examples}, got {name!r}")
-    return _PLAIN_MASKS[name]
-
-
-def _per_document(mask: Mask, seq_len: int) -> Layout:
-    if not isinstance(mask, Documents):
-        raise ValueError("PerDocument is a layout of documents")
-    return PerDocument(mask.cu_seqlens, seq_len=seq_len)
-
-
-LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
-    "HeadTail": lambda mask, seq_len: HeadTail(),
-    "Contiguous": lambda mask, seq_len: Contiguous(),
-    "Striped": lambda mask, seq_len: Striped(),
-    "Balanced": Balanced,
-    "PerDocument": _per_document,
-}
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads and of key/value heads.
+    """Numbers of query heads and K/V heads.
 
     >>> Heads.parse("32:8")
     Heads(q=32, kv=8)
@@ -74,10 +30,10 @@ class Heads:
 
     @classmethod
     def parse(cls, text: str) -> Heads:
-        """From "query:kv".
+        """Reads "query:kv".
 
         Raises:
-            ValueError: not two positive integers, the first a multiple of the second.
+            ValueError: the text is not two positive integers, the first a multiple of the second.
         """
         try:
             q, kv = map(int, text.split(":"))
@@ -90,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem, over all ranks together."""
+    """One attention problem of all ranks together."""
 
     seq_len: int
     """Global number of tokens."""
@@ -100,53 +56,48 @@ class Case:
     dtype: str
     """Name of a torch dtype."""
     mask: str
-    """Of `mask_by_name`."""
+    """Name of a mask, as of `mask_by_name`."""
     layout: str
-    """Key of `LAYOUTS`; baselines may have one of their own."""
+    """Name of a layout, as of `layout_by_name`; methods may have one of their own."""
     backend: str
     """Name of a `torch.nn.attention.SDPBackend`, or "auto"."""
 
     @property
     def enable_gqa(self) -> bool:
-        """Whether query heads share kv heads."""
+        """True if query heads share K/V heads."""
         return self.heads.q != self.heads.kv
 
     @property
     def mask_value(self) -> Mask:
-        """The mask."""
+        """The mask of the name."""
         return mask_by_name(self.mask, self.seq_len)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the mask is one that every attention kernel knows."""
+        """True if the mask is full or causal, which every attention kernel supports."""
         return is_plain(self.mask_value, self.seq_len, self.seq_len)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of one head and batch row."""
+        """(query, key) pairs that the mask allows, of one head and batch row."""
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
     def layout_value(self, name: str | None = None) -> Layout:
-        """The layout, or another one by name.
+        """Returns the layout of a name, by default that of the case.
 
         Raises:
-            ValueError: it does not fit the mask.
+            ValueError: the layout does not fit the mask.
         """
-        return _layout(name or self.layout, self.mask, self.seq_len)
+        return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
 
     def flops(self, pass_name: str) -> float:
-        """Floating point operations of a pass over the whole sequence; what is masked is not counted.
+        """Returns the floating point operations of a pass over the whole sequence; masked pairs do not count.
 
         >>> Case(1024, Heads(32, 8), 128, 1, "bfloat16", "full", "HeadTail", "auto").flops("fwd")
         17179869184.0
         """
         forward = 4.0 * self.batch * self.heads.q * self.pairs * self.head_dim
         return {"fwd": forward, "fwdbwd": (1 + BACKWARD_FLOPS) * forward}[pass_name]
-
-
-@lru_cache
-def _layout(name: str, mask: str, seq_len: int) -> Layout:
-    return LAYOUTS[name](mask_by_name(mask, seq_len), seq_len)
 
 
 def grid(
@@ -160,7 +111,7 @@ def grid(
     dtype: str,
     layout: str,
 ) -> tuple[Case, ...]:
-    """All combinations, those with few keys first: what has been allocated is then never more than a case needs."""
+    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case."""
     cases = [
         Case(seq_len, each, head_dim, batch, dtype, mask, layout, backend)
         for each, mask, backend, seq_len in itertools.product(heads, masks, backends, seq_lens)

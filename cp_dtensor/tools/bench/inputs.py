@@ -1,4 +1,4 @@
-"""Random inputs that every rank can draw by itself, head by head, so that nobody needs to hold the whole."""
+"""Random inputs that each rank draws by itself, head by head, so that no rank holds the whole sequence."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.api.sharding import take_shard
+from cp_dtensor import Layout
 from cp_dtensor.tools.bench.cases import Case
 
 Select = Callable[[torch.Tensor], torch.Tensor]
-"""From all tokens of a head, (B, S, D), to those that somebody holds."""
+"""From all tokens of a head, (B, S, D), to the tokens of a rank."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """(B, heads, S, D) each, views of (B, S, heads, D) memory as models have it."""
+    """(B, heads, S, D) each, views of (B, S, heads, D) memory as in models."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -25,11 +25,11 @@ class Inputs:
     grad_out: torch.Tensor
 
     def contiguous(self) -> Inputs:
-        """The same numbers in (B, heads, S, D) memory."""
+        """Returns the same numbers in (B, heads, S, D) memory."""
         return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
 
     def with_expanded_kv(self) -> Inputs:
-        """The same problem without GQA: each kv head repeated for the query heads that read it."""
+        """Returns the same problem without GQA: each K/V head repeated for the query heads that read it."""
         group = self.q.size(1) // self.k.size(1)
         k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
         return Inputs(self.q, k, v, self.grad_out)
@@ -37,7 +37,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the numbers come from: alike on every rank of the same kind of device."""
+    """Random numbers, equal on all ranks with the same kind of device."""
 
     seed: int
     device: torch.device
@@ -50,7 +50,7 @@ class Source:
         return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
 
     def inputs(self, case: Case, select: Select) -> Inputs:
-        """The selected tokens of all heads."""
+        """Returns the selected tokens of all heads."""
         counts = {"q": case.heads.q, "k": case.heads.kv, "v": case.heads.kv, "grad_out": case.heads.q}
         return Inputs(**{name: self._tensor(case, name, count, select) for name, count in counts.items()})
 
@@ -64,33 +64,56 @@ class Source:
 
 
 class Shards(ABC):
-    """Which tokens a rank holds, and in which order. A value: baselines with equal ones share their inputs."""
+    """Tokens of each rank, in local order. A value: methods with equal shards share their inputs."""
 
     @abstractmethod
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        """A rank's tokens."""
+        """Returns the function that selects a rank's tokens."""
 
 
 @dataclass(frozen=True)
-class Everything(Shards):
-    """All of them."""
+class AllTokens(Shards):
+    """The whole sequence."""
 
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        return everything
+        return all_tokens
+
+
+def all_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """Selects all tokens."""
+    return tokens
 
 
 @dataclass(frozen=True)
 class ByLayout(Shards):
-    """Those of a layout."""
+    """The shards of a layout."""
 
     name: str | None = None
-    """None: that of the case."""
+    """Name of the layout; None for that of the case."""
 
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        layout = case.layout_value(self.name)
-        return lambda tokens: take_shard(tokens, 1, layout, rank, world_size)
+        return shard_of(case.layout_value(self.name), case, rank, world_size, device)
 
 
-def everything(tokens: torch.Tensor) -> torch.Tensor:
-    """Selects all tokens."""
-    return tokens
+def shard_of(layout: Layout, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+    """Returns the function that selects the tokens that a layout assigns to a rank."""
+    groups = layout.batch_groups(case.batch)
+    positions = [
+        torch.tensor(
+            [
+                position
+                for segment in layout.segments(case.seq_len, rank, world_size, group)
+                for position in segment.positions()
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+        for group in range(len(groups))
+    ]
+
+    def select(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [tokens[slice(*rows)].index_select(1, index) for rows, index in zip(groups, positions, strict=True)]
+        )
+
+    return select

@@ -1,54 +1,142 @@
-"""Measures one baseline: timings, launch cost, memory. All ranks run the same phases, and fail together."""
+"""Measurement of one method: timings, launch cost, memory and traces. All ranks run and fail together."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from cp_dtensor.tools.bench.devices import Call, Device
+from cp_dtensor.tools.bench.method import Work
 from cp_dtensor.tools.bench.ranks import Ranks
-from cp_dtensor.tools.bench.work import Work
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
+Call = Callable[[], object]
+_CALLS_BEFORE_CAPTURE = 3
 _MOST_WARM_CALLS = 30
 _LAUNCH_CALLS = 5
 """Few enough for all their launches to fit into the device's queue; a full queue makes the host wait."""
-_FEWEST = 3
+_FEWEST_REPEATS = 3
+_TRACE_WARMUP, _TRACED_CALLS = 3, 3
+
+
+# Clocks and memory counters
+
+
+class Device:
+    """Clock and memory counter of the current CUDA device or, with `use_gpu=False`, of the CPU."""
+
+    def __init__(self, use_gpu: bool) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+        self._is_gpu = use_gpu
+
+    def synchronize(self) -> None:
+        """Waits for everything that was launched."""
+        if self._is_gpu:
+            torch.cuda.synchronize(self.torch_device)
+
+    def time_ms(self, call: Call) -> float:
+        """Returns the milliseconds from the start of a call to the end of all that it launched."""
+        if not self._is_gpu:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e3
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def launch_us(self, call: Call, calls: int) -> float | None:
+        """Returns the host's median microseconds of a call among calls without waits; None on CPUs."""
+        if not self._is_gpu:
+            return None
+        seconds = []
+        self.synchronize()
+        for _ in range(calls):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        self.synchronize()
+        return statistics.median(seconds) * 1e6
+
+    def extra_bytes(self, call: Call) -> int | None:
+        """Makes a call and returns its peak memory above the memory in use before it; None on CPUs."""
+        if not self._is_gpu:
+            call()
+            return None
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        call()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    def captured(self, call: Call) -> Call:
+        """Captures `call` in a CUDA graph and returns its replay."""
+        if not self._is_gpu:
+            raise NotImplementedError("CUDA graphs need a GPU")
+        # First calls make plans, communicators and workspaces: before the capture, on the capturing stream.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_CALLS_BEFORE_CAPTURE):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread queries events meanwhile, which must not end the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
+    def free_unused(self) -> None:
+        """Frees cached memory."""
+        if self._is_gpu:
+            torch.cuda.empty_cache()
+
+
+# Measurement
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time a row may take."""
+    """Time that a row may take."""
 
     repeats: int
     """Timed calls, if there is time for them."""
     seconds: float
-    """Of timed calls; slower rows are repeated less often, but at least three times."""
+    """Time of all timed calls; slower calls are repeated less often, but at least three times."""
     warm_ms: float = 400.0
-    """Before. A GPU that has just begun to work is faster than one whose clocks have settled."""
+    """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
 
     def repeats_of(self, call_ms: float) -> int:
-        """How often a call is timed.
+        """Returns how often a call is timed.
 
         >>> effort = Effort(repeats=20, seconds=3.0)
         >>> [effort.repeats_of(call_ms) for call_ms in (1.0, 300.0, 4000.0)]
         [20, 10, 3]
         """
-        return max(min(self.repeats, int(self.seconds * 1e3 / max(call_ms, 1e-3))), min(self.repeats, _FEWEST))
+        affordable = int(self.seconds * 1e3 / max(call_ms, 1e-3))
+        return max(min(self.repeats, affordable), min(self.repeats, _FEWEST_REPEATS))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of the ranks that took part."""
+    """Numbers of one method, of the ranks that took part."""
 
     samples_ms: tuple[tuple[float, ...], ...]
     """Every timed call of every rank."""
     cpu_us: float | None
-    """Median time of a launch on the slowest rank."""
+    """Median host time of a launch on the slowest rank."""
     extra_bytes: int | None
     """Peak memory above the inputs, on the rank that needs most."""
 
@@ -62,18 +150,18 @@ def measure(
     *,
     captured: bool,
 ) -> Measurement:
-    """Measures repeated calls; `work` has the results of the last one afterwards.
+    """Measures repeated calls; afterwards `work` has the results of the last call.
 
     Args:
-        work: of this rank; None where it does not take part, and then rank 0 alone does.
-        device: of this rank.
-        ranks: all of them.
-        effort: how often.
-        workspace_bytes: memory in use that the device does not count.
-        captured: run it as a CUDA graph.
+        work: work of this rank; None if only rank 0 works.
+        device: device of this rank.
+        ranks: all ranks.
+        effort: number of calls.
+        workspace_bytes: returns the memory in use that the device does not count.
+        captured: True to run the work as a CUDA graph.
 
     Raises:
-        Failed: on every rank.
+        Failed: on every rank, if the work raised on any rank.
     """
     call: Call = _nothing if work is None else work
     release: Call = _nothing if work is None else work.release
@@ -88,7 +176,7 @@ def measure(
             dist.barrier()
         return device.time_ms(call)
 
-    # Launch and wait are apart, so that a rank that fails to launch is known before the others wait for it.
+    # Launch and wait are separate, so that all ranks learn of a failed launch before any rank waits for that rank.
     together(call)
     together(device.synchronize)
     together(release)
@@ -116,3 +204,25 @@ def _nothing() -> None:
 
 def _largest(values: Sequence[N | None]) -> N | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def write_trace(call: Call, device: Device, path: Path) -> None:
+    """Writes a Chrome trace of a few calls, each from a common start of all ranks; gzipped if `path` ends in .gz.
+
+    chrome://tracing and ui.perfetto.dev show it. The library's tiles, merges and transfers have labels that begin with
+    "cp_dtensor:".
+    """
+    for _ in range(_TRACE_WARMUP):
+        call()
+    device.synchronize()
+    activities = [ProfilerActivity.CPU]
+    if device.torch_device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for number in range(_TRACED_CALLS):
+            dist.barrier()
+            with record_function(f"iteration {number}"):
+                call()
+                device.synchronize()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))

@@ -1,7 +1,7 @@
-"""The ranks as hosts: values and failures exchanged through the store, whatever the devices are doing.
+"""Exchange of values and failures between the ranks' host processes, through a store and not through the devices.
 
 A rank that waits here keeps its device idle, and learns of another rank's failure before it waits for a collective
-that the other never joined.
+that the other rank never joined.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-_PATIENCE = timedelta(minutes=60)  # one GPU alone takes long over a sequence that is meant for many
+_TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
 
 
 class Failed(Exception):
-    """Some rank raised; raised on all ranks alike.
+    """A rank raised an exception; every rank raises this one.
 
     Args:
-        message: type and first line of the error; of every rank's where they differ.
-        alike: whether all ranks that took part raised the same. If not, some have launched collectives that others
-            never joined, or have waited for them in vain: the process group is lost.
+        message: type and first line of the error; of each rank's error if they differ.
+        alike: True if all ranks that took part raised the same error. If not, some ranks have launched collectives that
+            others never joined, or have waited for them in vain: the process group is lost.
     """
 
     def __init__(self, message: str, alike: bool) -> None:
@@ -34,12 +34,12 @@ class Failed(Exception):
 
 
 class Ranks:
-    """This rank and how it talks to the others.
+    """This rank, and its exchange of values with the other ranks.
 
     Args:
         store: shared by all ranks.
-        rank: this one.
-        world_size: how many.
+        rank: rank of this process.
+        world_size: number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -49,21 +49,21 @@ class Ranks:
         self._round = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Values of all ranks, in rank order. Waits on the host; values must survive pickling."""
+        """Returns the values of all ranks, in rank order. Waits on the host; values must be picklable."""
         self._round += 1
         self._store.set(self._key(self._round, self.rank), base64.b64encode(pickle.dumps(value)).decode())
         keys = [self._key(self._round, rank) for rank in range(self.world_size)]
-        self._store.wait(keys, _PATIENCE)
+        self._store.wait(keys, _TIMEOUT)
         values = [pickle.loads(base64.b64decode(self._store.get(key))) for key in keys]
-        # Everyone is in this round, so everyone has read the one before.
+        # All ranks are in this round, so all ranks have read the values of the round before.
         self._store.delete_key(self._key(self._round - 1, self.rank))
         return values
 
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
-        """Calls a function on all ranks that take part and waits for them; results in rank order.
+        """Calls a function on the ranks that take part, waits for all, and returns the results in rank order.
 
         Raises:
-            Failed: the function raised on some rank; on every rank, also those that do not take part.
+            Failed: on every rank, also on ranks that do not take part, if the function raised on any rank.
         """
         value, error = None, None
         if taking_part:
@@ -71,26 +71,26 @@ class Ranks:
                 value = function()
             except Exception as caught:
                 error = first_line(caught)
-        everyone = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
-        errors = [error for _, _, error in everyone]
+        answers = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
+        errors = [error for _, _, error in answers]
         failed = {rank: error for rank, error in enumerate(errors) if error is not None}
         if failed:
             if len({None if error is None else _kind(error) for error in errors}) == 1:
                 raise Failed(failed[min(failed)], alike=True)
             raise Failed("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()), alike=False)
-        return [value for _, value, _ in everyone]
+        return [value for _, value, _ in answers]
 
     @staticmethod
     def _key(number: int, rank: int) -> str:
-        return f"cp_dtensor.tools.bench/{number}/{rank}"
+        return f"bench/{number}/{rank}"
 
 
 def first_line(error: BaseException) -> str:
-    """An error's type and the first line of what it says."""
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST_MESSAGE]
 
 
 def _kind(error: str) -> str:
-    """What errors of one cause have in common: how they begin, but for sizes and device numbers."""
+    """Returns the beginning of an error message without digits: equal for errors with one cause on several ranks."""
     return "".join(letter for letter in error if not letter.isdigit())[:50]

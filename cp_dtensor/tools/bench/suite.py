@@ -1,4 +1,4 @@
-"""Runs baselines through a case: inputs, measurements, errors, and what happens when one fails."""
+"""Run of several methods through a case: inputs, measurements, errors and failures."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.bench.accuracy import Outcome, relative_errors
-from cp_dtensor.tools.bench.baseline import Baseline
+from cp_dtensor import Causal
 from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.devices import Device
-from cp_dtensor.tools.bench.inputs import Everything, Inputs, Select, Shards, Source, everything
-from cp_dtensor.tools.bench.measure import Effort, Measurement, measure
+from cp_dtensor.tools.bench.errors import Outcome, relative_errors
+from cp_dtensor.tools.bench.inputs import AllTokens, Inputs, Select, Shards, Source, all_tokens
+from cp_dtensor.tools.bench.measure import Device, Effort, Measurement, measure, write_trace
+from cp_dtensor.tools.bench.method import Method, Work
 from cp_dtensor.tools.bench.ranks import Failed, Ranks
-from cp_dtensor.tools.bench.rows import ERROR, MEASURED, REFUSED, Row
-from cp_dtensor.tools.bench.trace import write_trace
-from cp_dtensor.tools.bench.work import Work
+from cp_dtensor.tools.bench.results import ERROR, MEASURED, REFUSED, Row
 
 Results = tuple[torch.Tensor, ...]
 """out, or out, dq, dk and dv."""
@@ -29,18 +25,18 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """What becomes a row."""
+    """One method at one case and pass, to be measured."""
 
     case: Case
     pass_name: str
-    baseline: Baseline
+    method: Method
 
     def row(self, measurement: Measurement, ranks: int, note: str, predicted_ms: float | None) -> Row:
-        """The row of a measurement."""
+        """Returns the row of a measurement."""
         return Row(
             case=self.case,
             pass_name=self.pass_name,
-            baseline=self.baseline.name,
+            method=self.method.name,
             status=MEASURED,
             note=note,
             samples_ms=measurement.samples_ms,
@@ -51,28 +47,28 @@ class Trial:
         )
 
     def empty_row(self, status: str, message: str) -> Row:
-        """The row of what was not measured."""
-        return Row(self.case, self.pass_name, self.baseline.name, status, message)
+        """Returns a row without a measurement."""
+        return Row(self.case, self.pass_name, self.method.name, status, message)
 
     def failed_row(self, failure: Failed) -> Row:
-        """The row of a baseline that raised; NotImplementedError is its way to say no."""
+        """Returns the row of a method that raised; NotImplementedError means that it does not support the case."""
         return self.empty_row(REFUSED if str(failure).startswith("NotImplementedError") else ERROR, str(failure))
 
 
 class GroupLost(Exception):
-    """Some ranks wait for others that have failed: nothing more can be measured."""
+    """Some ranks wait for others that have failed, so that no more can be measured."""
 
 
 class Suite:
-    """Everything that stays the same from case to case.
+    """The runner of all cases.
 
     Args:
         ranks: all ranks.
-        device: of this rank.
-        effort: for each row.
-        source: of inputs.
+        device: device of this rank.
+        effort: time that a row may take.
+        source: source of inputs.
         check_up_to: errors are computed of cases with no more work than a causal sequence of this length.
-        report: told of each row as soon as it is measured, before its errors are known.
+        report: called with each row as soon as it is measured, before its errors are known.
     """
 
     def __init__(
@@ -91,23 +87,23 @@ class Suite:
         self._check_up_to = check_up_to
         self._report = report
 
-    def run(self, case: Case, passes: tuple[str, ...], baselines: tuple[Baseline, ...]) -> list[Row]:
-        """The rows of a case, of those baselines that it suits.
+    def run(self, case: Case, passes: tuple[str, ...], methods: tuple[Method, ...]) -> list[Row]:
+        """Returns the rows of a case, of the methods that suit it.
 
         Raises:
-            GroupLost: no further case can be run. The rows so far have been reported.
+            GroupLost: no further case can run. The rows so far have been reported.
         """
         rows: list[Row] = []
         outcomes: dict[int, Outcome] = {}  # by index of the row
-        # The whole sequence leaves rank 0 before the shards come, and shards before others.
-        chosen = sorted((each for each in baselines if each.suits(case)), key=lambda each: not each.alone)
+        # Rank 0 frees the whole sequence before it draws shards, and shards before those of another layout.
+        chosen = sorted((each for each in methods if each.suits(case)), key=lambda each: not each.alone)
         for shards in dict.fromkeys(each.shards for each in chosen):
             trials: list[Trial] = []
-            for baseline in chosen:
-                if baseline.shards != shards:
+            for method in chosen:
+                if method.shards != shards:
                     continue
-                refusal = baseline.refusal(case, self._ranks.world_size)
-                for trial in (Trial(case, name, baseline) for name in passes):
+                refusal = method.refusal(case, self._ranks.world_size)
+                for trial in (Trial(case, name, method) for name in passes):
                     if refusal is None:
                         trials.append(trial)
                     else:
@@ -128,23 +124,23 @@ class Suite:
             del inputs
         return self._with_errors(case, rows, outcomes) if self._checks(case) else rows
 
-    def trace(self, case: Case, baseline: Baseline, folder: Path) -> None:
+    def trace(self, case: Case, method: Method, folder: Path) -> None:
         """Writes a trace of forward and backward on every rank.
 
         Raises:
             Failed: on every rank.
         """
-        inputs, _ = self._inputs(case, baseline.shards)
-        name = f"{baseline.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
+        inputs, _ = self._inputs(case, method.shards)
+        name = f"{method.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
         path = folder / f"{name}-rank{self._ranks.rank}.json.gz"
         with ExitStack() as stack:
-            work = self._prepared(Trial(case, "fwdbwd", baseline), inputs, False, stack)
+            work = self._prepared(Trial(case, "fwdbwd", method), inputs, False, stack)
             assert work is not None
             self._ranks.together(work)
 
             def write() -> None:
-                call = self._device.captured(work) if baseline.captured else work
-                write_trace(call, self._device, dist.barrier, path)
+                call = self._device.captured(work) if method.captured else work
+                write_trace(call, self._device, path)
 
             self._ranks.together(write)
 
@@ -156,7 +152,7 @@ class Suite:
         return case.pairs <= Causal().pairs(self._check_up_to, self._check_up_to)
 
     def _inputs(self, case: Case, shards: Shards) -> tuple[Inputs | None, Select]:
-        """What this rank computes with (None: it does not take part), and which tokens these are."""
+        """Returns this rank's inputs (None if it does not take part) and the function that selects its tokens."""
         ranks = self._ranks
         drawn: list[tuple[Inputs, Select]] = []
 
@@ -164,14 +160,14 @@ class Suite:
             select = shards.select(case, ranks.rank, ranks.world_size, self._device.torch_device)
             drawn.append((self._source.inputs(case, select), select))
 
-        ranks.together(draw, ranks.rank == 0 or not isinstance(shards, Everything))
-        return drawn[0] if drawn else (None, everything)
+        ranks.together(draw, ranks.rank == 0 or not isinstance(shards, AllTokens))
+        return drawn[0] if drawn else (None, all_tokens)
 
     def _row(self, trial: Trial, inputs: Inputs | None) -> tuple[Row, Results | None]:
-        """The row, and this rank's results if they will be checked."""
-        case, baseline = trial.case, trial.baseline
+        """Returns the row, and this rank's results if they are to be checked."""
+        case, method = trial.case, trial.method
         failures: list[Failed] = []
-        for expand_kv in (False, True) if case.enable_gqa and baseline.may_expand_kv else (False,):
+        for expand_kv in (False, True) if case.enable_gqa and method.may_expand_kv else (False,):
             try:
                 measurement, results = self._measured(trial, inputs, expand_kv)
             except Failed as failure:
@@ -181,7 +177,7 @@ class Suite:
                     raise GroupLost(str(failure)) from failure
             else:
                 note = f"K/V repeated to {case.heads.q} heads; with shared ones {failures[0]}" if expand_kv else ""
-                predicted = baseline.predicted_ms(case, trial.pass_name, self._device.torch_device)
+                predicted = method.predicted_ms(case, trial.pass_name, self._device.torch_device)
                 return trial.row(measurement, self._ranks.world_size, note, predicted), results
         return trial.failed_row(failures[0]), None
 
@@ -194,24 +190,24 @@ class Suite:
                 self._device,
                 self._ranks,
                 self._effort,
-                lambda: trial.baseline.workspace_bytes(self._device.torch_device),
-                captured=trial.baseline.captured,
+                lambda: trial.method.workspace_bytes(self._device.torch_device),
+                captured=trial.method.captured,
             )
             if work is not None and self._checks(trial.case):
                 results.append(work.results())
         return measurement, results[0] if results else None
 
     def _prepared(self, trial: Trial, inputs: Inputs | None, expand_kv: bool, stack: ExitStack) -> Work | None:
-        """The work, usable while the stack is open; None where this rank does not take part."""
+        """Returns the work, usable while the stack is open; None if this rank does not take part."""
         prepared: list[Work] = []
 
         def prepare() -> None:
             assert inputs is not None
             self._device.free_unused()
-            given = inputs.with_expanded_kv() if expand_kv else inputs
-            given = given.contiguous() if trial.baseline.contiguous else given
-            attention = stack.enter_context(trial.baseline.attention(trial.case, self._device.torch_device))
-            prepared.append(Work(attention, given, trial.pass_name, trial.case.heads.kv))
+            used = inputs.with_expanded_kv() if expand_kv else inputs
+            used = used.contiguous() if trial.method.contiguous else used
+            attention = stack.enter_context(trial.method.attention(trial.case, self._device.torch_device))
+            prepared.append(Work(attention, used, trial.pass_name, trial.case.heads.kv))
 
         self._ranks.together(prepare, inputs is not None)
         return prepared[0] if prepared else None

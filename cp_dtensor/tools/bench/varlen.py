@@ -1,4 +1,4 @@
-"""FlashAttention-2 over packed documents, as torch has it: on one GPU, and on ranks that gather all keys (Llama 3)."""
+"""torch's FlashAttention-2 over packed documents: on one GPU, and on ranks that gather all K/V (Llama 3)."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 
-from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.layouts import Span
-from cp_dtensor.spec.masks import Causal, SlidingWindow
-from cp_dtensor.tools.bench.baseline import Baseline
+from cp_dtensor import Causal, Documents, SlidingWindow
 from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.inputs import ByLayout, Everything
-from cp_dtensor.tools.bench.rows import IDEAL
-from cp_dtensor.tools.bench.work import Attention
+from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout
+from cp_dtensor.tools.bench.method import Attention, Method
+from cp_dtensor.tools.bench.results import IDEAL
 
 _STAGES = 4
-"""Groups of key/value heads that are gathered one after the other, if there are as many heads."""
+"""Groups of K/V heads that are gathered one after the other, if there are as many heads."""
+Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def varlen_baselines() -> list[Baseline]:
-    """One GPU, and all."""
-    return [
-        Baseline(
-            f"{IDEAL}-varlen", _whole, shards=Everything(), suits=lambda case: not case.is_plain,
+def varlen_methods() -> tuple[Method, Method]:
+    """Returns the method of one GPU and the method of all ranks."""
+    return (
+        Method(
+            f"{IDEAL}-varlen", varlen_on_one_gpu, shards=AllTokens(), suits=lambda case: not case.is_plain,
             refusal=_refusal,
         ),
-        Baseline(
+        Method(
             "llama3-varlen", _gathered, shards=ByLayout("Contiguous"), suits=lambda case: case.mask != "full",
             refusal=_refusal, by_default=False,
         ),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Documented:
-    """What varlen attention takes for some contiguous queries."""
+class VarlenArguments:
+    """Arguments of varlen attention for contiguous queries."""
 
     keys: Span
-    """Of the whole sequence, that are passed."""
+    """Range of the keys that are passed."""
     cu_seqlens_q: tuple[int, ...]
     cu_seqlens_k: tuple[int, ...]
 
     @classmethod
-    def of(cls, documents: Sequence[Span], queries: Span) -> Documented:
-        """Each document's queries with its keys up to the last of these: aligned at their ends, as the kernel does it.
+    def of(cls, documents: Sequence[Span], queries: Span) -> VarlenArguments:
+        """Pairs each document's queries with its keys up to the last query: the kernel aligns them at their ends.
 
-        >>> Documented.of([(0, 4), (4, 9)], (2, 6))
-        Documented(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
+        >>> VarlenArguments.of([(0, 4), (4, 9)], (2, 6))
+        VarlenArguments(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
         """
         first, last = queries
         mine = [span for span in documents if max(span[0], first) < min(span[1], last)]
@@ -65,7 +63,7 @@ class Documented:
 
 
 def _documents(case: Case) -> tuple[list[Span], tuple[int, int]]:
-    """The documents of a mask, and the window inside of each: keys before and after a query, -1 for all."""
+    """Returns the documents of a mask, and the window in each: keys before and after a query, -1 for all."""
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()):
             return list(pairwise(cu_seqlens)), (-1, 0)
@@ -78,14 +76,15 @@ def _documents(case: Case) -> tuple[list[Span], tuple[int, int]]:
 
 def _refusal(case: Case, world_size: int) -> str | None:
     if case.batch != 1:
-        return "it is for one batch row"
+        return "the method is for one batch row"
     return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
 
 
 @contextmanager
-def _whole(case: Case, device: torch.device) -> Iterator[Attention]:
+def varlen_on_one_gpu(case: Case, device: torch.device) -> Iterator[Attention]:
+    """Opens attention of a case with a batch of one, of documents or a window."""
     documents, window = _documents(case)
-    attend = _Varlen(Documented.of(documents, (0, case.seq_len)), window, device)
+    attend = _Varlen(VarlenArguments.of(documents, (0, case.seq_len)), window, device)
     yield lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
 
 
@@ -95,9 +94,9 @@ def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
     group = dist.group.WORLD
     assert group is not None
     length = case.seq_len // group.size()
-    documented = Documented.of(documents, (group.rank() * length, (group.rank() + 1) * length))
-    attend = _Varlen(documented, window, device)
-    keys = slice(*documented.keys)
+    arguments = VarlenArguments.of(documents, (group.rank() * length, (group.rank() + 1) * length))
+    attend = _Varlen(arguments, window, device)
+    keys = slice(*arguments.keys)
     stages = min(_STAGES, case.heads.kv)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -116,8 +115,8 @@ def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
 class _Varlen:
     """Attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
 
-    def __init__(self, documented: Documented, window: tuple[int, int], device: torch.device) -> None:
-        edges = documented.cu_seqlens_q, documented.cu_seqlens_k
+    def __init__(self, arguments: VarlenArguments, window: tuple[int, int], device: torch.device) -> None:
+        edges = arguments.cu_seqlens_q, arguments.cu_seqlens_k
         self._cu_seqlens_q, self._cu_seqlens_k = (
             torch.tensor(each, dtype=torch.int32, device=device) for each in edges
         )
@@ -139,7 +138,7 @@ def _start(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> tuple[
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' (S, heads, D), once the work is done; the gradients of all ranks are summed."""
+    """All-gather of (S, heads, D), complete when the work is; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> torch.Tensor:
@@ -156,10 +155,10 @@ class _Gathered(torch.autograd.Function):
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """(1, H, S, D) as (S, H, D)."""
+    """Returns (1, H, S, D) as (S, H, D)."""
     return x[0].transpose(0, 1)
 
 
 def _tokens_last(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_tokens_first`."""
+    """Returns (S, H, D) as (1, H, S, D)."""
     return x.transpose(0, 1).unsqueeze(0)

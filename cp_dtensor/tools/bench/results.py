@@ -1,4 +1,4 @@
-"""Results as data: rows, what follows from them, and their JSON."""
+"""Rows of a benchmark run, the numbers that follow from them, and their JSON."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from typing import Any
 from cp_dtensor.tools.bench.cases import Case, Heads
 
 IDEAL = "ideal"
-"""How the names begin of those who have one GPU for the whole."""
+"""Prefix of the methods that compute the whole sequence on one GPU."""
 OURS_PREFIX, TORCH_PREFIX = "ours-", "torch-"
 MEASURED, REFUSED, ERROR = "measured", "refused", "error"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One baseline at one case and pass."""
+    """One method at one case and pass."""
 
     case: Case
     pass_name: str
-    baseline: str
+    method: str
     status: str
-    """`MEASURED`, `REFUSED` (it said that it cannot) or `ERROR`."""
+    """`MEASURED`, `REFUSED` (the method does not support the case) or `ERROR`."""
     message: str = ""
-    """Why it was not measured."""
+    """Reason why there is no measurement."""
     note: str = ""
-    """What is different about this row."""
+    """Difference of this row from others."""
     samples_ms: tuple[tuple[float, ...], ...] = ()
     """Every timed call of every rank that took part."""
     ranks: int = 1
-    """That the work is counted for: those that share it, and for `ideal` those that would."""
+    """Ranks that share the work; for `ideal`, the ranks that its time is divided by."""
     cpu_us: float | None = None
-    """Host time of a launch, median, slowest rank."""
+    """Median host time of a launch on the slowest rank."""
     extra_bytes: int | None = None
     """Peak memory above inputs and grad_out, workspaces included, on the rank that needs most."""
     predicted_ms: float | None = None
-    """What the cost model of `rotate_method="auto"` expects, of ours."""
+    """Time that the library's cost model predicts for a method of its own."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative Frobenius error of "out", "dq", "dk", "dv" over the whole tensors."""
 
     @property
     def is_ideal(self) -> bool:
-        """Whether this is one GPU's time for the whole, to be divided by the number of ranks."""
-        return self.baseline.startswith(IDEAL)
+        """True if this is one GPU's time for the whole sequence, to be divided by the number of ranks."""
+        return self.method.startswith(IDEAL)
 
     @property
     def slowest_ms(self) -> tuple[float, ...]:
@@ -72,45 +72,45 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """All rows of a run, and what they were measured on."""
+    """All rows of a run, with hardware and command."""
 
     environment: str
     """Hardware and versions, Markdown."""
     command: str
-    """What was run."""
+    """Command line."""
     world_size: int
     rows: tuple[Row, ...]
 
     def ideal_of(self, row: Row) -> Row | None:
-        """The fastest `ideal` of a row's case and pass."""
+        """Returns the fastest `ideal` of a row's case and pass."""
         ideals = (other for other in self._beside(row) if other.is_ideal)
         return min(ideals, key=lambda other: other.median_ms, default=None)
 
     def percent_of_ideal(self, row: Row) -> float | None:
-        """`ideal`'s time as a percentage of the row's; over 100 is faster."""
+        """Returns the time of `ideal` as a percentage of the row's; more than 100 is faster than `ideal`."""
         ideal = self.ideal_of(row)
         return None if ideal is None or row.status != MEASURED else 100 * ideal.median_ms / row.median_ms
 
     def times_others(self, row: Row) -> float | None:
-        """How many times faster than the fastest of those that are neither ours nor `ideal`."""
+        """Returns the speedup over the fastest method that is neither this library's nor `ideal`."""
         beside = self._beside(row)
-        others = [each.median_ms for each in beside if not each.is_ideal and not each.baseline.startswith(OURS_PREFIX)]
+        others = [each.median_ms for each in beside if not each.is_ideal and not each.method.startswith(OURS_PREFIX)]
         return min(others) / row.median_ms if others and row.status == MEASURED else None
 
     def error_ratios(self, row: Row) -> dict[str, float]:
-        """The row's errors over those of `ideal`."""
+        """Returns the row's errors over those of `ideal`."""
         ideal = self.ideal_of(row)
         known = {} if ideal is None else ideal.errors
         return {name: error / known[name] for name, error in row.errors.items() if known.get(name)}
 
     def to_json(self) -> str:
-        """Everything, with the derived numbers beside the raw ones."""
+        """Returns all rows as JSON, with the derived numbers."""
         rows = [{**dataclasses.asdict(row), **self._derived(row)} for row in self.rows]
         return json.dumps({**{name: getattr(self, name) for name in _HEADER}, "rows": rows}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """The inverse of `to_json`."""
+        """Reads the JSON of `to_json`, also of runs from when methods were called contestants or baselines."""
         data = json.loads(text)
         return cls(**{name: data[name] for name in _HEADER}, rows=tuple(map(_row_of, data["rows"])))
 
@@ -138,7 +138,7 @@ _HEADER = ("environment", "command", "world_size")
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """The value below which a fraction of the values lie, interpolated linearly.
+    """Returns the value below which a fraction of the values lie, interpolated linearly.
 
     >>> [quantile([4.0, 1.0, 2.0, 3.0], fraction) for fraction in (0, 0.5, 0.9, 1)]
     [1.0, 2.5, 3.7, 4.0]
@@ -151,7 +151,8 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def _row_of(data: dict[str, Any]) -> Row:
-    known = {each.name: data[each.name] for each in dataclasses.fields(Row)}
+    known = {each.name: data[each.name] for each in dataclasses.fields(Row) if each.name in data}
+    known["method"] = next(data[key] for key in ("method", "contestant", "baseline") if key in data)
     case = data["case"]
     known["case"] = Case(**{**case, "heads": Heads(**case["heads"])})
     known["samples_ms"] = tuple(map(tuple, data["samples_ms"]))

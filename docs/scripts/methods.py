@@ -1,6 +1,6 @@
-"""Draws who holds what and who computes what by every method, from the decisions that calls are made of.
+"""Picture of the rows that ranks hold and the pairs that they compute by each method, from execution plans.
 
-python -m cp_dtensor.tools.plot_methods --output docs/images/methods.png
+python docs/scripts/methods.py --output docs/images/methods.png
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from schedules import legend, show_ranks
 
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import Problem
@@ -30,13 +29,11 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.planner import CallRequest, Decision, NestedRingDecision, RingDecision, UlyssesDecision, decide
 from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
-from cp_dtensor.plan.tiling import gathered_rows
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.plot_schedule import RANK_COLOURS, key_positions, seen_by
+from cp_dtensor.tools.draw import NONE, key_positions, seen_by
 
 HEADS = 4
-NOBODY = -1
 
 
 @dataclass(frozen=True)
@@ -61,20 +58,20 @@ PANELS = (
 
 @dataclass(frozen=True)
 class Picture:
-    """What happens to a call of `HEADS` heads: ranks and steps as arrays, -1 where there is nothing."""
+    """Ranks and steps of a call of `HEADS` heads as arrays; -1 where there is none."""
 
     before: np.ndarray
-    """(heads, tokens): the rank that owns them."""
+    """(heads, tokens): the rank that owns the rows of a head."""
     during: np.ndarray
-    """(heads, tokens): the rank that has these queries, keys and values while it computes."""
+    """(heads, tokens): the rank that holds these queries, keys and values during attention."""
     owner: np.ndarray
     """(heads, queries, keys): the rank that computes a pair."""
     step: np.ndarray
-    """(heads, queries, keys): in which step of its ring it does."""
+    """(heads, queries, keys): step of the ring that computes the pair."""
     inner_step: np.ndarray
-    """(heads, queries, keys): in which step of the inner ring, if there is one."""
+    """(heads, queries, keys): step of the inner ring, if there is one."""
     times: np.ndarray
-    """(heads, queries, keys): how often it is computed."""
+    """(heads, queries, keys): number of tiles that compute the pair."""
 
 
 def main() -> None:
@@ -88,10 +85,10 @@ def main() -> None:
 
 
 def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
-    """What every rank's decision says of one causal call of a batch of one."""
+    """Returns the picture of one causal call with a batch of one, from the plans of all ranks."""
     by_pair = (HEADS, seq_len, seq_len)
-    before, during = (np.full((HEADS, seq_len), NOBODY) for _ in range(2))
-    owner, step, inner_step = (np.full(by_pair, NOBODY) for _ in range(3))
+    before, during = (np.full((HEADS, seq_len), NONE) for _ in range(2))
+    owner, step, inner_step = (np.full(by_pair, NONE) for _ in range(3))
     times = np.zeros(by_pair, dtype=int)
     partition = LayoutPartition(layout, seq_len, seq_len, 1, int(np.prod(panel.shape)))
     for ranks, decision in decisions(panel, partition, AllToAll()):
@@ -111,13 +108,13 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
 def decisions(
     panel: Panel, partition: LayoutPartition, transport: TransportMethod
 ) -> Iterator[tuple[SequenceRanks, Decision]]:
-    """What every rank decides of a causal call of `HEADS` heads."""
+    """Yields every rank and its plan of a causal call of `HEADS` heads."""
     for ranks in _every_rank(panel.shape):
         yield ranks, decide(_request(partition, transport), panel.method, ranks)
 
 
 def _every_rank(shape: tuple[int, ...]) -> Iterator[SequenceRanks]:
-    """Groups that know a rank and a size, which is all that decisions ask of them."""
+    """Yields the ranks, with process groups that have a rank and a size only: planning needs no more."""
     if len(shape) == 1:
         yield from (SequenceRanks(_group(rank, shape[0])) for rank in range(shape[0]))
         return
@@ -138,12 +135,12 @@ def _request(partition: LayoutPartition, transport: TransportMethod) -> CallRequ
 
 
 def _rows(partition: LayoutPartition | MergedPartition, rank: int) -> list[int]:
-    """Positions of a rank's queries."""
+    """Returns the positions of a rank's queries."""
     return [p for segment in partition.groups()[0].q_by_rank[rank] for p in segment.positions()]
 
 
 def _held(decision: Decision, partition: LayoutPartition, ranks: SequenceRanks) -> tuple[Span, list[int]]:
-    """The query heads and the rows that a rank has while it computes."""
+    """Returns the query heads and the rows that a rank holds during attention."""
     if not isinstance(decision, UlyssesDecision):
         return (0, HEADS), _rows(partition, ranks.rank)
     size = decision.heads.world_size
@@ -153,7 +150,7 @@ def _held(decision: Decision, partition: LayoutPartition, ranks: SequenceRanks) 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A tile as positions."""
+    """A tile, as positions of its queries and keys."""
 
     heads: Span
     step: int
@@ -161,11 +158,11 @@ class _Drawn:
     queries: np.ndarray
     keys: np.ndarray
     seen: np.ndarray
-    """(queries, keys): which pairs the mask lets through."""
+    """(queries, keys): pairs that the mask allows."""
 
 
 def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
-    """What one rank computes."""
+    """Yields the tiles of one rank."""
     if isinstance(decision, RingDecision):
         yield from _tiles_of_ring(decision, (0, HEADS))
     elif isinstance(decision, UlyssesDecision):
@@ -179,17 +176,16 @@ def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
 
 
 def _tiles_of_ring(decision: RingDecision, heads: Span) -> Iterator[_Drawn]:
-    groups = decision.shape.partition.groups()
-    (group,) = groups
+    (group,) = decision.shape.partition.groups()
     queries = np.array([p for segment in group.q_by_rank[decision.plan.rank] for p in segment.positions()])
     for number, step in enumerate(decision.plan.forward):
         for tile in step.tiles:
-            keys = key_positions(tile, group, gathered_rows(groups))
-            yield _Drawn(heads, number, NOBODY, queries[slice(*tile.q)], keys[slice(*tile.kv)], seen_by(tile))
+            keys = key_positions(tile, decision.plan, group)
+            yield _Drawn(heads, number, NONE, queries[slice(*tile.q)], keys[slice(*tile.kv)], seen_by(tile))
 
 
 def draw(panels: tuple[Panel, ...], layout: Layout, seq_len: int) -> Figure:
-    """One row for each panel: what ranks own, what they have while they compute, and which pairs they compute."""
+    """Draws a row for each panel: rows that ranks own, rows that they hold in attention, pairs that they compute."""
     figure = plt.figure(figsize=(4 * (2 + HEADS), 4.7 * len(panels) + 2))
     heights = [1.6, *[5] * len(panels), 0.6]
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
@@ -209,12 +205,11 @@ def draw(panels: tuple[Panel, ...], layout: Layout, seq_len: int) -> Figure:
         for axis in row[2 + len(alike) :]:
             axis.axis("off")
     ranks = max(int(np.prod(panel.shape)) for panel in panels)
-    handles = [Patch(color=RANK_COLOURS[rank + 1], label=f"rank {rank}") for rank in range(ranks)]
-    figure.legend(handles=handles, loc="lower center", ncol=ranks, fontsize=19, frameon=False)
+    figure.legend(handles=legend(ranks), loc="lower center", ncol=ranks, fontsize=19, frameon=False)
     figure.suptitle(
-        f"Causal attention of {seq_len} tokens and {HEADS} heads on {ranks} ranks, {layout}. Colours are ranks.\n"
-        "Below diagonals: the step of its ring in which a rank computes a (query, key) pair; "
-        "1.0 is step 0 of the inner ring in step 1 of the outer one.",
+        f"Causal attention of {seq_len} tokens and {HEADS} heads on {ranks} ranks, {layout}. The colour is the rank.\n"
+        "Right: the number is the step of the ring that computes a (query, key) pair; "
+        "1.0 is step 0 of the inner ring in step 1 of the outer ring.",
         fontsize=20,
         y=0.985,
     )
@@ -222,7 +217,7 @@ def draw(panels: tuple[Panel, ...], layout: Layout, seq_len: int) -> Figure:
 
 
 def _alike(drawn: Picture) -> list[Span]:
-    """Neighbouring heads of which the same is to be drawn."""
+    """Returns ranges of neighbouring heads with the same picture."""
     spans: list[Span] = []
     for head in range(HEADS):
         if spans and np.array_equal(drawn.owner[head], drawn.owner[head - 1]):
@@ -233,7 +228,7 @@ def _alike(drawn: Picture) -> list[Span]:
 
 
 def _draw_held(axis: Axes, held: np.ndarray, title: str) -> None:
-    axis.imshow(held, cmap=ListedColormap(RANK_COLOURS), vmin=NOBODY, vmax=len(RANK_COLOURS) - 2)
+    show_ranks(axis, held)
     for head, token in zip(*np.nonzero(held >= 0), strict=True):
         axis.text(token, head, str(held[head, token]), ha="center", va="center", fontsize=15)
     axis.set_title(title, fontsize=17)
@@ -246,10 +241,10 @@ def _draw_held(axis: Axes, held: np.ndarray, title: str) -> None:
 
 def _draw_pairs(axis: Axes, drawn: Picture, heads: Span) -> None:
     owner = drawn.owner[heads[0]]
-    axis.imshow(owner, cmap=ListedColormap(RANK_COLOURS), vmin=NOBODY, vmax=len(RANK_COLOURS) - 2)
+    show_ranks(axis, owner)
     for query, key in zip(*np.nonzero(owner >= 0), strict=True):
         step, inner = drawn.step[heads[0], query, key], drawn.inner_step[heads[0], query, key]
-        text = str(step) if inner == NOBODY else f"{step}.{inner}"
+        text = str(step) if inner == NONE else f"{step}.{inner}"
         axis.text(key, query, text, ha="center", va="center", fontsize=15)
     names = ", ".join(map(str, range(*heads)))
     axis.set_title(f"computes of head{'s' if heads[1] - heads[0] > 1 else ''} {names}", fontsize=17)

@@ -1,24 +1,26 @@
-"""What the pictures of the documents show is what schedules and decisions say."""
+"""Pictures of the documents: they show the plans of all ranks."""
 
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
+from support.docs_scripts import docs_script
+from support.import_rules import FLOORS
 
-from cp_dtensor import Contiguous, HeadTail, Layout, Striped
+from cp_dtensor import Causal, Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.engine.planner import RingDecision
 from cp_dtensor.plan.head_partition import HeadPartition
-from cp_dtensor.plan.partition import LayoutPartition
-from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import group_segments, tiles_against
+from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
+from cp_dtensor.tools.draw import assignment, key_positions
 
-plot_schedule = pytest.importorskip("cp_dtensor.tools.plot_schedule", reason="needs the extra [tools]")
-plot_methods = pytest.importorskip("cp_dtensor.tools.plot_methods", reason="needs the extra [tools]")
+balance, methods, schedules = (docs_script(name) for name in ("balance", "methods", "schedules"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -35,11 +37,14 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
     return rank_of
 
 
-@pytest.mark.parametrize(("_title", "layout", "group"), plot_schedule.PANELS, ids=lambda value: repr(value))
-@pytest.mark.parametrize("transport", plot_schedule.DRAWN, ids=lambda transport: transport.name)
-def test_schedules_by_rank_and_step(transport: object, _title: str, layout: Layout, group: int) -> None:
+@pytest.mark.parametrize(("_title", "layout", "group"), schedules.PANELS, ids=lambda value: repr(value))
+@pytest.mark.parametrize("transport", schedules.TRANSPORTS)
+def test_schedules_by_rank_and_step(transport: str, _title: str, layout: Layout, group: int) -> None:
     """Every allowed pair, by the rank that owns the query; in step 0 exactly if it owns the key too."""
-    owner, step = plot_schedule.computed_by(layout, group, transport, SEQ_LEN, RANKS)
+    drawn = assignment(
+        Causal(), layout, SEQ_LEN, RANKS, batch_size=2, batch_row=group, rotate_method=transport
+    )  # fmt: skip
+    owner, step = drawn.owner, drawn.step
     rank_of = owners(layout, group)
     np.testing.assert_array_equal(owner, np.where(CAUSAL, rank_of[:, None], -1))
     np.testing.assert_array_equal(step >= 0, CAUSAL)
@@ -48,17 +53,18 @@ def test_schedules_by_rank_and_step(transport: object, _title: str, layout: Layo
 
 def test_positions_of_keys_in_a_gathered_buffer() -> None:
     """Shards 0 1 14 15, 2 3 12 13, 4 5 10 11 and 6 7 8 9 stand in the order of positions."""
-    groups = group_segments(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS)
-    rows = plot_schedule.gathered_rows(groups)
-    tile = Tile(None, (0, 1), (0, 4), (0, 4), tiles_against(groups, 0, 0, Full())[0].mask)
-    assert plot_schedule.key_positions(tile, groups[0], rows).tolist() == list(range(SEQ_LEN))
+    shape = CallShape(LayoutPartition(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS), Full(), 1, 1, 1, 1, 1, 1)
+    plan = AllGather().plan(shape, 0)
+    (group,) = shape.partition.groups()
+    tile = Tile(None, (0, 1), (0, 4), (0, 4), FULL_TILE)
+    assert key_positions(tile, plan, group).tolist() == list(range(SEQ_LEN))
 
 
-@pytest.mark.parametrize("panel", plot_methods.PANELS, ids=lambda panel: panel.title.split(",")[0])
+@pytest.mark.parametrize("panel", methods.PANELS, ids=lambda panel: panel.title.split(",")[0])
 @each_layout
-def test_methods_by_rank_and_head(layout: Layout, panel: plot_methods.Panel) -> None:
+def test_methods_by_rank_and_head(layout: Layout, panel: methods.Panel) -> None:
     """Every allowed pair of every head is computed once, by a rank that has its head and its query."""
-    drawn = plot_methods.picture(panel, layout, SEQ_LEN)
+    drawn = methods.picture(panel, layout, SEQ_LEN)
     np.testing.assert_array_equal(drawn.times, np.broadcast_to(CAUSAL, drawn.times.shape))
     np.testing.assert_array_equal(drawn.before, np.broadcast_to(owners(layout), drawn.before.shape))
     np.testing.assert_array_equal(drawn.owner, np.where(CAUSAL, drawn.during[:, :, None], -1))
@@ -66,8 +72,8 @@ def test_methods_by_rank_and_head(layout: Layout, panel: plot_methods.Panel) -> 
 
 @each_layout
 def test_methods_by_hand(layout: Layout) -> None:
-    """Who has what meanwhile, and in which step: rank - hop, over one axis or two."""
-    ring, ulysses, hybrid, rings = (plot_methods.picture(panel, layout, SEQ_LEN) for panel in plot_methods.PANELS)
+    """The rank that holds each row during attention, and the step of each pair: rank - hop, over one axis or two."""
+    ring, ulysses, hybrid, rings = (methods.picture(panel, layout, SEQ_LEN) for panel in methods.PANELS)
     rank_of = owners(layout)
     for head, token in product(range(4), range(SEQ_LEN)):
         rank = rank_of[token]
@@ -97,9 +103,9 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
     partition = LayoutPartition(layout, 64, 64, 2, RANKS)
     for transport, expected in zip((AllToAll(), AllGather()), TILES[layout], strict=True):
         found = []
-        for panel in plot_methods.PANELS:
+        for panel in methods.PANELS:
             counts = []
-            for _, decision in plot_methods.decisions(panel, partition, transport):
+            for _, decision in methods.decisions(panel, partition, transport):
                 rings = [decision] if isinstance(decision, RingDecision) else [ring for ring in decision.inner if ring]
                 counts.append(sum(len(step.tiles) for ring in rings for step in ring.plan.forward))
             found.append((min(counts), max(counts)))
@@ -108,10 +114,10 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
 
 def test_pictures_follow_the_division_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are drawn from what is decided: other units, another picture."""
-    panel = plot_methods.PANELS[1]
+    panel = methods.PANELS[1]
     reversed_units = lambda self, rank, stage=None: (3 - rank, 4 - rank)  # noqa: E731
     monkeypatch.setattr(HeadPartition, "units", reversed_units)
-    drawn = plot_methods.picture(panel, HeadTail(), SEQ_LEN)
+    drawn = methods.picture(panel, HeadTail(), SEQ_LEN)
     assert drawn.during[:, 0].tolist() == [3, 2, 1, 0]
     assert drawn.owner[:, 0, 0].tolist() == [3, 2, 1, 0]
 
@@ -122,7 +128,7 @@ def test_halves_of_a_mirrored_batch_differ() -> None:
 
 
 def test_the_picture_has_a_panel_for_each_group_of_heads() -> None:
-    figure = plot_methods.draw(plot_methods.PANELS, HeadTail(), 8)
+    figure = methods.draw(methods.PANELS, HeadTail(), 8)
     titles = [axis.get_title() for axis in figure.get_axes() if axis.axison]
     assert [title for title in titles if title.startswith("computes")] == [
         "computes of heads 0, 1, 2, 3",
@@ -131,4 +137,40 @@ def test_the_picture_has_a_panel_for_each_group_of_heads() -> None:
         "computes of heads 2, 3",
         "computes of heads 0, 1, 2, 3",
     ]
-    plot_methods.plt.close(figure)
+    methods.plt.close(figure)
+
+
+def test_the_table_of_balance_has_a_row_for_every_mask_and_layout() -> None:
+    text = balance.report([256], [2, 4])
+    assert text.count("| Balanced |") == 16
+    assert text.count("| PerDocument |") == 8
+    assert "| causal | Contiguous | 74.71% | 1 | 64, 64 | 100.0%, 50.0% |" in text
+
+
+def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path) -> None:
+    rooms = docs_script("rooms")
+    assert {name for _, row in rooms.FLOORS for name in row} == {*FLOORS, rooms.PUBLIC}
+    assert {room: int(number) for number, row in rooms.FLOORS if number for room in row} == FLOORS
+    files = {
+        "api/context.py": "from cp_dtensor.spec import masks\nfrom ..spec.masks import Full, Mask\nimport torch\n",
+        "api/other.py": "def late():\n    import cp_dtensor.spec.masks\n    from cp_dtensor.spec import Layout\n",
+        "spec/__init__.py": "from cp_dtensor.spec.masks import Mask\n",
+        "spec/masks.py": "",
+        "__init__.py": "from cp_dtensor.api.context import context_parallel\n",
+        "__main__.py": "from cp_dtensor.tools import info\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    counts = rooms.imports(rooms.modules(tmp_path))
+    assert counts == {("api", "spec"): 3, ("cp_dtensor", "api"): 1}
+
+
+def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
+    rooms = docs_script("rooms")
+    rooms.draw(rooms.PACKAGE, tmp_path / "rooms.png")
+    assert (tmp_path / "rooms.png").read_bytes().startswith(b"\x89PNG")
+    arrows = rooms.routed(rooms.placed_boxes(rooms.modules(rooms.PACKAGE)), rooms.imports(rooms.modules(rooms.PACKAGE)))
+    for arrow in arrows:
+        assert arrow.source.x <= arrow.xs[0] <= arrow.source.x + arrow.source.width
+        assert arrow.target.x <= arrow.xs[-1] <= arrow.target.x + arrow.target.width

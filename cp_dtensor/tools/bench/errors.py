@@ -1,4 +1,4 @@
-"""Errors against a float64 reference of the whole sequence, one head and a block of query rows at a time."""
+"""Errors against float64 attention of the whole sequence, computed one head and one block of queries at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from cp_dtensor.spec.masks import Mask, clipped_interval_sets
+from cp_dtensor import Mask
+from cp_dtensor.spec.masks import clipped_interval_sets
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.inputs import Select, Source
 from cp_dtensor.tools.bench.ranks import Ranks
@@ -16,42 +17,42 @@ from cp_dtensor.tools.bench.ranks import Ranks
 K = TypeVar("K", bound=Hashable)
 NAMES = ("out", "dq", "dk", "dv")
 _BLOCK_ELEMENTS = 2**25
-"""Logits at a time, 8 bytes each; about six such arrays exist at once."""
+"""Logits of a block, 8 bytes each; about six such arrays exist at once."""
 _MOST_ROWS = 1024
-"""Of a block: more would see keys of others that they do not see themselves."""
+"""Most rows of a block: the more rows, the more keys that only some of them see."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a baseline computed on this rank."""
+    """Results of a method on this rank."""
 
     tensors: tuple[torch.Tensor, ...]
-    """(B, heads, S, D) of the first of `NAMES`."""
+    """(B, heads, S, D) each; the first of `NAMES`."""
     select: Select
-    """Which tokens these are."""
+    """Selects the tokens of the results."""
 
 
 def relative_errors(
     case: Case, source: Source, outcomes: Mapping[K, Outcome], ranks: Ranks
 ) -> dict[K, dict[str, float]]:
-    """Relative Frobenius errors of the whole tensors, by name; every rank must call it.
+    """Returns relative Frobenius errors of the whole tensors, by name; a collective.
 
     Args:
         case: the problem.
-        source: of its inputs.
-        outcomes: this rank's parts. Keys differ between ranks where a baseline runs on some of them only.
-        ranks: all of them.
+        source: source of its inputs.
+        outcomes: results of this rank. Ranks may have different keys, for methods that run on some ranks only.
+        ranks: all ranks.
 
     Returns:
         the errors of every key that any rank has.
 
     Raises:
-        Failed: on every rank, such as for want of memory.
+        Failed: on every rank, for example out of memory.
     """
     totals: dict[K, dict[str, float]] = {}
-    everyone = ranks.together(lambda: _squares(case, source, outcomes))
-    _, truth_squares = everyone[0]  # the whole truth, alike on every rank
-    for of_rank, _ in everyone:
+    by_rank = ranks.together(lambda: _squares(case, source, outcomes))
+    _, truth_squares = by_rank[0]  # of the whole tensors, equal on every rank
+    for of_rank, _ in by_rank:
         for (key, name), value in of_rank.items():
             errors = totals.setdefault(key, {})
             errors[name] = errors.get(name, 0.0) + value
@@ -64,7 +65,7 @@ def relative_errors(
 def _squares(
     case: Case, source: Source, outcomes: Mapping[K, Outcome]
 ) -> tuple[dict[tuple[K, str], float], dict[str, float]]:
-    """Sums of squares: of this rank's differences by outcome and name, and of the whole truth by name."""
+    """Returns sums of squares: of this rank's differences by key and name, and of the whole reference by name."""
     differences: dict[tuple[K, str], float] = {}
     truths = dict.fromkeys(NAMES, 0.0)
     for name, head, truth in _reference_heads(case, source):
@@ -78,7 +79,7 @@ def _squares(
 
 
 def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """(name, head, (B, S, D) float64) of all heads of out, dq, dk and dv."""
+    """Yields (name, head, (B, S, D) float64) of all heads of out, dq, dk and dv."""
     group = case.heads.q // case.heads.kv
     seen = seen_keys(case.mask_value, case.seq_len)
     for kv_head in range(case.heads.kv):
@@ -94,23 +95,23 @@ def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, tor
 
 
 def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
-    """(2, S), on the CPU: the first key that each query sees, and the one after the last.
+    """Returns (2, S) on the CPU: the first key that each query sees, and the key after the last one.
 
-    >>> from cp_dtensor.spec.masks import SlidingWindow
+    >>> from cp_dtensor import SlidingWindow
     >>> seen_keys(SlidingWindow(1, 0), 3).tolist()
     [[0, 0, 1], [1, 2, 3]]
 
     Raises:
-        ValueError: a mask of which some query sees nothing, or of several layers.
+        ValueError: a query sees no key, or several intervals of keys.
     """
-    (layer,) = clipped_interval_sets(mask, seq_len, seq_len)
+    (interval_set,) = clipped_interval_sets(mask, seq_len, seq_len)
     seen = torch.zeros(2, seq_len, dtype=torch.int64)
-    for band in layer:
+    for band in interval_set:
         query = torch.arange(band.first, band.last)
         seen[0, band.first : band.last] = (query - band.left).clamp(min=band.lo)
         seen[1, band.first : band.last] = (query + band.right + 1).clamp(max=band.hi)
     if not (seen[0] < seen[1]).all():
-        raise ValueError(f"some query sees nothing under {mask}")
+        raise ValueError(f"a query sees no key under {mask}")
     return seen
 
 
@@ -125,13 +126,13 @@ def reference_head(
     *,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one head, written out, and its gradients; everything (B, S, D) in one dtype.
+    """Computes attention of one head and its gradients; all tensors are (B, S, D) of one dtype.
 
     Args:
-        q, k, v, grad_out: of the whole sequence.
-        dk, dv: to which this head's share is added.
-        seen: as `seen_keys` returns it.
-        block_elements: about how many logits exist at a time.
+        q, k, v, grad_out: the whole sequence.
+        dk, dv: sums to which the gradients of this head are added.
+        seen: result of `seen_keys`.
+        block_elements: approximate number of logits of a block.
 
     Returns:
         out and dq.

@@ -1,27 +1,38 @@
-"""How evenly layouts share out the work of masks, and what they make travel: a table of exact counts.
+"""Table of exact counts: the balance of layouts under masks, and the K/V rows that ranks receive.
 
-python -m cp_dtensor.tools.balance --seq-len 65536 131072 --ranks 8
+python docs/scripts/balance.py --seq-len 65536 131072 --ranks 8
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from cp_dtensor.spec.balanced_layouts import Balanced, PerDocument
-from cp_dtensor.spec.documents import Documents
+from cp_dtensor import (
+    Balanced,
+    Causal,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Layout,
+    Mask,
+    PerDocument,
+    PrefixLM,
+    SlidingWindow,
+    Striped,
+    imbalance,
+)
 from cp_dtensor.spec.intervals import within
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span, Striped
-from cp_dtensor.spec.load_balance import imbalance, spans_of
-from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow, interval_sets_of
+from cp_dtensor.spec.layouts import Span
+from cp_dtensor.spec.load_balance import spans_of
+from cp_dtensor.spec.masks import interval_sets_of
+from cp_dtensor.tools.parsing import lognormal_documents
 from cp_dtensor.tools.report import markdown_table
 
 HEADER = ("mask", "layout", "imbalance", "blocks per rank", "shortest, longest shard", "K/V received: most, mean")
-SEED = 0
 
 
 def main() -> None:
@@ -39,18 +50,18 @@ def main() -> None:
 
 
 def report(seq_lens: Sequence[int], rank_counts: Sequence[int]) -> str:
-    """The tables, and what their numbers mean."""
+    """Returns the tables and an explanation of their numbers."""
     numbers = [" ".join(map(str, values)) for values in (seq_lens, rank_counts)]
     parts = [
         "# Balance of layouts under masks",
-        f"Exact counts, by `python -m cp_dtensor.tools.balance --seq-len {numbers[0]} --ranks {numbers[1]}` (no GPU).",
+        f"Exact counts, by `python docs/scripts/balance.py --seq-len {numbers[0]} --ranks {numbers[1]}` (no GPU).",
         "- **Imbalance**: (query, key) pairs of the busiest rank over the mean, minus 1: how much longer than need be "
         "attention takes.\n"
         "- **Blocks per rank**: unbroken ranges of positions that the rank with most of them owns.\n"
         "- **K/V received**: rows that a rank's queries see and others own, as a share of all rows that others own, "
         "which is what an all-gather brings; of the rank that needs most, and on average.\n"
         "- **Documents** have lognormal lengths: exp(N(log(median), sigma)), rounded down, at least 1; the last is cut "
-        f"off where the sequence ends. Python's `random.Random({SEED})`; the mask is causal within documents.\n"
+        "off where the sequence ends. Python's `random.Random(0)`; the mask is causal within documents.\n"
         "- `Balanced` is made for the mask of its row, with the default tolerance of 1%.",
     ]
     for seq_len in seq_lens:
@@ -60,7 +71,7 @@ def report(seq_lens: Sequence[int], rank_counts: Sequence[int]) -> str:
 
 
 def masks(seq_len: int) -> dict[str, Mask]:
-    """The masks of a table, by what to call them."""
+    """Returns the masks of a table by name."""
     named: dict[str, Mask] = {
         "full": Full(),
         "causal": Causal(),
@@ -74,25 +85,8 @@ def masks(seq_len: int) -> dict[str, Mask]:
     return named
 
 
-def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = SEED) -> Documents:
-    """Documents of lognormal lengths that fill a sequence, causal within.
-
-    >>> lognormal_documents(10, median=4, sigma=0.0).lengths
-    (4, 4, 2)
-    """
-    draws = random.Random(seed)
-    lengths: list[int] = []
-    left = seq_len
-    while left > 0:
-        # Rounded with a little slack, since exp(log(4)) need not be 4.
-        length = math.floor(math.exp(draws.gauss(math.log(median), sigma)) + 1e-6)
-        lengths.append(min(max(length, 1), left))
-        left -= lengths[-1]
-    return Documents.from_lengths(lengths, within=Causal())
-
-
 def received(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[int]:
-    """For each rank how many keys of others its queries see, of masks that are alike in all batch rows.
+    """Returns for each rank the number of other ranks' keys that its queries see; the mask has no batch rows.
 
     >>> received(Contiguous(), Causal(), 4, 2)
     [0, 2]
@@ -129,7 +123,7 @@ def _rows(seq_len: int, ranks: int) -> Iterator[tuple[str, ...]]:
 
 
 def _blocks(layout: Layout, seq_len: int, rank: int, ranks: int) -> int:
-    """Number of unbroken ranges that a rank owns."""
+    """Returns the number of unbroken ranges of positions that a rank owns."""
     spans = [span for segment in layout.segments(seq_len, rank, ranks) for span in spans_of(segment)]
     spans = sorted(span for span in spans if span[0] < span[1])
     return sum(1 for before, (start, _) in zip([(-1, -1), *spans], spans, strict=False) if before[1] != start)

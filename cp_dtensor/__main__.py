@@ -1,0 +1,35 @@
+"""Command line of the library: `python -m cp_dtensor --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "info": ("cp_dtensor.tools.info", "versions, devices, and what the library can use on this machine"),
+    "bench": ("cp_dtensor.tools.bench.command", "time of attention, beside one GPU and torch; start it with torchrun"),
+    "accuracy": ("cp_dtensor.tools.accuracy", "error of attention against float64; start it with torchrun"),
+    "draw": ("cp_dtensor.tools.draw", "picture of the pairs that each rank computes under a mask and a layout"),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the subcommand of the command line; its module is imported only then."""
+    commands = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_dtensor",
+        description="Context-parallel attention for PyTorch: tools.",
+        epilog=f"commands:\n{commands}\n\npython -m cp_dtensor COMMAND --help describes the options of a command.\n"
+        "torchrun --nproc-per-node N -m cp_dtensor COMMAND ... runs it on N ranks.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of " + ", ".join(COMMANDS))
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
+    chosen = parser.parse_args(arguments)
+    importlib.import_module(COMMANDS[chosen.command][0]).main(chosen.options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,247 @@
+"""Command line of the benchmark: options, run and progress."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor.tools.bench.cases import PASSES, Heads, grid
+from cp_dtensor.tools.bench.inputs import Source
+from cp_dtensor.tools.bench.measure import Device, Effort
+from cp_dtensor.tools.bench.methods import methods_by_name
+from cp_dtensor.tools.bench.ranks import Failed, Ranks
+from cp_dtensor.tools.bench.results import MEASURED, Results, Row
+from cp_dtensor.tools.bench.suite import GroupLost, Suite
+from cp_dtensor.tools.info import environment
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, mask_by_name, positive
+from cp_dtensor.tools.report import draw, markdown
+
+_DESCRIPTION = """\
+Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
+ideal, on the same inputs in the same run.
+
+    torchrun --nproc-per-node 8 -m cp_dtensor bench --output docs/benchmarks/8xH200
+    torchrun --nproc-per-node 2 -m cp_dtensor bench --quick
+    torchrun --nproc-per-node 8 -m cp_dtensor bench --quick --seq-lens 32768 --trace traces
+    torchrun --nproc-per-node 8 -m cp_dtensor bench --mask "documents 2048" "window 4096" \\
+        --methods ideal-kernels ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
+"""
+_BACKENDS = ("auto", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# A minute at most, also on a CPU. Options of the command line take precedence.
+_QUICK: dict[str, Any] = {
+    "seq_lens": [1024, 2048],
+    "heads": [Heads(8, 2)],
+    "head_dim": 64,
+    "repeats": 5,
+    "row_seconds": 1.0,
+    "check_up_to": 1024,
+}
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; exits with a message if an option does not fit.
+
+    Returns:
+        the options; also the cases and methods that they name, and the case and method of the trace.
+    """
+    parser = _parser()
+    if parser.parse_known_args(arguments)[0].quick:
+        parser.set_defaults(**_QUICK)
+    parsed = parser.parse_args(arguments)
+    use_gpu = torch.cuda.is_available() if parsed.device == "auto" else parsed.device == "cuda"
+    if use_gpu and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    try:
+        methods = methods_by_name(parsed.methods, graph=parsed.graph, compiled=parsed.compile)
+    except ValueError as error:
+        parser.error(str(error))
+    cases = grid(
+        parsed.seq_lens, parsed.heads, parsed.mask, parsed.backend,
+        head_dim=parsed.head_dim, batch=parsed.batch, dtype=parsed.dtype, layout=parsed.layout,
+    )  # fmt: skip
+    sharing = {method.name: method for method in methods if not method.alone}
+    if parsed.trace and parsed.trace_method not in (None, *sharing):
+        parser.error(f"--trace-method: expected one of {', '.join(sharing)}, got {parsed.trace_method!r}")
+    if parsed.trace and not sharing:
+        parser.error("--trace: none of the chosen methods runs on all ranks")
+    parsed.use_gpu, parsed.cases, parsed.methods = use_gpu, cases, methods
+    parsed.passes = tuple(name for name in PASSES if name in parsed.passes)
+    parsed.trace_case = next((case for case in cases if case.seq_len == parsed.trace_seq_len), cases[0])
+    parsed.trace_method = sharing.get(parsed.trace_method, next(iter(sharing.values()), methods[0]))
+    return parsed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_dtensor bench",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    lengths = [2**n for n in (13, 15, 16, 17, 18)]
+    what = parser.add_argument_group("cases and methods")
+    what.add_argument("--seq-lens", type=positive, nargs="+", default=lengths, metavar="N", help="global lengths")
+    heads = [Heads(32, 8), Heads(32, 32), Heads(64, 8)]
+    what.add_argument("--heads", type=_heads, nargs="+", default=heads, metavar="Q:KV", help="such as 32:8 32:32")
+    what.add_argument("--head-dim", type=positive, default=128)
+    what.add_argument("--batch", type=positive, default=1)
+    what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    what.add_argument("--mask", type=_mask, nargs="+", default=["causal"], help=f"each makes a table: {MASK_HELP}")
+    what.add_argument("--layout", choices=LAYOUTS, default="HeadTail", help="partition of the tokens over the ranks")
+    what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
+    methods = "such as ideal ours-allgather 'ours-symm_mem Balanced' (with a layout of its own) 'torch-flex PTRR'"
+    what.add_argument("--methods", nargs="+", metavar="NAME", help=methods)
+    what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
+    what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
+    what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
+    what.add_argument("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
+    how = parser.add_argument_group("measurement")
+    how.add_argument("--quick", action="store_true", help="a small run; other options take precedence")
+    how.add_argument("--repeats", type=positive, default=20, help="timed calls of a row")
+    how.add_argument("--row-seconds", type=float, default=3.0, help="rows slower than this are repeated less often")
+    how.add_argument("--warm-ms", type=float, default=400, help="time of calls before a row is timed")
+    checked = "errors are computed of cases with no more work than a causal sequence of this length"
+    how.add_argument("--check-up-to", type=int, default=16384, metavar="N", help=checked)
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    how.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="timeout of a collective")
+    out = parser.add_argument_group("output")
+    out.add_argument("--output", type=Path, metavar="DIR", help="folder of bench.json, bench.md and bench.png")
+    out.add_argument("--trace", type=Path, metavar="DIR", help="folder of a Chrome trace of each rank")
+    out.add_argument("--trace-method", metavar="NAME", help="default: the first that runs on all ranks")
+    out.add_argument("--trace-seq-len", type=int, metavar="N", help="one of --seq-lens; default: the shortest")
+    return parser
+
+
+def _mask(text: str) -> str:
+    try:
+        mask_by_name(text, seq_len=1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _heads(text: str) -> Heads:
+    try:
+        return Heads.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# Run
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the benchmark of the command line; rank 0 writes and prints the results."""
+    options = parse_options(arguments)
+    ranks, device = start("bench", options.use_gpu, options.timeout)
+    command = _command(arguments, ranks)
+    with torch.autograd.set_multithreading_enabled(not options.one_thread):
+        rows, lost = _measure(options, ranks, device, command)
+    if ranks.rank == 0:
+        _write(Results(environment(), command, ranks.world_size, tuple(rows)), options, final=True)
+    if lost is not None:
+        print(f"stopped: {lost}", file=sys.stderr, flush=True)
+        ranks.gather(None)  # rank 0 has written
+        # An orderly exit would wait for collectives that never finish.
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+
+
+def start(command: str, use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device]:
+    """Joins the ranks that torchrun started; exits with a message without torchrun."""
+    if "RANK" not in os.environ:
+        sys.exit(f"start it with torchrun: torchrun --nproc-per-node N -m cp_dtensor {command} ...")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    if use_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = Device(use_gpu)
+    dist.init_process_group(
+        "nccl" if use_gpu else "gloo",
+        store=dist.PrefixStore("process_group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device.torch_device if use_gpu else None,
+    )
+    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device
+
+
+def _command(arguments: Sequence[str], ranks: Ranks) -> str:
+    nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {ranks.world_size // nodes}"
+    return f"{launch} -m cp_dtensor bench {shlex.join(arguments)}".strip()
+
+
+def _measure(
+    options: argparse.Namespace, ranks: Ranks, device: Device, command: str
+) -> tuple[Sequence[Row], GroupLost | None]:
+    """Returns all rows, and the error that ended the run early."""
+    finished: list[Row] = []
+    current: list[Row] = []  # of the case that is running, without errors
+    total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.methods)
+    progress = Progress(total, visible=ranks.rank == 0)
+
+    def report(row: Row) -> None:
+        current.append(row)
+        progress.row(row)
+        if ranks.rank == 0:  # so that a run that ends early keeps its rows
+            rows = (*finished, *current)
+            _write(Results(environment(), command, ranks.world_size, rows), options, final=False)
+
+    effort = Effort(options.repeats, options.row_seconds, options.warm_ms)
+    suite = Suite(ranks, device, effort, Source(options.seed, device.torch_device), options.check_up_to, report)
+    try:
+        for case in options.cases:
+            finished += suite.run(case, options.passes, options.methods)
+            current.clear()
+        if options.trace is not None:
+            suite.trace(options.trace_case, options.trace_method, options.trace)
+    except GroupLost as lost:
+        return [*finished, *current], lost
+    except Failed as failure:
+        print(f"no trace: {failure}", file=sys.stderr, flush=True)
+        return finished, None if failure.alike else GroupLost(str(failure))
+    return finished, None
+
+
+def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "bench.json").write_text(results.to_json() + "\n")
+        (options.output / "bench.md").write_text(markdown(results))
+    if final:
+        print(markdown(results), flush=True)
+        if options.output is not None:
+            draw(results, options.output / "bench.png")
+
+
+class Progress:
+    """Progress of a run: a line on stderr for each row.
+
+    Args:
+        total: number of rows to come.
+        visible: False on all ranks but one.
+    """
+
+    def __init__(self, total: int, visible: bool) -> None:
+        self._total, self._visible, self._done = total, visible, 0
+
+    def row(self, row: Row) -> None:
+        """Prints that a row is finished."""
+        self._done += 1
+        if self._visible:
+            outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
+            case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
+            text = f"[{self._done}/{self._total}] {case}, {row.pass_name}, {row.method}: {outcome}"
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,151 @@
+"""Versions, devices and available features of this machine; `python -m cp_dtensor info`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_NONE = "none"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the table."""
+    description = "Prints versions, devices and the features that the library can use on this machine."
+    argparse.ArgumentParser(prog="python -m cp_dtensor info", description=description).parse_args(arguments)
+    if int(os.environ.get("RANK", 0)):
+        return  # one of several ranks of torchrun
+    rows = list(facts())
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Yields the rows of the table: name and value."""
+    yield "cp_dtensor", _version("cp_dtensor")
+    yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield "torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU only")
+    yield "Triton", _triton()
+    yield "cuDNN", str(torch.backends.cudnn.version() or _NONE)
+    yield "NCCL", _nccl_version() or _NONE
+    yield "devices", _devices()
+    yield "process groups", ", ".join(name for name in ("gloo", "nccl") if _has_process_group(name)) or _NONE
+    yield "peer access", _peer_access()
+    yield "symmetric memory", _symmetric_memory()
+    for title, device, dtype in _backend_rows():
+        yield title, ", ".join(backends(device, dtype)) or _NONE
+    yield "masks, dropout", "Triton kernels" if _has_kernels() else "torch operations"
+
+
+def environment() -> str:
+    """Returns hardware and versions as Markdown, for reports of measurements."""
+    lines = [f"torch {torch.__version__}, Python {platform.python_version()}"]
+    if torch.cuda.is_available():
+        cudnn = torch.backends.cudnn.version()
+        lines[0] += f", triton {_version('triton')}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+        lines[0] += f", NCCL {nccl}" if (nccl := _nccl_version()) else ""
+        lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible")
+    else:
+        lines.append(f"CPU only ({platform.machine()})")
+    return "  \n".join(lines)
+
+
+def backends(device: str, dtype: torch.dtype) -> list[str]:
+    """Returns the backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(1, 2, 128, 64, device=device, dtype=dtype, requires_grad=True)
+    names = {
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    served = []
+    for name, backend in names.items():
+        if device == "cpu" and name in ("cuDNN", "efficient"):
+            continue  # CPUs have flash and math
+        try:
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's reasons why a backend refuses the call
+                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        except RuntimeError:
+            continue
+        served.append(name)
+    return served
+
+
+def _backend_rows() -> list[tuple[str, str, torch.dtype]]:
+    if not torch.cuda.is_available():
+        return [("backends", "cpu", torch.float32)]
+    return [("backends, bfloat16", "cuda", torch.bfloat16), ("backends, float32", "cuda", torch.float32)]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        module: Any = importlib.import_module(package)
+    except ImportError:
+        return _NONE
+    return getattr(module, "__version__", "not installed, imported from its folder")
+
+
+def _triton() -> str:
+    version = _version("triton")
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    if version == _NONE:
+        return _NONE
+    if interpreted:
+        return f"{version}, interpreter (TRITON_INTERPRET)"
+    return f"{version}, compiler" if torch.cuda.is_available() else f"{version}, no GPU to compile for"
+
+
+def _has_kernels() -> bool:
+    return _version("triton") != _NONE and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _nccl_version() -> str | None:
+    return ".".join(map(str, torch.cuda.nccl.version())) if _has_process_group("nccl") else None
+
+
+def _has_process_group(backend: str) -> bool:
+    return dist.is_available() and (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available())
+
+
+def _devices() -> str:
+    if not torch.cuda.is_available():
+        return f"CPU, {os.cpu_count()} cores"
+    names: dict[str, int] = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        name = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB, capability {capability})"
+        names[name] = names.get(name, 0) + 1
+    return "; ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def _peer_access() -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return "needs two GPUs"
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    return "all GPUs of this node" if able == len(pairs) else f"{able} of {len(pairs)} pairs of GPUs"
+
+
+def _symmetric_memory() -> str:
+    if not torch.cuda.is_available():
+        return "needs GPUs"
+    return "available" if _peer_access() == "all GPUs of this node" else "needs GPUs with peer access"

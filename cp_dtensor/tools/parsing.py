@@ -1,0 +1,127 @@
+"""Masks and layouts by the names that the commands take."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+from functools import lru_cache, reduce
+from operator import and_
+
+from cp_dtensor import (
+    Balanced,
+    Causal,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Layout,
+    Mask,
+    MirroredBatch,
+    PerDocument,
+    PrefixLM,
+    SlidingWindow,
+    Striped,
+)
+
+MASK_HELP = (
+    "causal, full, window:LEFT,RIGHT (keys before and after a query, 'none' for no limit), window N (a query and the "
+    "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
+    "lengths, median N), prefix:N, or several joined by &, such as 'documents:0,40,64 & causal'"
+)
+LAYOUTS = ("HeadTail", "Contiguous", "Striped", "MirroredBatch", "Balanced", "PerDocument")
+DOCUMENTS_SIGMA = 1.0
+"""Sigma of the lognormal lengths of `documents N`."""
+
+
+@lru_cache
+def mask_by_name(name: str, seq_len: int) -> Mask:
+    """Returns the mask of a name (see `MASK_HELP`) over `seq_len` tokens.
+
+    >>> mask_by_name("window 4096", 8192)
+    SlidingWindow(left=4095, right=0, alignment='top_left')
+
+    Raises:
+        ValueError: no mask has this name.
+    """
+    return reduce(and_, (_single_mask(part.strip(), seq_len) for part in name.split("&")))
+
+
+def _single_mask(name: str, seq_len: int) -> Mask:
+    kind, separator, text = re.fullmatch(r"(\w*)([: ]?)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+    numbers = [None if part.strip() == "none" else part.strip() for part in text.split(",")] if text else []
+    if all(part is None or part.isdecimal() for part in numbers):
+        values = [None if part is None else int(part) for part in numbers]
+        match kind, separator, values:
+            case "causal", "", []:
+                return Causal()
+            case "full", "", []:
+                return Full()
+            case "window", ":", [left, right]:
+                return SlidingWindow(left, right)
+            case "window", " ", [int(width)] if width > 0:
+                return SlidingWindow(width - 1, 0)
+            case "documents", ":", [_, _, *_] if None not in values:
+                return Documents(values)
+            case "documents", " ", [int(median)] if median > 0:
+                return lognormal_documents(seq_len, median, DOCUMENTS_SIGMA)
+            case "prefix", ":", [int(length)]:
+                return PrefixLM(length)
+    raise ValueError(
+        "expected a mask such as causal, full, 'documents 2048' (of that median length), 'window 4096', window:3,0, "
+        f"documents:0,40,64 or prefix:8, or several joined by &, got {name!r}"
+    )
+
+
+def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = 0) -> Documents:
+    """Returns documents of lognormal lengths that fill a sequence, causal within each document.
+
+    >>> lognormal_documents(10, median=4, sigma=0.0).lengths
+    (4, 4, 2)
+    """
+    generator = random.Random(seed)
+    lengths: list[int] = []
+    left = seq_len
+    while left > 0:
+        # Rounded with a little slack, since exp(log(4)) need not be 4.
+        length = math.floor(math.exp(generator.gauss(math.log(median), sigma)) + 1e-6)
+        lengths.append(min(max(length, 1), left))
+        left -= lengths[-1]
+    return Documents.from_lengths(lengths, within=Causal())
+
+
+@lru_cache
+def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
+    """Returns the layout of a name such as "HeadTail" or "Striped(4)"; `Balanced` is balanced for the mask.
+
+    >>> layout_by_name("Striped(4)", Causal(), 64)
+    Striped(block=4)
+
+    Raises:
+        ValueError: no layout has this name, or the layout does not fit the mask.
+    """
+    kind, _, text = name.removesuffix(")").partition("(")
+    match kind, text:
+        case "HeadTail", "":
+            return HeadTail()
+        case "Contiguous", "":
+            return Contiguous()
+        case "MirroredBatch", "":
+            return MirroredBatch()
+        case "Striped", _ if text == "" or text.isdecimal():
+            return Striped(int(text or 1))
+        case "Balanced", "":
+            return Balanced(mask, seq_len)
+        case "PerDocument", "":
+            if not isinstance(mask, Documents):
+                raise ValueError("PerDocument is a layout of documents")
+            return PerDocument(mask.cu_seqlens, seq_len=seq_len)
+    raise ValueError(f"expected a layout, one of {', '.join(LAYOUTS)} or one such as Striped(4), got {name!r}")
+
+
+def positive(text: str) -> int:
+    """Returns the positive integer that an argument of a command stands for."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return int(text)

@@ -1,0 +1,119 @@
+"""The command line `python -m cp_dtensor`: its subcommands, their help, and `info` and `accuracy`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.forked_programs import launch
+
+from cp_dtensor.__main__ import COMMANDS, main
+from cp_dtensor.tools.accuracy import cases, report
+from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.results import Results, Row
+from cp_dtensor.tools.info import facts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name, (_, about) in COMMANDS.items():
+        assert f"  {name:<9} {about}" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m cp_dtensor {command}" in capsys.readouterr().out
+
+
+def test_other_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["benchmark"])
+    assert "'benchmark'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "accuracy"])
+def test_commands_of_several_ranks_name_torchrun(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=f"torchrun --nproc-per-node N -m cp_dtensor {command}"):
+        main([command, "--device", "cpu"])
+
+
+def test_info_is_one_aligned_table_without_triton_and_gpus() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None  # its import fails from here on
+import importlib.metadata
+version = importlib.metadata.version
+def without_triton(name):
+    if name == "triton":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = without_triton
+from cp_dtensor.__main__ import main
+assert not any(name.startswith("cp_dtensor.tools") for name in sys.modules)
+main(["info"])
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    names = [name for name, _ in facts()]
+    assert [line[: len(max(names, key=len))].rstrip() for line in lines] == names
+    by_name = {line[: len(max(names, key=len))].rstrip(): line[len(max(names, key=len)) :].strip() for line in lines}
+    assert by_name["Triton"] == "none"
+    assert by_name["devices"].startswith("CPU, ")
+    assert by_name["backends"] == "flash, math"
+    assert "gloo" in by_name["process groups"]
+
+
+def test_accuracy_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--quick", "--seq-len", "256", "--device", "cpu", "--output", str(tmp_path / "accuracy.md")]
+    launch(2, "cp_dtensor", "accuracy", *arguments, folder=tmp_path)
+    rows = [line for line in (tmp_path / "accuracy.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        [f"| {backend}", transport, "HeadTail"]
+        for backend in ("flash", "math")
+        for transport in ("allgather", "alltoall")
+    ]
+    assert all(row.count("x)") == 4 for row in rows)
+
+
+def test_accuracy_fails_beyond_the_limit_and_for_rows_that_were_not_measured() -> None:
+    case = Case(64, Heads(8, 2), 64, 2, "bfloat16", "causal", "HeadTail", "MATH")
+    errors = dict.fromkeys(("out", "dq", "dk", "dv"), 1e-3)
+    ideal = Row(case, "fwdbwd", "ideal", "measured", samples_ms=((1.0,),), errors=errors)
+    ours = Row(case, "fwdbwd", "ours-alltoall", "measured", samples_ms=((1.0,),), errors={**errors, "dk": 2e-3})
+    broken = Row(case, "fwdbwd", "ours-allgather", "error", "out of luck")
+
+    def outcome(limit: float, *rows: Row) -> tuple[str, bool]:
+        return report(Results("", "", 2, rows), limit)
+
+    assert outcome(1.9, ideal, ours)[1]
+    assert not outcome(2.1, ideal, ours)[1]
+    text, failed = outcome(2.1, ideal, ours, broken)
+    assert failed
+    assert "Largest ratio: 2.00." in text
+    problem = "causal, 2 kv heads, d=64, bfloat16"
+    assert f"| math | allgather | HeadTail | {problem} | error: out of luck | - | - | - |" in text
+
+
+def test_accuracy_covers_every_backend_and_layout_on_gpus() -> None:
+    found = cases(4096, use_gpu=True, quick=False)
+    backends = {case.backend for case, _ in found}
+    assert backends == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"}
+    assert {case.layout for case, _ in found} == {"HeadTail", "Contiguous", "Striped", "Striped(64)", "MirroredBatch"}
+    assert {case.dtype for case, _ in found} == {"bfloat16", "float16", "float32"}
+    for case, _ in found:
+        assert case.layout_value().local_length(4096, 0, 4) == 1024
