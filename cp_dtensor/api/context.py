@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -21,6 +21,7 @@ from cp_dtensor.api.buffers import (
     refuse_shards,
     refuse_wrapper,
 )
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.patches import entered
 from cp_dtensor.api.sharding import check_whole_lengths, checked_buffers, checked_sequence
 from cp_dtensor.engine.config import AttentionConfig
@@ -71,7 +72,7 @@ class context_parallel(ContextDecorator):
             refused, unless this is `HeadTail()`).
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); the process default if None.
-        seq_lens: global lengths that attention runs over besides those of the buffers.
+        seq_len: a global length, or several, that attention runs over besides those of the buffers.
         debug: on entry let the ranks compare the buffers, and at every attention call what must agree; a disagreement
             names the rank.
 
@@ -81,11 +82,12 @@ class context_parallel(ContextDecorator):
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
             `torch.compile`d function; on exit, out of order.
 
-    Attention over other lengths than those of the buffers and `seq_lens` is allowed; the ranks then exchange their
+    Attention over other lengths than those of the buffers and `seq_len` is allowed; the ranks then exchange their
     local lengths in one small collective per call. Only, on GPUs, lengths within about the number of ranks of those
-    must be among `seq_lens`, since some ranks could not tell them apart; they are refused otherwise.
+    must be among `seq_len`, since some ranks could not tell them apart; they are refused otherwise.
     """
 
+    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh,
@@ -97,7 +99,7 @@ class context_parallel(ContextDecorator):
         mask: Mask | None = None,
         layout: Layout | None = None,
         rotate_method: str | None = None,
-        seq_lens: Collection[int] = (),
+        seq_len: int | tuple[int, ...] | None = None,
         debug: bool = False,
     ) -> None:
         settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug)
@@ -116,9 +118,9 @@ class context_parallel(ContextDecorator):
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in kept_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        self._seq_lens = frozenset(checked_length(length) for length in checked_sequence("seq_lens", seq_lens))
-        for length in self._seq_lens:
-            refuse_other_lengths(layout, length, "seq_lens")
+        self._seq_len = _lengths(seq_len)
+        for length in self._seq_len:
+            refuse_other_lengths(layout, length, "seq_len")
         self._open: ExitStack | None = None
         self._context: ActiveContext | None = None
         self._entered_before = False
@@ -148,7 +150,7 @@ class context_parallel(ContextDecorator):
             )
         if self._settings.debug:
             refuse_different_buffers(self._buffers, self._settings.ranks)
-        lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
+        lengths = tuple(sorted({*self._seq_len, *(buffer.length for buffer in self._buffers)}))
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
@@ -169,6 +171,14 @@ class context_parallel(ContextDecorator):
             )
         stack, self._open, self._context = self._open, None, None
         stack.__exit__(kind, error, trace)
+
+
+def _lengths(seq_len: Any) -> tuple[int, ...]:
+    """The global lengths that `seq_len` names: none, one, or those of a sequence."""
+    if seq_len is None:
+        return ()
+    lengths = seq_len if isinstance(seq_len, Iterable) and not isinstance(seq_len, torch.Tensor) else (seq_len,)
+    return tuple(checked_length(length) for length in lengths)
 
 
 def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:

@@ -57,7 +57,7 @@ def context_parallel_attention(
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
             dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second; rank in the
             sequence = outer rank * inner size + inner rank.
-        method: "ring": K/V travel, over two axes as a ring of rings; "ulysses": ranks exchange rows for heads;
+        method: "ring": K/V travel, over two axes as a nested ring; "ulysses": ranks exchange rows for heads;
             "hybrid": by heads over the inner axis, as a ring over the outer one; "auto": what is predicted to be
             fastest (see `explain`).
         is_causal: query i sees keys j <= i, by global position (also where the global lengths differ).
@@ -146,7 +146,7 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
-    Over a mesh of two dims it is a ring of rings: K/V travel around the outer axis (across nodes) once, and around the
+    Over a mesh of two dims it is a nested ring: K/V travel around the outer axis (across nodes) once, and around the
     inner one (within a node) from there. Arguments, results and errors are those of `context_parallel_attention`.
 
     Source: Ring Attention (arXiv 2310.01889).

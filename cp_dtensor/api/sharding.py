@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
@@ -19,8 +20,9 @@ from cp_dtensor.engine.validation import Mesh, checked_layout, checked_length, r
 from cp_dtensor.spec.layouts import Layout
 
 
+@renamed_keywords(seq_dims="buffer_seq_dims")
 def context_parallel_shard(
-    mesh: Mesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout | None = None
+    mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None
 ) -> list[torch.Tensor]:
     """This rank's shards of tensors that every rank has whole.
 
@@ -28,7 +30,7 @@ def context_parallel_shard(
         mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
             share the sequence, whose inner one counts first: flattened, a mesh ("ulysses", "ring") has another order.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
-        seq_dims: the sequence dim of each, negative counts from the end.
+        buffer_seq_dims: the sequence dim of each, negative counts from the end.
         layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch. None is
             refused inside of a context over these ranks that has another layout; so it is by the functions below.
 
@@ -40,16 +42,17 @@ def context_parallel_shard(
         TypeError, ValueError: arguments that do not fit.
     """
     ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
-    dims = checked_buffers(buffers, seq_dims, layout)
+    dims = checked_buffers(buffers, buffer_seq_dims, layout)
     check_whole_lengths(buffers, dims, layout)
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
+@renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
     mesh: Mesh,
     buffers: Sequence[torch.Tensor],
-    seq_dims: Sequence[int],
+    buffer_seq_dims: Sequence[int],
     layout: Layout | None = None,
     *,
     grad: Literal["replicated", "partial"] = "replicated",
@@ -59,7 +62,7 @@ def context_parallel_unshard(
     Args:
         mesh: as for `context_parallel_shard`.
         buffers: this rank's shards; lengths may differ between ranks as the layout says.
-        seq_dims: the sequence dim of each.
+        buffer_seq_dims: the sequence dim of each.
         layout: the layout they were sharded in, `HeadTail()` if None.
         grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
             and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
@@ -78,7 +81,7 @@ def context_parallel_unshard(
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
     ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
-    dims = checked_buffers(buffers, seq_dims, layout)
+    dims = checked_buffers(buffers, buffer_seq_dims, layout)
     if any(map(_torch.is_traced, buffers)):
         raise NotImplementedError(
             "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for what "
@@ -146,17 +149,20 @@ def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
     return list(values)
 
 
-def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout) -> list[int]:
+def checked_buffers(buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout) -> list[int]:
     """Checks tensors and their sequence dims; returns the dims, none negative.
 
     Raises:
         TypeError, ValueError: what does not fit, with its index.
     """
-    buffers, seq_dims = checked_sequence("buffers", buffers), checked_sequence("sequence dims", seq_dims)
-    if len(buffers) != len(seq_dims):
-        raise ValueError(f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(seq_dims)} dims")
+    buffers = checked_sequence("buffers", buffers)
+    buffer_seq_dims = checked_sequence("buffer_seq_dims", buffer_seq_dims)
+    if len(buffers) != len(buffer_seq_dims):
+        raise ValueError(
+            f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(buffer_seq_dims)} dims"
+        )
     dims = []
-    for index, (tensor, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+    for index, (tensor, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")

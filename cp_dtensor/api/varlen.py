@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.validation import Mesh
 from cp_dtensor.spec.documents import Documents
@@ -13,9 +14,10 @@ from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
 
 Window = tuple[int | None, int | None]
-"""Keys to the left and to the right of a query that it sees; None for no limit."""
+"""Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
+@renamed_keywords(window="window_size")
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -25,7 +27,7 @@ def varlen_attention(
     cu_seqlens: Any,
     cu_seqlens_k: Any = None,
     is_causal: bool = False,
-    window: Window = (None, None),
+    window_size: Window = (-1, -1),
     within: Mask | None = None,
     method: str = "auto",
     dropout_p: float = 0.0,
@@ -58,10 +60,11 @@ def varlen_attention(
         cu_seqlens_k: those of the keys if they differ (cross-attention): queries of document d see keys of document d.
         is_causal: within a document, the last query sees all keys, the one before all but the last, and so on
             ("bottom-right", which matters where a document has different numbers of queries and keys).
-        window: (left, right): a query sees as many keys to the left and to the right of its own place, None for all of
-            them; the last query of a document stands at its last key. Together with `is_causal`, right is 0.
+        window_size: (left, right), the numbers of keys to the left and to the right of its own place that a query sees,
+            -1 or None for all of them; the last query of a document stands at its last key. With `is_causal`, right is
+            0. (2, 0) shows a query itself and the two keys before it.
         within: any mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`;
-            together with `is_causal` and `window`, what all of them show.
+            together with `is_causal` and `window_size`, what all of them show.
         method: "ring", "ulysses", "hybrid" or "auto", as for `context_parallel_attention`.
         dropout_p: probability that a weight of the softmax is dropped, as there.
         sinks: (H,), logits that count in the softmax denominator alone, as there.
@@ -93,7 +96,7 @@ def varlen_attention(
     Source: FlashAttention (arXiv 2205.14135), whose `flash_attn_varlen_func` has these documents.
     """
     views = heads_first_of_packed(q, k, v)
-    mask = Documents(cu_seqlens, cu_seqlens_k, within=_shown_within(is_causal, window, within))
+    mask = Documents(cu_seqlens, cu_seqlens_k, within=_shown_within(is_causal, window_size, within))
     result = context_parallel_attention(
         *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, scale=scale, enable_gqa=True,
         layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse, seq_len=seq_len,
@@ -152,26 +155,29 @@ def heads_before_rows(
     return q.transpose(rows, heads), k.transpose(rows, heads), v.transpose(rows, heads)
 
 
-def bottom_right_mask(is_causal: bool, window: Window) -> Mask:
+def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
     """A causal mask, a window or both, in which the last query stands at the last key, as in FlashAttention.
 
     Raises:
-        ValueError: a window that is no pair, or has other ends than numbers >= 0 and None.
+        ValueError: a window that is no pair, or has other ends than numbers >= 0, -1 and None.
 
     >>> bottom_right_mask(True, (4, None))
     SlidingWindow(left=4, right=0, alignment='bottom_right')
     """
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"expected window to be a pair (left, right) of numbers of keys or None, got {window!r}")
-    left, right = window
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            "expected window_size to be a pair (left, right) of numbers of keys, -1 or None for no limit; got "
+            f"{window_size!r}"
+        )
+    left, right = (None if end == -1 else end for end in window_size)
     shown = SlidingWindow(left, right, "bottom_right")
     if is_causal:
         return Causal("bottom_right") if left is None else SlidingWindow(left, 0, "bottom_right")
     return Full() if (left, right) == (None, None) else shown
 
 
-def _shown_within(is_causal: bool, window: Window, within: Mask | None) -> Mask:
-    by_place = bottom_right_mask(is_causal, window)
+def _shown_within(is_causal: bool, window_size: Window, within: Mask | None) -> Mask:
+    by_place = bottom_right_mask(is_causal, window_size)
     if within is None:
         return by_place
     if not isinstance(within, Mask):

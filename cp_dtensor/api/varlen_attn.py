@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context
-from cp_dtensor.api.varlen import Window, bottom_right_mask, heads_first_of_packed
+from cp_dtensor.api.varlen import bottom_right_mask, heads_first_of_packed
 from cp_dtensor.engine.attend import attend_packed
 
 _REFUSED = {
@@ -47,7 +47,7 @@ def _varlen_attn(call: dict[str, Any]) -> Any:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
     out, lse = attend_packed(
         *heads_first_of_packed(*tensors), context.settings, (call["cu_seq_q"], call["cu_seq_k"]),
-        within=bottom_right_mask(call["is_causal"], _window(call["window_size"])), scale=call["scale"],
+        within=bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1)), scale=call["scale"],
     )  # fmt: skip
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0), random_state
@@ -66,8 +66,3 @@ def _context_of(call: dict[str, Any]) -> ActiveContext | None:
         return None
     context = current_context()
     return None if context is None or attends_alone(context) else context
-
-
-def _window(window_size: Any) -> Window:
-    left, right = (-1, -1) if window_size is None else window_size
-    return (None if left == -1 else left, None if right == -1 else right)

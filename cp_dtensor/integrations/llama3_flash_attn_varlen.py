@@ -127,7 +127,7 @@ def llama3_flash_attn_varlen_func(
     documents = documents_of(q, ranks, cu_seqlens_q, cu_seqlens_k, local_k_slice)
     documents.check_use(causal, max_seqlen_q, max_seqlen_k)
     result = varlen_attention(
-        q, k, v, mesh=mesh, cu_seqlens=documents.cu_seqlens, is_causal=causal, window=window, method="ring",
+        q, k, v, mesh=mesh, cu_seqlens=documents.cu_seqlens, is_causal=causal, window_size=window, method="ring",
         dropout_p=dropout_p, scale=softmax_scale, layout=Contiguous(), rotate_method="allgather",
         deterministic=deterministic, return_lse=return_attn_probs, seq_len=documents.cu_seqlens[-1], debug=debug,
     )  # fmt: skip

@@ -132,7 +132,7 @@ class AttentionKind:
             alibi_slopes: None; others are refused.
             deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
             return_attn_probs: also return the log-sum-exp.
-            group: the context-parallel axis, a process group or a DeviceMesh of one dim, or of two for a ring of rings;
+            group: the context-parallel axis, a process group or a DeviceMesh of one dim, or of two for a nested ring;
                 the default group if None.
             softcap: 0.0; other values are refused.
             seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange

@@ -96,7 +96,7 @@ class VarlenKind:
         edges = self._edges(q, k, cu_seqlens, max_seqlen, ranks)
         seq_len = ranks * q.size(0)
         result = varlen_attention(
-            q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window=options.window, method="ring",
+            q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window_size=options.window, method="ring",
             dropout_p=dropout_p, scale=softmax_scale, layout=layout_of_documents(self.name, edges, seq_len),
             deterministic=deterministic, return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
         )  # fmt: skip

@@ -59,7 +59,7 @@ class _AttnMode:
     ) -> None:
         layout = Contiguous() if layout is None else layout
         self._context = context_parallel(
-            mesh, method=method, layout=layout, rotate_method=rotate_method, seq_lens=seq_lens, debug=debug
+            mesh, method=method, layout=layout, rotate_method=rotate_method, seq_len=tuple(seq_lens), debug=debug
         )
 
     def __enter__(self) -> None:

@@ -145,7 +145,7 @@ def test_a_group_and_an_axis_of_a_mesh() -> None:
 
 
 @each_kind
-def test_a_ring_of_rings(kind: str) -> None:
+def test_a_nested_ring(kind: str) -> None:
     problem = Problem(21, 21, batch=2, is_causal=True)
     *qkv, _ = whole = problem.draw(0)
     out = heads_last(reference(problem, *whole)[0])

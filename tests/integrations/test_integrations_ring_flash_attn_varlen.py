@@ -117,7 +117,7 @@ def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> N
 
 
 @each_kind
-def test_a_ring_of_rings(kind: str) -> None:
+def test_a_nested_ring(kind: str) -> None:
     problem = PackedProblem((0, 8, 24), is_causal=True)
     *qkv, _ = whole = problem.draw(0)
     expected = problem.reference(*whole)[0]
