@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.compiled_spec import ActiveConfig
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.validation import check_qkv, checked_mask
+from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.spec.masks import Mask
 
 CONTEXT_STATE = "cp_dtensor_region"
@@ -39,12 +40,14 @@ _AMBIGUOUS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActiveContext:
-    """The settings of an open region."""
+    """The settings of an open context."""
 
     settings: AttentionConfig
     buffers: tuple[LocalContents, ...] = ()
+    sinks: torch.Tensor | None = None
+    """(query heads,), logits of all SDPA inside."""
 
     @cached_property
     def ambient(self) -> ActiveConfig:
@@ -100,10 +103,11 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
         result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
-        if result is None and context.settings.mask is not None:
+        if result is None and not (context.settings.mask is None and context.sinks is None):
+            what = "sinks" if context.settings.mask is None else "mask"
             raise NotImplementedError(
-                f"the mask of this context ({context.settings.mask}) is for plain tensors: got DTensors over the ranks "
-                "of the context; pass their local shards"
+                f"the {what} of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+                "context; pass their local shards"
             )
         return result
     return sdpa_of_shards(context, call)
@@ -116,15 +120,56 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
             f"{context.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
-    if not _torch.is_traced(call.q):  # traced: at run time, by the recipe
+    if _torch.is_traced(call.q):
+        refuse_sinks(context, "scaled_dot_product_attention in compiled code", "context_parallel_attention")
+    else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.settings)
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
         q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
-        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, first=call.first,
+        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, sinks=context.sinks, first=call.first,
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
+
+
+def checked_context_sinks(sinks: Any) -> torch.Tensor:
+    """The sinks of a context, as far as they can be checked without queries.
+
+    Raises:
+        TypeError, ValueError: not a plain floating tensor of one dim.
+    """
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
+    refuse_dtensors(sinks=sinks)
+    if not sinks.is_floating_point() or sinks.dim() != 1:
+        raise ValueError(
+            f"expected sinks of a floating dtype and shape (query heads,), got {sinks.dtype} {tuple(sinks.shape)}"
+        )
+    return sinks
+
+
+def checked_deterministic(deterministic: Any) -> bool:
+    """A flag.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
+    return deterministic
+
+
+def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
+    """Refuses attention that cannot have the sinks of its context.
+
+    Raises:
+        NotImplementedError: the context has sinks.
+    """
+    if context.sinks is not None:
+        raise NotImplementedError(
+            f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
+        )
 
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:

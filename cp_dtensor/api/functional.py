@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import Parts, ShardCallSpec, made_of, mask_tokens, parts_of, token_of
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.config import AttentionConfig, with_context_mask
 from cp_dtensor.engine.custom_op import backends_token, traced_attention_by_tokens
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -105,18 +105,18 @@ def context_parallel_attention(
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling():
         rotate_method = transport_by_name(rotate_method).name  # the default is read here, and guarded
-        token, backends, shown = _constants(
+        token, backends, shown, finds = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
         out, lse = traced_attention_by_tokens(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
+            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=finds,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-    refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
+    settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
     out, lse = attend(
         q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
         scale=scale, lengths=lengths, needs_lse=return_lse,
@@ -196,14 +196,16 @@ def ulysses_attention(
 def _constants(
     mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
-) -> tuple[str, str, str]:  # fmt: skip
-    """The tokens of recipe, backends and mask, for compiled code."""
+) -> tuple[str, str, str, bool]:  # fmt: skip
+    """Tokens of call spec, backends and mask, for compiled code; and True if each run finds or compares more."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
-    refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
-    shown = checked_mask(made_of(mask), is_causal)
-    return token_of(ShardCallSpec.of(settings)), backends_token(), mask_tokens.token_of(shown)
+    settings = with_inherited_in_trace("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
+    call_spec, shown = ShardCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
+    if not call_spec.finds_mask:
+        shown = with_context_mask(settings.mask, shown)
+    return token_of(call_spec), backends_token(), mask_tokens.token_of(shown), debug or call_spec.finds_mask
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,9 +104,10 @@ def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
 def _variant_of_compiled_code() -> str:
     """What functions are compiled for in this thread: attention over local shards only would be wrong in a region."""
     context = innermost_context()
-    return (
-        "" if context is None else f"cp_dtensor: {context.ambient.token}{', each rank alone' * attends_alone(context)}"
-    )
+    if context is None:
+        return ""
+    sinks, alone = ", sinks" * (context.sinks is not None), ", each rank alone" * attends_alone(context)
+    return f"cp_dtensor: {context.ambient.token}{sinks}{alone}"
 
 
 def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:

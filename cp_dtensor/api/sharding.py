@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor.api.deprecated import renamed_keywords
-from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.api.inherited import inherited_layout
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
@@ -134,8 +134,7 @@ def local_positions(
 
 def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
     ranks = sequence_ranks(mesh)
-    refuse_left_out(owner, ranks, layout=layout is not None)
-    return ranks, checked_layout(layout)
+    return ranks, inherited_layout(owner, ranks) if layout is None else checked_layout(layout)
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context
+from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context, refuse_sinks
 from cp_dtensor.api.varlen import bottom_right_mask, heads_first_of_packed
 from cp_dtensor.engine.attend import attend_packed
 
@@ -38,6 +38,7 @@ def _varlen_attn(call: dict[str, Any]) -> Any:
             "varlen_attn takes plain tensors inside of a context-parallel region, this rank's shards; got nested "
             "tensors or DTensors"
         )
+    refuse_sinks(context, "varlen_attn", "varlen_attention")
     for name, what in _REFUSED.items():
         if call.get(name) is not None:
             raise NotImplementedError(
