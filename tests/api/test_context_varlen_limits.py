@@ -122,8 +122,8 @@ def test_dtensors_are_refused() -> None:
 
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no caches of keys")
 def test_what_only_newer_torch_has_is_refused() -> None:
-    refused("a cache of keys", NotImplementedError, seqused_k=torch.tensor([7]))
-    refused("a paged cache", NotImplementedError, block_table=torch.zeros(1, 1), key=torch.randn(1, 7, 2, 8))
+    refused("no cache of keys: got seqused_k", NotImplementedError, seqused_k=torch.tensor([7]))
+    refused("paged cache of keys", NotImplementedError, block_table=torch.zeros(1, 1), key=torch.randn(1, 7, 2, 8))
     refused("num_splits=1", NotImplementedError, num_splits=1)
     refused("cu_seq_k", NotImplementedError, cu_seq_k=None)
     refused("varlen_attn_out is not supported", NotImplementedError, function=getattr(varlen, "varlen_attn_out", None))
