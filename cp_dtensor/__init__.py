@@ -1,4 +1,4 @@
-"""Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences too long for one device."""
+"""Context-parallel attention for DTensor: `F.scaled_dot_product_attention` of sequences too long for one device."""
 
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher

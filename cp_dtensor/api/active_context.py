@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.buffers import LocalContents
+from cp_dtensor.api.buffers import InPlaceShard
 from cp_dtensor.api.dtensor.attention import local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend
@@ -44,7 +44,7 @@ class ActiveContext:
     """The settings of an open context."""
 
     settings: AttentionConfig
-    buffers: tuple[LocalContents, ...] = ()
+    buffers: tuple[InPlaceShard, ...] = ()
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
 

@@ -13,14 +13,7 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import ActiveContext, checked_context_sinks, checked_deterministic, innermost_context
-from cp_dtensor.api.buffers import (
-    Buffer,
-    LocalContents,
-    refuse_different_buffers,
-    refuse_non_leaf,
-    refuse_shards,
-    refuse_wrapper,
-)
+from cp_dtensor.api.buffers import Buffer, InPlaceShard, check_in_place, refuse_different_buffers
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.patches import entered
 from cp_dtensor.api.sharding import check_whole_lengths, checked_buffers, checked_sequence
@@ -129,28 +122,24 @@ class context_parallel(ContextDecorator):
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)
         check_whole_lengths(tensors, dims, layout)
-        kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        for index, tensor in enumerate(tensors):
-            refuse_non_leaf(index, tensor)
-            refuse_wrapper(index, tensor)
+        stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         ranks = self._settings.ranks
-        refuse_shards(tensors, dims, ranks.global_ranks())
+        check_in_place(tensors, dims, ranks.global_ranks())
         self._buffers = [
-            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in kept_sharded)
+            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
         self._seq_len = _lengths(seq_len)
         for length in self._seq_len:
             refuse_other_lengths(layout, length, "seq_len")
-        self._open: ExitStack | None = None
-        self._context: ActiveContext | None = None
+        self._open: tuple[ExitStack, ActiveContext] | None = None
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
-        """`func`, called inside of this context.
+        """`func`, with this context entered at every call.
 
         Raises:
-            TypeError: a generator or a coroutine function, whose body runs when such a call has ended already.
+            TypeError: a generator or a coroutine function, whose body runs after the call has returned.
         """
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if any(is_kind(func) for is_kind in kinds):
@@ -175,10 +164,10 @@ class context_parallel(ContextDecorator):
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
-        context = ActiveContext(settings, tuple(map(LocalContents, self._buffers)), self._sinks)
-        with ExitStack() as stack:
-            stack.enter_context(entered(context))
-            self._open, self._context = stack.pop_all(), context
+        context = ActiveContext(settings, tuple(map(InPlaceShard, self._buffers)), self._sinks)
+        stack = ExitStack()
+        stack.enter_context(entered(context))
+        self._open = stack, context
         self._entered_before = True
 
     def __exit__(
@@ -186,11 +175,12 @@ class context_parallel(ContextDecorator):
     ) -> None:
         if self._open is None:
             raise RuntimeError("this context_parallel is not entered")
-        if innermost_context() is not self._context:
+        stack, context = self._open
+        if innermost_context() is not context:
             raise RuntimeError(
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
-        stack, self._open, self._context = self._open, None, None
+        self._open = None
         stack.__exit__(kind, error, trace)
 
 

@@ -57,7 +57,8 @@ class ContextParallel(ParallelStyle):
             `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
             around the call, if that is over these ranks; `Full()` takes none.
         layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
-            these ranks, else `HeadTail()`.
+            these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
+            `torch.utils.checkpoint` may run after that context.
         rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); None takes the process
             default at the time of parallelize_module.
         seq_len: global number of tokens, if it is always the same. It saves an exchange and checks nothing: on GPUs,

@@ -43,7 +43,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
         stack.enter_context(_installation.held())
         stack.enter_context(unseen_contexts.counted())
         for buffer in context.buffers:
-            stack.enter_context(buffer.standing_in())
+            stack.enter_context(buffer.in_place())
         entered_in = _torch.current_backward()
         stack.enter_context(_torch.thread_state(CONTEXT_STATE, (context, entered_in)))
         stack.enter_context(_torch.thread_state(ACTIVE_CONFIG, (context.ambient, entered_in)))

@@ -1,4 +1,4 @@
-"""Sharding of whole tensors along the sequence, and back; both differentiable, neither changes anything global."""
+"""Sharding of whole tensors along the sequence, and unsharding."""
 
 from __future__ import annotations
 
@@ -28,18 +28,24 @@ def context_parallel_shard(
 
     Args:
         mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
-            share the sequence, whose inner one counts first: flattened, a mesh ("ulysses", "ring") has another order.
+            share the sequence, where rank in the sequence = outer rank * inner size + inner rank. (The axis whose name
+            begins with "ulysses" is the inner one: flattened, a mesh ("ulysses", "ring") has another order.)
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         buffer_seq_dims: the sequence dim of each, negative counts from the end.
-        layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch. None is
-            refused inside of a context over these ranks that has another layout; so it is by the functions below.
+        layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
+            is over these ranks, else `HeadTail()`. With `MirroredBatch`, dim 0 is the batch.
 
     Returns:
-        new tensors, in local order. Differentiable: gradients of other ranks' tokens are zero here, so that the sum
-        over ranks is the gradient of the whole tensor.
+        new tensors, in local order. Differentiable: a rank's gradient of the whole tensor is zero outside of its own
+        tokens, so that the sum over ranks is the gradient.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
+        RuntimeError: `layout=None` in a backward inside of a context, which the call may belong to or not.
+
+    Rank 0 of two ranks owns the first and the last quarter:
+
+        context_parallel_shard(mesh, [torch.arange(8)], [0])  # rank 0: [0, 1, 6, 7]; rank 1: [2, 3, 4, 5]
     """
     ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
     dims = checked_buffers(buffers, buffer_seq_dims, layout)
@@ -63,20 +69,19 @@ def context_parallel_unshard(
         mesh: as for `context_parallel_shard`.
         buffers: this rank's shards; lengths may differ between ranks as the layout says.
         buffer_seq_dims: the sequence dim of each.
-        layout: the layout they were sharded in, `HeadTail()` if None.
-        grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
-            and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
-            the ranks.
+        layout: the layout they were sharded in; None as for `context_parallel_shard`.
+        grad: "replicated": all ranks compute the same loss from the result, so each has the whole gradient and takes
+            its own part. "partial": each rank computes its share of the loss, so gradients are summed over the ranks.
 
     Returns:
         new tensors, differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards whose lengths are not the layout's,
-            and ranks that differ in anything but lengths (layouts for one length exchange nothing: wrong lengths are
-            found on the ranks that have them).
-        NotImplementedError: in what is recorded as a graph (make_fx, torch.export). In compiled functions it runs
-            between graphs.
+        TypeError, ValueError: arguments that do not fit. On all ranks alike: shards whose lengths are not the layout's,
+            and ranks that differ in anything but lengths. (With a layout made for one length, nothing is exchanged: a
+            wrong length is refused on the ranks that have it.)
+        NotImplementedError: recorded as a graph (make_fx, torch.export). In compiled functions it runs between graphs.
+        RuntimeError: as `context_parallel_shard`.
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
@@ -101,20 +106,23 @@ def local_positions(
     batch_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Global positions of this rank's tokens, for position ids, RoPE and the like.
+    """Global positions of this rank's tokens, for position ids and RoPE.
 
     Args:
         mesh: as for `context_parallel_shard`.
         seq_len: global number of tokens.
-        layout: `HeadTail()` if None.
-        batch_size: rows of the batch; only `MirroredBatch` needs it, where positions depend on the row.
-        device: of the result, as for `torch.arange`: the default device if None.
+        layout: as for `context_parallel_shard`.
+        batch_size: rows of the batch; required by `MirroredBatch` only, where positions depend on the row.
+        device: of the result; None is the default device, as for `torch.arange`.
 
     Returns:
         (local tokens,) int64; with `batch_size`, (batch_size, local tokens).
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
+        RuntimeError: as `context_parallel_shard`.
+
+        local_positions(mesh, 8)  # of two ranks, rank 0: [0, 1, 6, 7]
     """
     ranks, layout = _ranks_and_layout("local_positions", mesh, layout)
     seq_len = checked_length(seq_len)
@@ -141,7 +149,7 @@ def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
     """`values` as a list.
 
     Raises:
-        TypeError: a tensor (whose rows would be taken for values) or nothing that can be iterated over.
+        TypeError: a tensor or a string, or a value that cannot be iterated over.
     """
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
@@ -149,10 +157,10 @@ def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
 
 
 def checked_buffers(buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout) -> list[int]:
-    """Checks tensors and their sequence dims; returns the dims, none negative.
+    """Checks tensors and their sequence dims; returns the dims, counted from the front.
 
     Raises:
-        TypeError, ValueError: what does not fit, with its index.
+        TypeError, ValueError: an argument that does not fit, with its index.
     """
     buffers = checked_sequence("buffers", buffers)
     buffer_seq_dims = checked_sequence("buffer_seq_dims", buffer_seq_dims)
@@ -165,7 +173,7 @@ def checked_buffers(buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[i
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
-        if tensor.is_nested:  # which cannot say its shape
+        if tensor.is_nested:
             raise TypeError(f"buffer {index}: expected a tensor whose sequence is one dim, got a nested tensor")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"buffer {index}: expected an integer sequence dim, got {dim!r}")
@@ -194,7 +202,7 @@ def check_whole_lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], la
 
 
 def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
-    """A rank's part of a whole tensor, in local order, new and contiguous."""
+    """A rank's part of a whole tensor, in local order; new and contiguous."""
     parts = [
         rows.index_select(dim, positions)
         for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
@@ -213,7 +221,7 @@ def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout
 
 
 def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bits as integers where torch cannot index its dtype."""
+    """The tensor; or its bits as integers, if torch cannot index its dtype."""
     is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
     if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
@@ -243,8 +251,8 @@ class _Unshard(torch.autograd.Function):
             return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
         refuse_batches(grad)
         parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
-        home = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
-        return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
+        own = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
+        return own[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
 
 
 def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
@@ -252,22 +260,22 @@ def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> l
     if len(lengths) == 1:
         return [rows]
     padded = _padded(rows, max(lengths))
-    if not padded.numel():  # alike on every rank
+    if not padded.numel():  # on every rank
         return [padded] * len(lengths)
-    # As bytes, since groups do not know every dtype.
+    # As bytes: process groups do not support every dtype.
     shards = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(len(lengths), *padded.shape)
     return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Contiguous rows, zeros behind."""
+    """The rows, contiguous, followed by zeros up to `length` rows."""
     return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
 def _lengths(
     length: int, kind: str, layout: Layout, ranks: SequenceRanks, device: torch.device
 ) -> tuple[list[int], int]:
-    """The local lengths of all ranks, and the global length; `kind` says all that must be alike."""
+    """The local lengths of all ranks, and the global length; `kind` must be equal on all ranks."""
     if layout.only_length is not None:
         seq_len = checked_only_length(length, layout, ranks.rank, ranks.size)
         return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
@@ -275,8 +283,8 @@ def _lengths(
     odd = odd_ones(kinds)
     if odd:
         raise ValueError(
-            f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards is not what "
-            f"the others do (here: {kind})"
+            f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards differs from "
+            f"the others (here: {kind})"
         )
     return lengths, global_length(lengths, layout, "shard")
 
@@ -284,7 +292,7 @@ def _lengths(
 def _rows_and_positions(
     tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each batch group: a view of its batch rows (of everything, if rows are alike), and the rank's positions."""
+    """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
     groups = layout.batch_groups(tensor.size(0))
     positions = [
         positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
