@@ -29,7 +29,7 @@ from cp_dtensor.spec.masks import Mask
 
 CONTEXT_STATE = "cp_dtensor_context"
 LOCAL_STRETCH = "cp_dtensor_local_sdpa"
-"""Key of the thread state of `integrations.unified.local_sdpa`; its `context` is the one in which it was entered."""
+"""Key of the thread state of `local_sdpa`; its `context` is the one in which it was entered."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
 """Key of the context that `ContextParallel` has entered around code which Dynamo captured outside of the context."""
 _AMBIGUOUS = (
