@@ -1,4 +1,4 @@
-"""Context-parallel attention for DTensor: `F.scaled_dot_product_attention` over sequences too long for one device."""
+"""Context-parallel attention for DTensor: `F.scaled_dot_product_attention` of sequences too long for one device."""
 
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
@@ -10,11 +10,14 @@ from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_uns
 from cp_dtensor.api.varlen import varlen_attention
 from cp_dtensor.comm.select import set_rotate_method
 from cp_dtensor.engine.custom_op import ATTENTION_OPS
+from cp_dtensor.plan.cost import Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.load_balance import imbalance
 from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ATTENTION_OPS",
@@ -26,6 +29,7 @@ __all__ = [
     "Contiguous",
     "Documents",
     "Full",
+    "Hardware",
     "HeadTail",
     "Layout",
     "Mask",

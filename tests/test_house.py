@@ -305,6 +305,18 @@ def test_public_names_have_docstrings(package_name: str) -> None:
     assert not undocumented
 
 
+def test_version_and_types() -> None:
+    """pyproject.toml reads the version of the package, and a wheel has the marker of typed packages."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    package = importlib.import_module("cp_dtensor")
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "cp_dtensor.__version__"}
+    assert "version" in settings["project"]["dynamic"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", package.__version__)
+    assert settings["tool"]["setuptools"]["package-data"] == {"cp_dtensor": ["py.typed"]}
+    assert (ROOT / "cp_dtensor" / "py.typed").is_file()
+
+
 @pytest.mark.parametrize("module", [name for name, path in MODULES.items() if ">>>" in path.read_text()])
 def test_docstring_examples(module: str) -> None:
     if starts_with(module, ("attention.triton", "comm.triton_kernels", "_torch.triton_launch")):

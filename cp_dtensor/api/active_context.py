@@ -1,9 +1,8 @@
-"""Regions: stretches of a program in which SDPA on plain tensors means "these are my shards".
+"""The active context of a thread, and SDPA of plain tensors inside of it.
 
-A region belongs to the thread that opened it. Functions under `torch.utils.checkpoint` are bound to their region, so
-recomputing them is right at any time and in any thread; other attention in a backward, around which a region is open,
-is refused, since it may or may not belong to it. While any region is open, in any thread, a few entries of torch are
-replaced (`_replacements`); when the last one closes, all are put back.
+A context belongs to the thread that entered it. Functions under `torch.utils.checkpoint` are bound to their context, so
+that recomputing them is right at any time and in any thread. Other attention in a backward around which a context is
+open is refused, since it may or may not belong to the context.
 """
 
 from __future__ import annotations
@@ -13,63 +12,66 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.buffers import LocalContents
+from cp_dtensor.api.buffers import InPlaceShard
 from cp_dtensor.api.dtensor.attention import local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.compiled_spec import ActiveConfig
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.validation import check_qkv, checked_mask
+from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.spec.masks import Mask
 
-CONTEXT_STATE = "cp_dtensor_region"
+CONTEXT_STATE = "cp_dtensor_context"
 LOCAL_STRETCH = "cp_dtensor_local_sdpa"
-"""Where `local_sdpa`, further up, leaves the stretch of this thread; its `region` is that in which it was opened."""
+"""Key of the thread state of `local_sdpa`; its `context` is the one in which it was entered."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
-"""Where `ContextParallel` leaves the region that it has opened around code which Dynamo captured outside of it."""
+"""Key of the context that `ContextParallel` has entered around code which Dynamo captured outside of the context."""
 _AMBIGUOUS = (
-    "attention was called in a backward while a context_parallel region is open around it, and it cannot be told "
-    "whether the call belongs to the region: checkpoint with torch.utils.checkpoint inside of the region, or use the "
+    "attention was called in a backward while a context_parallel context is open around it, and it cannot be told "
+    "whether the call belongs to the context: checkpoint with torch.utils.checkpoint inside of the context, or use the "
     "module form, parallelize_module(attention, mesh, ContextParallel()), which is right at any time"
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActiveContext:
-    """The settings of an open region."""
+    """The settings of an open context."""
 
     settings: AttentionConfig
-    buffers: tuple[LocalContents, ...] = ()
+    buffers: tuple[InPlaceShard, ...] = ()
+    sinks: torch.Tensor | None = None
+    """(query heads,), logits of all SDPA inside."""
 
     @cached_property
     def ambient(self) -> ActiveConfig:
-        """What code that was compiled in such a region finds when it runs."""
+        """The settings for compiled code, which reads them when it runs."""
         return ActiveConfig(self.settings)
 
 
 def attends_alone(context: ActiveContext) -> bool:
-    """Whether attention that belongs to the region is left to each rank alone in this thread."""
+    """True if `local_sdpa` is open in this context: each rank then attends to its own keys."""
     stretch = _torch.get_thread_state(LOCAL_STRETCH)
     return stretch is not None and stretch.context is context
 
 
 def innermost_context() -> ActiveContext | None:
-    """The region that was opened last in this thread and is still open, whether or not calls here belong to it."""
+    """The context that was entered last in this thread and is still open, also in a backward that runs inside."""
     state = _torch.get_thread_state(CONTEXT_STATE)
     return None if state is None else state[0]
 
 
 def current_context() -> ActiveContext | None:
-    """The innermost open region of this thread.
+    """The innermost open context of this thread.
 
     Raises:
-        RuntimeError: this is a backward, and the region was opened outside of it. What runs here is a recompute that is
-            not torch.utils.checkpoint's, or of a checkpoint made outside of the region: it cannot be told which.
+        RuntimeError: this is a backward, and the context was entered outside of it. The caller is a recompute that is
+            not torch.utils.checkpoint's, or one of a checkpoint made outside of the context.
     """
     state = _torch.get_thread_state(CONTEXT_STATE)
     if state is None:
@@ -83,7 +85,7 @@ def current_context() -> ActiveContext | None:
 
 
 def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards, or None outside of regions and for DTensors that span the region's ranks."""
+    """SDPA of this rank's shards; None outside of contexts and for DTensors over the ranks of the context."""
     if call.q.is_meta:
         return None
     context = current_context()
@@ -91,51 +93,93 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         return None
     if call.under_vmap:
         raise NotImplementedError(
-            "context-parallel regions take no scaled_dot_product_attention under torch.vmap; it takes any number of "
+            "context_parallel takes no scaled_dot_product_attention under torch.vmap; it takes any number of "
             "leading dims itself: call it on the whole batch"
         )
     if call.q.is_nested:
-        raise NotImplementedError("context-parallel regions take no nested tensors yet, got nested q, k or v")
+        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
     if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
-        # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
-        # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
+        # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
+        # DTensors over the ranks of the context have their own placements; the dispatcher computes them.
         result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
-        if result is None and context.settings.mask is not None:
+        if result is None and not (context.settings.mask is None and context.sinks is None):
+            what = "sinks" if context.settings.mask is None else "mask"
             raise NotImplementedError(
-                f"the mask of this context ({context.settings.mask}) is for plain tensors: got DTensors over the ranks "
-                "of the context; pass their local shards"
+                f"the {what} of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+                "context; pass their local shards"
             )
         return result
     return sdpa_of_shards(context, call)
 
 
 def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
-    """SDPA of plain tensors, which are shards of the region; with `mask`, besides what the call masks."""
+    """SDPA of plain tensors, shards of the sequence; `mask` is combined with those of the call and the context."""
     if call.q.dim() != 4 and len(context.settings.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
             f"{context.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
-    if not _torch.is_traced(call.q):  # traced: at run time, by the recipe
+    if _torch.is_traced(call.q):
+        refuse_sinks(context, "scaled_dot_product_attention in compiled code", "context_parallel_attention")
+    else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.settings)
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
         q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
-        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, first=call.first,
+        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, sinks=context.sinks, first=call.first,
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 
 
+def checked_context_sinks(sinks: Any) -> torch.Tensor:
+    """The sinks of a context, as far as they can be checked without queries.
+
+    Raises:
+        TypeError, ValueError: not a plain floating tensor of one dim.
+    """
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
+    refuse_dtensors(sinks=sinks)
+    if not sinks.is_floating_point() or sinks.dim() != 1:
+        raise ValueError(
+            f"expected sinks of a floating dtype and shape (query heads,), got {sinks.dtype} {tuple(sinks.shape)}"
+        )
+    return sinks
+
+
+def checked_deterministic(deterministic: Any) -> bool:
+    """A flag.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
+    return deterministic
+
+
+def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
+    """Refuses attention that cannot have the sinks of its context.
+
+    Raises:
+        NotImplementedError: the context has sinks.
+    """
+    if context.sinks is not None:
+        raise NotImplementedError(
+            f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
+        )
+
+
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """(..., S, D) as (B, H, S, D); F.scaled_dot_product_attention takes any number of leading dims."""
+    """(..., S, D) as (B, H, S, D)."""
     if tensor.dim() < 4:
         return tensor[(None,) * (4 - tensor.dim())]
     return tensor.flatten(0, -4)
 
 
 def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
-    """The mask of (..., S, T) for queries that `_four_dims` has flattened."""
+    """The mask (..., S, T) for queries of (B, H, S, D)."""
     if call.attn_mask is None or call.q.dim() <= 4:
         return call.attn_mask
     lead = call.q.shape[:-3]
@@ -148,7 +192,7 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
 
 
 class _UnseenContexts:
-    """Counts open regions of threads whose state autograd does not carry over to its own."""
+    """Number of open contexts of threads other than the main one, whose state autograd's threads cannot read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,7 +203,7 @@ class _UnseenContexts:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts one while open, if this is such a thread."""
+        """Counts a context while open, if this is such a thread."""
         unseen = not _torch.in_main_thread() and not _torch.in_autograd_thread()
         with self._lock:
             self._open += unseen

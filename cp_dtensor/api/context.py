@@ -1,9 +1,9 @@
-"""The context manager that most users touch."""
+"""`context_parallel`, the context manager."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -12,15 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import ActiveContext, innermost_context
-from cp_dtensor.api.buffers import (
-    Buffer,
-    LocalContents,
-    refuse_different_buffers,
-    refuse_non_leaf,
-    refuse_shards,
-    refuse_wrapper,
-)
+from cp_dtensor.api.active_context import ActiveContext, checked_context_sinks, checked_deterministic, innermost_context
+from cp_dtensor.api.buffers import Buffer, InPlaceShard, check_in_place, refuse_different_buffers
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.patches import entered
 from cp_dtensor.api.sharding import check_whole_lengths, checked_buffers, checked_sequence
 from cp_dtensor.engine.config import AttentionConfig
@@ -34,45 +28,50 @@ F = TypeVar("F", bound=Callable[..., Any])
 class context_parallel(ContextDecorator):
     """Inside of the `with` block, the sequence is sharded over the ranks of `mesh`.
 
-    On entry, `buffers` are sharded in place: each tensor holds this rank's tokens, in `layout` order. Inside,
-    `F.scaled_dot_product_attention` on plain tensors means "these are my shards" and attends to the whole sequence;
-    so do torch's modules that call it, such as `nn.MultiheadAttention(..., need_weights=False)` and
-    `nn.TransformerEncoderLayer`. SDPA under `torch.vmap` is refused. On exit, also after an exception, buffers are
-    restored bit for bit.
+    On entry, each tensor of `buffers` becomes this rank's shard, in place. Inside, `F.scaled_dot_product_attention` of
+    plain tensors takes q, k and v for this rank's shards and attends to the whole sequence. So do torch's modules that
+    call it, such as `nn.MultiheadAttention(..., need_weights=False)` and `nn.TransformerEncoderLayer`. On exit, also
+    after an exception, buffers are restored bit for bit.
 
-    Only the thread that enters is in the region, and the threads in which autograd runs its backward; forks of the
-    process, such as a DataLoader's workers, are not. Backward may run inside or after; recomputation under
-    `torch.utils.checkpoint` likewise, in either mode. Contexts nest: the inner one's mesh and settings hold inside of
-    it. As a decorator it is entered at every call of the function.
+    The context holds in the thread that enters it and in the threads in which autograd runs its backward; not in
+    forked processes, such as a DataLoader's workers. Backward may run inside or after the block, and so may the
+    recomputation of `torch.utils.checkpoint`, in either mode. Contexts nest: inside of the inner one its mesh and
+    settings hold. As a decorator, the context is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims, of which the one whose name begins with "ulysses" is the inner axis, otherwise the second.
-        buffers: tensors that every rank has whole and equal, of any dtype: the very objects that the code inside uses
-            (a slice or a copy is another tensor), all that have a sequence dim, position ids and RoPE tables too.
-            Labels are shifted before they become shards. Leaf tensors may require grad: inside they are leaves
-            of the local shape, and on exit `.grad` has the full shape, zero outside of this rank's tokens, so that its
-            sum over the ranks is the gradient. Other tensors that require grad are refused; shard those with
-            `context_parallel_shard`, which is differentiable. Changes that are made inside to a buffer, by an optimizer
-            say, end with the context; copies that are made inside (`state_dict`, `deepcopy`) have shards; hooks of the
-            leaf do not see gradients of its shard, so DistributedDataParallel does not reduce them: index a parameter
-            by `local_positions` there. Module buffers, which it makes equal to those of its first rank, may be among
-            these buffers; it leaves shards alone.
+            dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second.
+        buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
+            and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
+            labels before they are sharded.
+            A leaf tensor may require grad: inside it is a leaf of the local shape. On exit its `.grad` has the whole
+            shape, zero outside of this rank's tokens, so that the sum over ranks is the gradient. Other tensors that
+            require grad are refused: `context_parallel_shard` is differentiable.
+            Changes made inside to a buffer, for example by an optimizer, end with the context. Copies made inside
+            (`state_dict`, `deepcopy`) hold shards. Hooks of the leaf do not run for its shard, so
+            DistributedDataParallel does not reduce its gradient: index a parameter by `local_positions` there. Buffers
+            of a module may be among these; DistributedDataParallel does not broadcast shards.
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
-        no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their full contents
+        no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query may see which key, by global position, in all SDPA inside, as a value such as
-            `Documents(cu_seqlens)`; together with a call's `is_causal` and `attn_mask`, what all of them show. (The
-            `attn_mask` of a call has this rank's query rows, in `layout` order, and the keys of the whole sequence, in
-            the order of their positions; it may be one of `buffers`.)
-        layout: which rank owns which tokens, `HeadTail()` if None. Functions that are called inside do not take it
-            over: pass it to `context_parallel_unshard`, `local_positions` and their like as well (without one they are
-            refused, unless this is `HeadTail()`).
+        mask: which query sees which key in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A key
+            is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has this
+            rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of their positions;
+            it may be one of `buffers`. None: no mask. Functions and modules of this package take the mask over where
+            they have `mask=None`; `mask=Full()` is none there.
+        layout: which rank owns which tokens; None is `HeadTail()`. Functions and modules of this package inside take
+            the layout over where they have `layout=None`, if they are over the same ranks.
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
-            `set_rotate_method`); the process default if None.
-        seq_lens: global lengths that attention runs over besides those of the buffers.
-        debug: on entry let the ranks compare the buffers, and at every attention call what must agree; a disagreement
+            `set_rotate_method`); None is the process default.
+        seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
+        sinks: (H,), any floating dtype: a logit of each of this rank's query heads that counts in the softmax
+            denominator of all SDPA inside (see `context_parallel_attention`). Its gradient is the share of this rank's
+            queries. Not for DTensors over these ranks, `varlen_attn`, FlexAttention and compiled code: these are
+            refused.
+        deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn` (see
+            `context_parallel_attention`).
+        debug: True: on entry the ranks compare the buffers, and at every attention call what must agree; a disagreement
             names the rank.
 
     Raises:
@@ -81,11 +80,24 @@ class context_parallel(ContextDecorator):
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
             `torch.compile`d function; on exit, out of order.
 
-    Attention over other lengths than those of the buffers and `seq_lens` is allowed; the ranks then exchange their
-    local lengths in one small collective per call. Only, on GPUs, lengths within about the number of ranks of those
-    must be among `seq_lens`, since some ranks could not tell them apart; they are refused otherwise.
+    Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
+    local lengths in one small collective per call. On GPUs, a length that differs from one of those by about the
+    number of ranks or less is refused unless `seq_len` has it, since some ranks could not tell the two apart.
+
+    Two ranks, 8 tokens, `HeadTail()`: rank 0 has the tokens 0, 1, 6, 7 and rank 1 the tokens 2, 3, 4, 5.
+
+        x = torch.arange(8.0).view(1, 1, 8, 1)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            x.flatten()  # on rank 0: 0, 1, 6, 7
+            out = F.scaled_dot_product_attention(torch.zeros_like(x), x, x, is_causal=True)
+        out.flatten()  # on rank 0: 0, 0.5, 3, 3.5, the means of the tokens up to each
+        x.shape  # (1, 1, 8, 1)
+
+    Source: torch.distributed.tensor.experimental.context_parallel has the same arguments `mesh`, `buffers`,
+    `buffer_seq_dims` and `no_restore_buffers`.
     """
 
+    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh,
@@ -97,37 +109,37 @@ class context_parallel(ContextDecorator):
         mask: Mask | None = None,
         layout: Layout | None = None,
         rotate_method: str | None = None,
-        seq_lens: Collection[int] = (),
+        seq_len: int | tuple[int, ...] | None = None,
+        sinks: torch.Tensor | None = None,
+        deterministic: bool = False,
         debug: bool = False,
     ) -> None:
-        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug)
+        checked_deterministic(deterministic)
+        self._sinks = None if sinks is None else checked_context_sinks(sinks)
+        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
         self._settings = settings if mask is None else replace(settings, mask=checked_mask(mask, False))
         layout = self._settings.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)
         check_whole_lengths(tensors, dims, layout)
-        kept_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        for index, tensor in enumerate(tensors):
-            refuse_non_leaf(index, tensor)
-            refuse_wrapper(index, tensor)
+        stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         ranks = self._settings.ranks
-        refuse_shards(tensors, dims, ranks.global_ranks())
+        check_in_place(tensors, dims, ranks.global_ranks())
         self._buffers = [
-            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in kept_sharded)
+            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        self._seq_lens = frozenset(checked_length(length) for length in checked_sequence("seq_lens", seq_lens))
-        for length in self._seq_lens:
-            refuse_other_lengths(layout, length, "seq_lens")
-        self._open: ExitStack | None = None
-        self._context: ActiveContext | None = None
+        self._seq_len = _lengths(seq_len)
+        for length in self._seq_len:
+            refuse_other_lengths(layout, length, "seq_len")
+        self._open: tuple[ExitStack, ActiveContext] | None = None
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
-        """`func`, called inside of this context.
+        """`func`, with this context entered at every call.
 
         Raises:
-            TypeError: a generator or a coroutine function, whose body runs when such a call has ended already.
+            TypeError: a generator or a coroutine function, whose body runs after the call has returned.
         """
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if any(is_kind(func) for is_kind in kinds):
@@ -148,14 +160,14 @@ class context_parallel(ContextDecorator):
             )
         if self._settings.debug:
             refuse_different_buffers(self._buffers, self._settings.ranks)
-        lengths = tuple(sorted({*self._seq_lens, *(buffer.length for buffer in self._buffers)}))
+        lengths = tuple(sorted({*self._seq_len, *(buffer.length for buffer in self._buffers)}))
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
-        context = ActiveContext(settings, tuple(LocalContents(buffer) for buffer in self._buffers))
-        with ExitStack() as stack:
-            stack.enter_context(entered(context))
-            self._open, self._context = stack.pop_all(), context
+        context = ActiveContext(settings, tuple(map(InPlaceShard, self._buffers)), self._sinks)
+        stack = ExitStack()
+        stack.enter_context(entered(context))
+        self._open = stack, context
         self._entered_before = True
 
     def __exit__(
@@ -163,12 +175,21 @@ class context_parallel(ContextDecorator):
     ) -> None:
         if self._open is None:
             raise RuntimeError("this context_parallel is not entered")
-        if innermost_context() is not self._context:
+        stack, context = self._open
+        if innermost_context() is not context:
             raise RuntimeError(
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
-        stack, self._open, self._context = self._open, None, None
+        self._open = None
         stack.__exit__(kind, error, trace)
+
+
+def _lengths(seq_len: Any) -> tuple[int, ...]:
+    """The global lengths that `seq_len` names: none, one, or those of a sequence."""
+    if seq_len is None:
+        return ()
+    lengths = seq_len if isinstance(seq_len, Iterable) and not isinstance(seq_len, torch.Tensor) else (seq_len,)
+    return tuple(checked_length(length) for length in lengths)
 
 
 def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:

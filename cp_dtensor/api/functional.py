@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import Parts, ShardCallSpec, made_of, mask_tokens, parts_of, token_of
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.config import AttentionConfig, with_context_mask
 from cp_dtensor.engine.custom_op import backends_token, traced_attention_by_tokens
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -57,35 +57,35 @@ def context_parallel_attention(
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
             dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second; rank in the
             sequence = outer rank * inner size + inner rank.
-        method: "ring": K/V travel, over two axes as a ring of rings; "ulysses": ranks exchange rows for heads;
-            "hybrid": by heads over the inner axis, as a ring over the outer one; "auto": what is predicted to be
-            fastest (see `explain`).
-        is_causal: query i sees keys j <= i, by global position (also where the global lengths differ).
-        mask: which query may see which key, by global position, as a value such as `Documents(cu_seqlens)`; together
-            with `is_causal` and `attn_mask`, what all of them show.
-        attn_mask: boolean (True: may be seen) or floating (added to the scaled logits, differentiable), broadcasting
-            to (B, H, S, keys of the whole sequence): this rank's query rows in `layout` order, all key columns in the
-            order of their positions. `context_parallel_shard(mesh, [attn_mask], [-2])` makes it of a whole one.
+        method: "ring": K/V travel, over two axes in a nested ring; "ulysses": ranks exchange rows for heads; "hybrid":
+            Ulysses over the inner axis, a ring over the outer one; "auto": the one with the lowest predicted time (see
+            `explain`).
+        is_causal: True: query i sees keys j <= i, by global position, also where q and k have different lengths.
+        mask: which query sees which key, by global position, such as `Documents(cu_seqlens)`. A key is seen if the
+            mask, `is_causal` and `attn_mask` all allow it. None takes the mask of the context (or module) around the
+            call, if that is over these ranks; `Full()` takes none.
+        attn_mask: boolean (True: seen) or floating (added to the scaled logits, differentiable), broadcasting to
+            (B, H, S, keys of the whole sequence): this rank's query rows in `layout` order, all key columns in the
+            order of their positions. `context_parallel_shard(mesh, [attn_mask], [-2])` shards a whole one.
         dropout_p: probability that a weight of the softmax is dropped (others grow by 1 / (1 - dropout_p)). The seed is
-            drawn from torch's generator of q's device, and the pattern is a function of the seed and of global
-            positions, heads and batch rows: ranks with equal generators give what one rank alone gives, however the
-            work is spread.
-        sinks: (H,), of this rank's query heads and alike on every rank, any floating dtype: a logit of each head that
-            counts in the softmax denominator alone, neither scaled nor dropped (attention sinks as parameters). Its
-            gradient is the share of this rank's queries, like that of any parameter: the sum over the ranks is whole.
-        scale: factor of the logits, 1 / sqrt(D) if None.
-        enable_gqa: allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
-        layout: which rank owns which tokens, `HeadTail()` if None. Inside of a context over these ranks that has
-            another layout, None is refused, as mask=None is if it has a mask (`Full()` says that it is not to hold).
+            drawn from torch's generator of q's device. The pattern depends on the seed, global positions, heads and
+            batch rows only: ranks with equal generators give what one rank alone gives, with any method and layout.
+        sinks: (H,), any floating dtype, equal on every rank: a logit of each of this rank's query heads that counts in
+            the softmax denominator alone and is neither scaled nor dropped. Its gradient is the share of this rank's
+            queries; the sum over the ranks is the whole gradient. The sinks of a context do not apply here.
+        scale: factor of the logits; None is 1 / sqrt(D).
+        enable_gqa: True allows H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
+        layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
+            is over these ranks, else `HeadTail()`.
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
-            `set_rotate_method`); the process default if None.
-        deterministic: on GPUs too, equal inputs give equal bits, forward and backward: plain masks as well are computed
-            by our own kernels then, slower than by cuDNN's (docs/masks.md). The same as
-            `torch.use_deterministic_algorithms(True)` around forward, for this call alone.
-        return_lse: also return the log-sum-exp.
+            `set_rotate_method`); None is the process default.
+        deterministic: True: equal inputs give equal bits on GPUs too, forward and backward, as under
+            `torch.use_deterministic_algorithms(True)`. Plain masks then run on our own kernels, which are slower than
+            cuDNN's (docs/masks.md).
+        return_lse: True also returns the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the groups have a CPU backend).
-        debug: let the ranks exchange and compare everything that must agree; a disagreement names the rank.
+        debug: True: the ranks exchange and compare everything that must agree; a disagreement names the rank.
 
     Returns:
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator
@@ -93,30 +93,38 @@ def context_parallel_attention(
         differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective; lengths that are no division of any
-            global length in the layout, on every rank alike. (A `seq_len` that is wrong on some ranks only is found
-            there only; `debug=True` finds it on all.)
-        NotImplementedError: no allowed SDPA backend can compute it.
+        TypeError, ValueError: arguments that do not fit, before any collective; local lengths that the layout gives to
+            no global length, on every rank alike. (A `seq_len` that is wrong on some ranks only is refused there only;
+            with `debug=True`, on all.)
+        NotImplementedError: no enabled SDPA backend can compute it; in compiled code, a context whose mask or layout
+            cannot be taken over.
+        RuntimeError: a backward inside of a context, which the call may belong to or not.
+
+    Two ranks with two tokens each, `HeadTail()`: rank 0 has the tokens 0 and 3, rank 1 the tokens 1 and 2. Queries of
+    zeros weigh all keys alike, so with the positions as values the outputs are the means of the positions up to each:
+
+        v = torch.tensor([[0.0, 3.0], [1.0, 2.0]][rank]).view(1, 1, 2, 1)
+        out = context_parallel_attention(v * 0, v, v, mesh=mesh, is_causal=True)  # 0, 1.5 and 0.5, 1
 
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
     lengths = None if seq_len is None else checked_seq_len(seq_len)
-    q, k, v = _as_autocast_says(q), _as_autocast_says(k), _as_autocast_says(v)
+    q, k, v = _cast_by_autocast(q), _cast_by_autocast(k), _cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling():
-        rotate_method = transport_by_name(rotate_method).name  # the default is read here, and guarded
-        token, backends, shown = _constants(
+        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
+        token, backends, shown, finds = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
         out, lse = traced_attention_by_tokens(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
+            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=finds,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-    refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
+    settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
     out, lse = attend(
         q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
         scale=scale, lengths=lengths, needs_lse=return_lse,
@@ -146,8 +154,8 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
-    Over a mesh of two dims it is a ring of rings: K/V travel around the outer axis (across nodes) once, and around the
-    inner one (within a node) from there. Arguments, results and errors are those of `context_parallel_attention`.
+    Over a mesh of two dims it is a nested ring: K/V cross the outer axis (between nodes) once and then travel around
+    the inner one (within a node). Arguments, results and errors are those of `context_parallel_attention`.
 
     Source: Ring Attention (arXiv 2310.01889).
     """
@@ -179,9 +187,9 @@ def ulysses_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
 
-    Key heads that are fewer than the ranks are copied by the smallest factor that works; query heads that do not divide
-    by the ranks leave some ranks with fewer, or none. Arguments, results and errors are those of
-    `context_parallel_attention`.
+    If there are fewer key heads than ranks, they are replicated by the smallest factor that works. If the number of
+    query heads is no multiple of the ranks, some ranks have fewer heads, or none. Arguments, results and errors are
+    those of `context_parallel_attention`.
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
@@ -196,18 +204,20 @@ def ulysses_attention(
 def _constants(
     mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
-) -> tuple[str, str, str]:  # fmt: skip
-    """The tokens of recipe, backends and mask, for compiled code."""
+) -> tuple[str, str, str, bool]:  # fmt: skip
+    """Tokens of call spec, backends and mask, for compiled code; and True if each run finds or compares more."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
-    refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
-    shown = checked_mask(made_of(mask), is_causal)
-    return token_of(ShardCallSpec.of(settings)), backends_token(), mask_tokens.token_of(shown)
+    settings = with_inherited_in_trace("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
+    call_spec, shown = ShardCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
+    if not call_spec.finds_mask:
+        shown = with_context_mask(settings.mask, shown)
+    return token_of(call_spec), backends_token(), mask_tokens.token_of(shown), debug or call_spec.finds_mask
 
 
-def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:
-    """Casts as autocast does for `F.scaled_dot_product_attention`; float64 is left alone."""
+def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor
     if not torch.is_autocast_enabled(tensor.device.type):

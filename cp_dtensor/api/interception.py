@@ -1,8 +1,7 @@
-"""Intercepts `F.scaled_dot_product_attention`, at torch's dispatcher.
+"""Shared patches of torch, and interception of `F.scaled_dot_product_attention` at torch's dispatcher.
 
-A kernel in the dispatcher sees every call, however the function was imported and in whatever thread it runs, backward
-included, and costs other operators nothing; `docs/log.md` has the measurement against a function mode. It is installed
-while somebody holds a lease, and not a moment longer.
+A dispatcher kernel sees every call, however the function was imported and in whatever thread it runs, backward
+included, and costs other operators nothing (`docs/log.md` has the comparison with a function mode).
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ import torch
 
 from cp_dtensor import _torch
 
-# Changes to torch that last as long as anybody needs them.
-
 
 class SharedInstallation:
     """Context managers that the first holder enters and the last one exits, in whatever order and thread they come.
 
     Args:
         parts: makes the context managers, in the order in which they are entered. If one fails, those before it are
-            exited and nobody holds anything.
+            exited and nothing is held.
     """
 
     def __init__(self, parts: Callable[[], Iterable[AbstractContextManager[object]]]) -> None:
@@ -35,7 +32,7 @@ class SharedInstallation:
         self._installed = ExitStack()
 
     def acquire(self) -> None:
-        """Becomes a holder."""
+        """Adds a holder."""
         with self._lock:
             if self._holders == 0:
                 with ExitStack() as stack:
@@ -45,7 +42,7 @@ class SharedInstallation:
             self._holders += 1
 
     def release(self) -> None:
-        """Ends one holding."""
+        """Removes a holder."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
@@ -53,7 +50,7 @@ class SharedInstallation:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds while open."""
+        """Adds a holder while open."""
         self.acquire()
         try:
             yield
@@ -74,57 +71,56 @@ class SdpaArguments:
     scale: float | None
     enable_gqa: bool
     first: tuple[int, int] = (0, 0)
-    """Where the batch rows and query heads stand, if these are local tensors of DTensors."""
+    """Global index of the first batch row and the first query head, if the tensors are local parts of DTensors."""
     under_vmap: bool = False
-    """Whether torch.vmap is around the call, which nobody but torch computes: interceptors refuse it or leave it."""
+    """True inside of torch.vmap, where interceptors refuse the call or leave it to torch."""
 
 
 Interceptor = Callable[[SdpaArguments], torch.Tensor | None]
-"""Computes a call, or returns None to leave it to others, in the end to torch."""
+"""Computes a call, or returns None to leave it to the next interceptor, in the end to torch."""
 
 
-class _Interception:
-    """The interceptors of the process, each with the number of leases on it."""
+class _Interceptors:
+    """The interceptors of the process. Tuples, since kernels in other threads may be reading an old one."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._leases: dict[Interceptor, int] = {}
-        self._uninstall: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
+        self._in_turn: tuple[Interceptor, ...] = ()  # each one once
+        self._installation = SharedInstallation(lambda: [self._overridden_sdpa()])
 
-    def acquire(self, interceptor: Interceptor) -> None:
-        with self._lock:
-            if self._uninstall is None:
-                self._uninstall = _torch.override_sdpa(self._kernel, self._kernel_under_vmap)
-            # A new dict, since kernels in other threads may be reading the old one. The latest comes first.
-            count = self._leases.get(interceptor, 0) + 1
-            self._leases = {interceptor: count, **{i: n for i, n in self._leases.items() if i is not interceptor}}
+    @contextmanager
+    def entered(self, interceptor: Interceptor) -> Iterator[None]:
+        with self._installation.held():
+            with self._lock:
+                self._set((interceptor, *self._entered))
+            try:
+                yield
+            finally:
+                with self._lock:
+                    place = self._entered.index(interceptor)
+                    self._set(self._entered[:place] + self._entered[place + 1 :])
 
-    def release(self, interceptor: Interceptor) -> None:
-        with self._lock:
-            leases = dict(self._leases)
-            leases[interceptor] -= 1
-            self._leases = {i: n for i, n in leases.items() if n}
-            if not self._leases and self._uninstall is not None:
-                self._uninstall()
-                self._uninstall = None
+    def _set(self, entered: tuple[Interceptor, ...]) -> None:
+        self._entered, self._in_turn = entered, tuple(dict.fromkeys(entered))
+
+    @contextmanager
+    def _overridden_sdpa(self) -> Iterator[None]:
+        take_back = _torch.override_sdpa(self._kernel, self._kernel_under_vmap)
+        try:
+            yield
+        finally:
+            take_back()
 
     def _kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
         under_vmap: bool = False,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         arguments = SdpaArguments(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, under_vmap=under_vmap
         )
-        for interceptor in self._leases:
+        for interceptor in self._in_turn:
             result = interceptor(arguments)
             if result is not None:
                 return result
@@ -136,14 +132,9 @@ class _Interception:
         return self._kernel(*args, **kwargs, under_vmap=True)
 
 
-_interception = _Interception()
+_interceptors = _Interceptors()
 
 
-@contextmanager
-def intercepted(interceptor: Interceptor) -> Iterator[None]:
-    """While open, `interceptor` is asked before torch computes a call, in all threads."""
-    _interception.acquire(interceptor)
-    try:
-        yield
-    finally:
-        _interception.release(interceptor)
+def intercepted(interceptor: Interceptor) -> AbstractContextManager[None]:
+    """While open, calls of SDPA in all threads go to `interceptor` first, then to those that were there before."""
+    return _interceptors.entered(interceptor)

@@ -1,11 +1,11 @@
-"""Context parallelism as a property of a module."""
+"""Parallel style that makes attention inside of a module context parallel."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +13,20 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import CAPTURED_BEFORE, ActiveContext
-from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.api.active_context import (
+    CAPTURED_BEFORE,
+    ActiveContext,
+    checked_context_sinks,
+    checked_deterministic,
+    current_context,
+    innermost_context,
+    refuse_sinks,
+)
+from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.api.patches import entered
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, call_spec_of
+from cp_dtensor.engine.compiled_spec import ShardCallSpec, call_spec_of, token_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -34,30 +43,42 @@ from cp_dtensor.spec.masks import Mask
 class ContextParallel(ParallelStyle):
     """`parallelize_module(attention, mesh["cp"], ContextParallel())`: SDPA inside of `attention` sees all tokens.
 
-    The module form of `context_parallel`. It belongs to the module, so it holds whenever and wherever its forward
-    runs: in a recompute under any activation checkpointing, after any context, in any thread. It does not shard
-    inputs; pass it shards, from `context_parallel_shard` say. Of a DTensor sharded along the sequence, the local part
-    is one in the layout `Contiguous()`. Copy the module by `copy.deepcopy`: what `copy.copy` makes computes with the
-    parameters of the original, as it does of any module whose `forward` was replaced. It cannot be pickled; its
-    `state_dict` is that of the module without it.
+    The module form of `context_parallel`. The module's forward opens its own context whenever it runs: under any
+    activation checkpointing, after any context, in any thread. It does not shard inputs: pass shards, for example of
+    `context_parallel_shard`. A DTensor sharded along the sequence has local parts in the layout `Contiguous()`.
+
+    `copy.deepcopy` copies the module. (`copy.copy` does not: the copy computes with the parameters of the original, as
+    with any module whose `forward` is an instance attribute.) The module cannot be pickled. Its `state_dict` is
+    unchanged.
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query may see which key in all attention inside, by global position, if it is always the same; with
-            a call's `is_causal` and `attn_mask` (see `context_parallel`), what all of them show.
-        layout: which rank owns which tokens, `HeadTail()` if None. Inside of a context (or a module) over these ranks
-            that has another layout, calls of a module without one are refused, as those without a mask are if it has a
-            mask; `mask=Full()` says that it is not to hold.
-        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); the process default (at
-            the time of parallelize_module) if None.
-        seq_len: global number of tokens, if it is always the same. It saves an exchange, and checks nothing: on GPUs,
-            without it and for other lengths, the ranks exchange their local lengths in one small collective per call;
+        mask: which query sees which key in all attention inside, by global position, combined with the `is_causal` and
+            `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
+            around the call, if that is over these ranks; `Full()` takes none.
+        layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
+            these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
+            `torch.utils.checkpoint` may run after that context.
+        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); None takes the process
+            default at the time of parallelize_module.
+        seq_len: global number of tokens, if it is always the same. It saves an exchange and checks nothing: on GPUs,
+            without it or for other lengths, the ranks exchange their local lengths in one small collective per call;
             on CPUs they always do.
-        debug: at every attention call, let the ranks compare what must agree; a disagreement names the rank.
+        sinks: (H,), a logit of each of this rank's query heads that counts in the softmax denominator alone (see
+            `context_parallel_attention`). A tensor, or the name of the module's attribute that holds it, which is read
+            at each call: `sinks="sinks"` for `self.sinks = nn.Parameter(...)`. None takes the sinks of the context
+            around the call. Not in compiled code: call `context_parallel_attention(sinks=...)` there.
+        deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
+        debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, when it is made; from parallelize_module, a mesh that is
-            neither one axis nor two that share the sequence, or a module that has the style already.
+        TypeError, ValueError: arguments that do not fit. From parallelize_module: a mesh that is neither one axis nor
+            two that share the sequence, a module that has the style already, a name in `sinks` that is no attribute.
+
+    Two ranks, 8 tokens, one head of width 16; each rank passes 4 tokens:
+
+        attention = parallelize_module(attention, init_device_mesh("cpu", (2,)), ContextParallel(layout=Contiguous()))
+        out = attention(x[:, 4 * rank : 4 * rank + 4])
     """
 
     def __init__(
@@ -68,6 +89,8 @@ class ContextParallel(ParallelStyle):
         layout: Layout | None = None,
         rotate_method: str | None = None,
         seq_len: int | None = None,
+        sinks: torch.Tensor | str | None = None,
+        deterministic: bool = False,
         debug: bool = False,
     ) -> None:
         super().__init__()
@@ -76,8 +99,10 @@ class ContextParallel(ParallelStyle):
         self._method = checked_method(method)
         self._mask = None if mask is None else checked_mask(mask, False)
         self._rotate_method = rotate_method
-        transport_by_name(rotate_method)  # refuses unknown names here already
+        transport_by_name(rotate_method)  # refuses unknown names before there is a mesh
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
+        self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
+        self._deterministic = checked_deterministic(deterministic)
         self._debug = debug
         if seq_len is not None:
             refuse_other_lengths(checked_layout(layout), seq_len, "seq_len")
@@ -85,49 +110,65 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _ContextForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
-        settings = AttentionConfig.of(device_mesh, self._method, self._layout, self._rotate_method, debug=self._debug)
-        context = ActiveContext(replace(settings, declared_lengths=self._lengths, mask=self._mask))
+        if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
+            raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
+        config = AttentionConfig.of(
+            device_mesh, self._method, self._layout, self._rotate_method,
+            debug=self._debug, deterministic=self._deterministic,
+        )  # fmt: skip
         module.forward = _ContextForward(
-            module, vars(module).get("forward"), context, _Said(self._layout is not None, self._mask is not None)
-        )
+            module, vars(module).get("forward"), replace(config, declared_lengths=self._lengths, mask=self._mask),
+            self._sinks, inherits_layout=self._layout is None, inherits_mask=self._mask is None,
+        )  # fmt: skip
         return module
 
 
-@dataclass(frozen=True)
-class _Said:
-    """What the caller has said, rather than left to its default."""
-
-    layout: bool
-    mask: bool
-
-
 class _ContextForward:
-    """A module's forward, run in a region. An object and not a closure, so that a copy of the module has its own."""
+    """A module's forward in a context of its own. An object, not a closure, so that a copy of the module has its own.
+
+    Args:
+        replaced: the forward that the module had as an instance attribute, if any.
+        sinks: a tensor, or the name of the module's attribute.
+        inherits_layout, inherits_mask: True if the context around a call decides.
+    """
 
     def __init__(
-        self,
-        module: nn.Module,
-        replaced: Callable[..., Any] | None,
-        context: ActiveContext,
-        said: _Said,
-    ) -> None:
+        self, module: nn.Module, replaced: Callable[..., Any] | None, config: AttentionConfig,
+        sinks: torch.Tensor | str | None, *, inherits_layout: bool, inherits_mask: bool,
+    ) -> None:  # fmt: skip
         self._module = module
-        self._replaced = replaced  # a forward that the module had as an instance attribute before
-        self._context = context
-        self._said = said
-        self._token = context.ambient.token
+        self._replaced = replaced
+        self._context = ActiveContext(config)
+        self._sinks = sinks
+        self._inherits_layout = inherits_layout
+        self._inherits_mask = inherits_mask
+        self._token = self._context.ambient.token
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
-            _refuse_left_out_of(self._token, self._said.layout, self._said.mask)
-            # The token is what code is compiled for; the region itself is entered when what Dynamo captures of forward
-            # is traced further.
-            enter = functools.partial(_in_context_of, self._token)
-            return _torch.traced_inside(enter, forward, *args, **kwargs)
-        refuse_left_out("ContextParallel", self._context.settings.ranks, layout=self._said.layout, mask=self._said.mask)
-        return _run_in_context(self._context, forward, *args, **kwargs)
+            has_sinks = self._sinks is not None
+            token = _token_in_trace(self._token, self._inherits_layout, self._inherits_mask, has_sinks)
+            if not token:
+                return forward(*args, **kwargs)
+            # Code is compiled for the token; the context is entered when the captured forward is traced further.
+            return _torch.traced_inside(functools.partial(_in_context_of, token), forward, *args, **kwargs)
+        return _run_in_context(self._context_of_call(), forward, *args, **kwargs)
+
+    def _context_of_call(self) -> ActiveContext:
+        context = self._context
+        config = with_inherited(
+            "ContextParallel", context.settings, layout=self._inherits_layout, mask=self._inherits_mask
+        )
+        if config is not context.settings:  # compiled code inside looks up what is inherited
+            context = ActiveContext(replace(config, lengths_vary=True))
+        sinks = self._sinks
+        if sinks is None:
+            sinks = _inherited_sinks(config.ranks)
+        elif isinstance(sinks, str):
+            sinks = checked_context_sinks(getattr(self._module, sinks))
+        return context if sinks is None else replace(context, sinks=sinks)
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -139,21 +180,40 @@ class _ContextForward:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
-        # The region is shared: it holds a process group and no tensors.
+        # The configuration is shared: it holds process groups and no tensors.
         return _ContextForward(
-            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context, self._said
-        )
+            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.settings,
+            copy.deepcopy(self._sinks, memo),
+            inherits_layout=self._inherits_layout, inherits_mask=self._inherits_mask,
+        )  # fmt: skip
+
+
+def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
+    """The sinks of the context around a call, if that is over these ranks."""
+    outer = innermost_context()
+    if outer is None or outer.sinks is None or outer.settings.ranks.global_ranks() != ranks.global_ranks():
+        return None
+    current_context()  # refuses a backward that may not belong to the context
+    return outer.sinks
 
 
 @_torch.constant_in_trace
-def _refuse_left_out_of(token: str, layout: bool, mask: bool) -> None:
+def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
+    """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
     call_spec = call_spec_of(token)
     assert isinstance(call_spec, ShardCallSpec)
-    refuse_left_out("ContextParallel", call_spec.settings().ranks, layout=layout, mask=mask)
+    config = call_spec.settings()
+    sinks = torch.zeros(0) if has_sinks else _inherited_sinks(config.ranks)
+    refuse_sinks(
+        ActiveContext(config, sinks=sinks), "a compiled module with ContextParallel", "context_parallel_attention"
+    )
+    config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
+    call_spec = ShardCallSpec.of(config)
+    return "" if call_spec.finds_mask else token_of(call_spec)
 
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in a region of the settings that `token` stands for."""
+    """`function`, run in a context of the configuration that `token` stands for."""
     call_spec = call_spec_of(token)
     assert isinstance(call_spec, ShardCallSpec)
     return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)

@@ -1,4 +1,4 @@
-"""Sharding of whole tensors along the sequence, and back; both differentiable, neither changes anything global."""
+"""Sharding of whole tensors along the sequence, and unsharding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
-from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.api.deprecated import renamed_keywords
+from cp_dtensor.api.inherited import inherited_layout
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
@@ -19,37 +20,45 @@ from cp_dtensor.engine.validation import Mesh, checked_layout, checked_length, r
 from cp_dtensor.spec.layouts import Layout
 
 
+@renamed_keywords(seq_dims="buffer_seq_dims")
 def context_parallel_shard(
-    mesh: Mesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout | None = None
+    mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None
 ) -> list[torch.Tensor]:
     """This rank's shards of tensors that every rank has whole.
 
     Args:
         mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
-            share the sequence, whose inner one counts first: flattened, a mesh ("ulysses", "ring") has another order.
+            share the sequence, where rank in the sequence = outer rank * inner size + inner rank. (The axis whose name
+            begins with "ulysses" is the inner one: flattened, a mesh ("ulysses", "ring") has another order.)
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
-        seq_dims: the sequence dim of each, negative counts from the end.
-        layout: which rank owns which tokens, `HeadTail()` if None. `MirroredBatch` takes dim 0 as the batch. None is
-            refused inside of a context over these ranks that has another layout; so it is by the functions below.
+        buffer_seq_dims: the sequence dim of each, negative counts from the end.
+        layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
+            is over these ranks, else `HeadTail()`. With `MirroredBatch`, dim 0 is the batch.
 
     Returns:
-        new tensors, in local order. Differentiable: gradients of other ranks' tokens are zero here, so that the sum
-        over ranks is the gradient of the whole tensor.
+        new tensors, in local order. Differentiable: a rank's gradient of the whole tensor is zero outside of its own
+        tokens, so that the sum over ranks is the gradient.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
+        RuntimeError: `layout=None` in a backward inside of a context, which the call may belong to or not.
+
+    Rank 0 of two ranks owns the first and the last quarter:
+
+        context_parallel_shard(mesh, [torch.arange(8)], [0])  # rank 0: [0, 1, 6, 7]; rank 1: [2, 3, 4, 5]
     """
     ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
-    dims = checked_buffers(buffers, seq_dims, layout)
+    dims = checked_buffers(buffers, buffer_seq_dims, layout)
     check_whole_lengths(buffers, dims, layout)
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
+@renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
     mesh: Mesh,
     buffers: Sequence[torch.Tensor],
-    seq_dims: Sequence[int],
+    buffer_seq_dims: Sequence[int],
     layout: Layout | None = None,
     *,
     grad: Literal["replicated", "partial"] = "replicated",
@@ -59,26 +68,25 @@ def context_parallel_unshard(
     Args:
         mesh: as for `context_parallel_shard`.
         buffers: this rank's shards; lengths may differ between ranks as the layout says.
-        seq_dims: the sequence dim of each.
-        layout: the layout they were sharded in, `HeadTail()` if None.
-        grad: what ranks do with the result. "replicated": all compute the same from it, so each has the whole gradient
-            and takes its own part. "partial": each computes its own share of the loss, so gradients are summed over
-            the ranks.
+        buffer_seq_dims: the sequence dim of each.
+        layout: the layout they were sharded in; None as for `context_parallel_shard`.
+        grad: "replicated": all ranks compute the same loss from the result, so each has the whole gradient and takes
+            its own part. "partial": each rank computes its share of the loss, so gradients are summed over the ranks.
 
     Returns:
         new tensors, differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards whose lengths are not the layout's,
-            and ranks that differ in anything but lengths (layouts for one length exchange nothing: wrong lengths are
-            found on the ranks that have them).
-        NotImplementedError: in what is recorded as a graph (make_fx, torch.export). In compiled functions it runs
-            between graphs.
+        TypeError, ValueError: arguments that do not fit. On all ranks alike: shards whose lengths are not the layout's,
+            and ranks that differ in anything but lengths. (With a layout made for one length, nothing is exchanged: a
+            wrong length is refused on the ranks that have it.)
+        NotImplementedError: recorded as a graph (make_fx, torch.export). In compiled functions it runs between graphs.
+        RuntimeError: as `context_parallel_shard`.
     """
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
     ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
-    dims = checked_buffers(buffers, seq_dims, layout)
+    dims = checked_buffers(buffers, buffer_seq_dims, layout)
     if any(map(_torch.is_traced, buffers)):
         raise NotImplementedError(
             "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for what "
@@ -98,20 +106,23 @@ def local_positions(
     batch_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Global positions of this rank's tokens, for position ids, RoPE and the like.
+    """Global positions of this rank's tokens, for position ids and RoPE.
 
     Args:
         mesh: as for `context_parallel_shard`.
         seq_len: global number of tokens.
-        layout: `HeadTail()` if None.
-        batch_size: rows of the batch; only `MirroredBatch` needs it, where positions depend on the row.
-        device: of the result, as for `torch.arange`: the default device if None.
+        layout: as for `context_parallel_shard`.
+        batch_size: rows of the batch; required by `MirroredBatch` only, where positions depend on the row.
+        device: of the result; None is the default device, as for `torch.arange`.
 
     Returns:
         (local tokens,) int64; with `batch_size`, (batch_size, local tokens).
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
+        RuntimeError: as `context_parallel_shard`.
+
+        local_positions(mesh, 8)  # of two ranks, rank 0: [0, 1, 6, 7]
     """
     ranks, layout = _ranks_and_layout("local_positions", mesh, layout)
     seq_len = checked_length(seq_len)
@@ -131,36 +142,38 @@ def local_positions(
 
 def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
     ranks = sequence_ranks(mesh)
-    refuse_left_out(owner, ranks, layout=layout is not None)
-    return ranks, checked_layout(layout)
+    return ranks, inherited_layout(owner, ranks) if layout is None else checked_layout(layout)
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
     """`values` as a list.
 
     Raises:
-        TypeError: a tensor (whose rows would be taken for values) or nothing that can be iterated over.
+        TypeError: a tensor or a string, or a value that cannot be iterated over.
     """
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
     return list(values)
 
 
-def checked_buffers(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], layout: Layout) -> list[int]:
-    """Checks tensors and their sequence dims; returns the dims, none negative.
+def checked_buffers(buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout) -> list[int]:
+    """Checks tensors and their sequence dims; returns the dims, counted from the front.
 
     Raises:
-        TypeError, ValueError: what does not fit, with its index.
+        TypeError, ValueError: an argument that does not fit, with its index.
     """
-    buffers, seq_dims = checked_sequence("buffers", buffers), checked_sequence("sequence dims", seq_dims)
-    if len(buffers) != len(seq_dims):
-        raise ValueError(f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(seq_dims)} dims")
+    buffers = checked_sequence("buffers", buffers)
+    buffer_seq_dims = checked_sequence("buffer_seq_dims", buffer_seq_dims)
+    if len(buffers) != len(buffer_seq_dims):
+        raise ValueError(
+            f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(buffer_seq_dims)} dims"
+        )
     dims = []
-    for index, (tensor, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+    for index, (tensor, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
-        if tensor.is_nested:  # which cannot say its shape
+        if tensor.is_nested:
             raise TypeError(f"buffer {index}: expected a tensor whose sequence is one dim, got a nested tensor")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"buffer {index}: expected an integer sequence dim, got {dim!r}")
@@ -189,7 +202,7 @@ def check_whole_lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], la
 
 
 def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
-    """A rank's part of a whole tensor, in local order, new and contiguous."""
+    """A rank's part of a whole tensor, in local order; new and contiguous."""
     parts = [
         rows.index_select(dim, positions)
         for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
@@ -208,7 +221,7 @@ def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout
 
 
 def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bits as integers where torch cannot index its dtype."""
+    """The tensor; or its bits as integers, if torch cannot index its dtype."""
     is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
     if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
@@ -238,8 +251,8 @@ class _Unshard(torch.autograd.Function):
             return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
         refuse_batches(grad)
         parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
-        home = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
-        return home[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
+        own = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
+        return own[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
 
 
 def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
@@ -247,22 +260,22 @@ def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> l
     if len(lengths) == 1:
         return [rows]
     padded = _padded(rows, max(lengths))
-    if not padded.numel():  # alike on every rank
+    if not padded.numel():  # on every rank
         return [padded] * len(lengths)
-    # As bytes, since groups do not know every dtype.
+    # As bytes: process groups do not support every dtype.
     shards = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(len(lengths), *padded.shape)
     return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Contiguous rows, zeros behind."""
+    """The rows, contiguous, followed by zeros up to `length` rows."""
     return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
 def _lengths(
     length: int, kind: str, layout: Layout, ranks: SequenceRanks, device: torch.device
 ) -> tuple[list[int], int]:
-    """The local lengths of all ranks, and the global length; `kind` says all that must be alike."""
+    """The local lengths of all ranks, and the global length; `kind` must be equal on all ranks."""
     if layout.only_length is not None:
         seq_len = checked_only_length(length, layout, ranks.rank, ranks.size)
         return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
@@ -270,8 +283,8 @@ def _lengths(
     odd = odd_ones(kinds)
     if odd:
         raise ValueError(
-            f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards is not what "
-            f"the others do (here: {kind})"
+            f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards differs from "
+            f"the others (here: {kind})"
         )
     return lengths, global_length(lengths, layout, "shard")
 
@@ -279,7 +292,7 @@ def _lengths(
 def _rows_and_positions(
     tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each batch group: a view of its batch rows (of everything, if rows are alike), and the rank's positions."""
+    """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
     groups = layout.batch_groups(tensor.size(0))
     positions = [
         positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))

@@ -1,4 +1,4 @@
-"""Attention of packed documents: tokens of all documents one after the other, without a batch dim."""
+"""Attention of packed documents, whose tokens follow one another without a batch dim."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.validation import Mesh
 from cp_dtensor.spec.documents import Documents
@@ -13,9 +14,10 @@ from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
 
 Window = tuple[int | None, int | None]
-"""Keys to the left and to the right of a query that it sees; None for no limit."""
+"""Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
+@renamed_keywords(window="window_size")
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -25,7 +27,7 @@ def varlen_attention(
     cu_seqlens: Any,
     cu_seqlens_k: Any = None,
     is_causal: bool = False,
-    window: Window = (None, None),
+    window_size: Window = (-1, -1),
     within: Mask | None = None,
     method: str = "auto",
     dropout_p: float = 0.0,
@@ -40,40 +42,40 @@ def varlen_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
-    Every rank passes its tokens and gets, for each, softmax(scale q k^T + mask) v over its document: what
-    `flash_attn_varlen_func` gives of the whole sequence. Documents may be empty, shorter than the number of ranks, and
-    lie across any number of ranks. Tokens outside of all documents have an output and gradients of zero.
-    Differentiable; backward needs no context and may run in any thread.
+    Every rank passes its tokens and gets, for each, softmax(scale q k^T + mask) v over its document, as
+    `flash_attn_varlen_func` of the whole sequence. Documents may be empty, shorter than the number of ranks, and lie
+    across any number of ranks. Tokens outside of all documents have an output and gradients of zero. Differentiable;
+    backward needs no context and may run in any thread.
 
     Args:
         q: (T, H, D), this rank's queries in `layout` order; T may differ between ranks, and be 0.
         k: (U, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); keys are not expanded.
         v: (U, Hkv, Dv), this rank's values.
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
-        cu_seqlens: ascending positions in the whole sequence, one more than documents, the same on every rank: document
-            d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; of one on a GPU the
-            numbers are read, which waits for the GPU. Compiled code takes integers, and is compiled for each such list;
-            where documents change with every batch, call `F.scaled_dot_product_attention` inside of
-            `context_parallel(mesh, mask=...)` instead.
+        cu_seqlens: ascending positions in the whole sequence, one more than documents, equal on every rank: document d
+            has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; a tensor on a GPU is read,
+            which waits for the GPU. Compiled code takes integers and is compiled for each list; where documents change
+            with every batch, call `F.scaled_dot_product_attention` inside of `context_parallel(mesh, mask=...)`.
         cu_seqlens_k: those of the keys if they differ (cross-attention): queries of document d see keys of document d.
-        is_causal: within a document, the last query sees all keys, the one before all but the last, and so on
+        is_causal: True: within a document, the last query sees all keys, the one before it all but the last, and so on
             ("bottom-right", which matters where a document has different numbers of queries and keys).
-        window: (left, right): a query sees as many keys to the left and to the right of its own place, None for all of
-            them; the last query of a document stands at its last key. Together with `is_causal`, right is 0.
-        within: any mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`;
-            together with `is_causal` and `window`, what all of them show.
+        window_size: (left, right), the numbers of keys to the left and to the right of its own place that a query sees,
+            -1 or None for all of them; the last query of a document stands at its last key. With `is_causal`, right is
+            0. With (2, 0) a query sees its own place and two keys before it.
+        within: a mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`. A key is
+            seen if it, `is_causal` and `window_size` all allow it.
         method: "ring", "ulysses", "hybrid" or "auto", as for `context_parallel_attention`.
         dropout_p: probability that a weight of the softmax is dropped, as there.
         sinks: (H,), logits that count in the softmax denominator alone, as there.
-        scale: factor of the logits, 1 / sqrt(D) if None.
-        layout: which rank owns which tokens of the whole sequence, `HeadTail()` if None. `PerDocument(cu_seqlens)` and
-            `Balanced(...)` balance what documents make uneven.
+        scale: factor of the logits; None is 1 / sqrt(D).
+        layout: which rank owns which tokens of the whole sequence; None as there. `PerDocument(cu_seqlens)` and
+            `Balanced(...)` balance the work of documents.
         rotate_method: how K/V travel in rings, as there.
-        deterministic: equal inputs give equal bits, as there.
-        return_lse: also return the log-sum-exp.
+        deterministic: True: equal inputs give equal bits, as there.
+        return_lse: True also returns the log-sum-exp.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (what follows the last document is padding), or a
             pair of those of queries and keys. If None, the ranks exchange their local lengths.
-        debug: let the ranks exchange and compare everything that must agree, cu_seqlens too.
+        debug: True: the ranks exchange and compare everything that must agree, cu_seqlens too.
 
     Returns:
         out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), natural log of the softmax
@@ -82,18 +84,18 @@ def varlen_attention(
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
-            documents, and lengths that are no division of any global length in the layout, on every rank alike.
-        NotImplementedError: no allowed SDPA backend can compute it.
+            documents, and local lengths that the layout gives to no global length, on every rank alike.
+        NotImplementedError: no enabled SDPA backend can compute it.
 
-    Documents of 2 and 3 tokens on 2 ranks, the first of which has 3 tokens. With queries of zeros, which weigh all keys
-    alike, and values 1, 3, 2 and 4, 6, the outputs are 1, 2, 2 and 3, 4:
+    Documents of 2 and 3 tokens; rank 0 has three of the tokens and rank 1 two. Queries of zeros weigh all keys alike,
+    so with the values 1, 3, 2 and 4, 6 the outputs are 1, 2, 2 and 3, 4:
 
         out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], is_causal=True, layout=Contiguous())
 
     Source: FlashAttention (arXiv 2205.14135), whose `flash_attn_varlen_func` has these documents.
     """
     views = heads_first_of_packed(q, k, v)
-    mask = Documents(cu_seqlens, cu_seqlens_k, within=_shown_within(is_causal, window, within))
+    mask = Documents(cu_seqlens, cu_seqlens_k, within=_mask_of_document(is_causal, window_size, within))
     result = context_parallel_attention(
         *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, scale=scale, enable_gqa=True,
         layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse, seq_len=seq_len,
@@ -122,7 +124,7 @@ def heads_before_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views (..., H, S, D) of q, k and v (..., S, H, D), whose dim `rows` is S; H may be a multiple of k's heads.
 
-    Checked here and not only by the core, whose messages would name the dims of the views.
+    The check by `attend` comes too late: its messages would name the dims of the views.
 
     Raises:
         TypeError: not tensors.
@@ -152,26 +154,29 @@ def heads_before_rows(
     return q.transpose(rows, heads), k.transpose(rows, heads), v.transpose(rows, heads)
 
 
-def bottom_right_mask(is_causal: bool, window: Window) -> Mask:
-    """A causal mask, a window or both, in which the last query stands at the last key, as in FlashAttention.
+def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
+    """A causal mask, a window or both, in which the last query is at the last key, as in FlashAttention.
 
     Raises:
-        ValueError: a window that is no pair, or has other ends than numbers >= 0 and None.
+        ValueError: a window that is no pair, or has other ends than numbers >= 0, -1 and None.
 
     >>> bottom_right_mask(True, (4, None))
     SlidingWindow(left=4, right=0, alignment='bottom_right')
     """
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"expected window to be a pair (left, right) of numbers of keys or None, got {window!r}")
-    left, right = window
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            "expected window_size to be a pair (left, right) of numbers of keys, -1 or None for no limit; got "
+            f"{window_size!r}"
+        )
+    left, right = (None if end == -1 else end for end in window_size)
     shown = SlidingWindow(left, right, "bottom_right")
     if is_causal:
         return Causal("bottom_right") if left is None else SlidingWindow(left, 0, "bottom_right")
     return Full() if (left, right) == (None, None) else shown
 
 
-def _shown_within(is_causal: bool, window: Window, within: Mask | None) -> Mask:
-    by_place = bottom_right_mask(is_causal, window)
+def _mask_of_document(is_causal: bool, window_size: Window, within: Mask | None) -> Mask:
+    by_place = bottom_right_mask(is_causal, window_size)
     if within is None:
         return by_place
     if not isinstance(within, Mask):

@@ -162,7 +162,7 @@ def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_m
             inner_memory = max(inner_memory, *(_ring_memory(each, within, transport) for each in plans))
             name = transport.name
         found = Estimate(
-            method="ring of rings",
+            method="nested ring",
             transport=name,
             forward=passes[0] + _begun(inner),
             backward=passes[1] + _begun(inner),

@@ -154,7 +154,7 @@ def known_length(
             f"got {local_length} local tokens on rank {rank} of {world_size}, which is the share of {possible[0]} to "
             f"{possible[-1]} tokens in {layout}, but of no buffer's length {declared}; other ranks may take theirs for "
             f"a share of {confusing[0]}. Announce every length that attention runs over: context_parallel(..., "
-            "seq_lens=...)"
+            "seq_len=...)"
         )
     return None
 
@@ -320,7 +320,7 @@ def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...
             f"got queries of {local[0]} tokens on each of {len(local)} ranks, as long as a whole buffer of the context "
             f"(lengths {declared}), expected this rank's part: a tensor becomes its shard where it is one of buffers, "
             "the very object (no copy or slice of it), or by context_parallel_shard. If there is a sequence of "
-            f"{found} tokens in all, announce it: context_parallel(..., seq_lens=[{found}])"
+            f"{found} tokens in all, announce it: context_parallel(..., seq_len={found})"
         )
 
 

@@ -223,7 +223,7 @@ class _Llama3(PackedForms):
         check_longest(_FUNCTION, "max_seqlen_q", max_seqlen_q, documents.longest[0])
         check_longest(_FUNCTION, "max_seqlen_k", max_seqlen_k, documents.longest[1])
         result = varlen_attention(
-            q, k, v, mesh=mesh, cu_seqlens=documents.cu_seqlens, is_causal=causal, window=window, method="ring",
+            q, k, v, mesh=mesh, cu_seqlens=documents.cu_seqlens, is_causal=causal, window_size=window, method="ring",
             dropout_p=dropout_p, scale=softmax_scale, layout=Contiguous(), rotate_method="allgather",
             deterministic=deterministic, return_lse=return_attn_probs, seq_len=documents.cu_seqlens[-1], debug=debug,
         )  # fmt: skip

@@ -119,9 +119,9 @@ class _Kind(PackedForms):
         edges = self._global_edges(q, k, cu_seqlens, max_seqlen, ranks)
         seq_len = ranks * q.size(0)
         result = varlen_attention(
-            q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window=window, method="ring", dropout_p=dropout_p,
-            scale=softmax_scale, layout=_layout(self.name, edges, seq_len), deterministic=deterministic,
-            return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
+            q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window_size=window, method="ring",
+            dropout_p=dropout_p, scale=softmax_scale, layout=_layout(self.name, edges, seq_len),
+            deterministic=deterministic, return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
         )  # fmt: skip
         return (*result, None) if isinstance(result, tuple) else result
 

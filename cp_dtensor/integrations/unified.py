@@ -92,7 +92,7 @@ class UnifiedAttnMode(_AttnMode):
     ) -> None:
         axes, method = _axes_and_method(group_or_default(mesh))
         super().__init__(
-            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_lens=seq_lens,
+            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_len=tuple(seq_lens),
             debug=debug,
         )  # fmt: skip
 
@@ -114,7 +114,11 @@ class UlyssesAttnMode(_AttnMode):
         debug: bool = False,
     ) -> None:
         super().__init__(
-            group_or_default(mesh), method="ulysses", layout=layout or Contiguous(), seq_lens=seq_lens, debug=debug
+            group_or_default(mesh),
+            method="ulysses",
+            layout=layout or Contiguous(),
+            seq_len=tuple(seq_lens),
+            debug=debug,
         )
 
 
@@ -137,7 +141,7 @@ class RingAttnMode(_AttnMode):
     ) -> None:
         super().__init__(
             group_or_default(mesh), method="ring", layout=layout or Contiguous(), rotate_method=rotate_method,
-            seq_lens=seq_lens, debug=debug,
+            seq_len=tuple(seq_lens), debug=debug,
         )  # fmt: skip
 
 

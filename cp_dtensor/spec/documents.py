@@ -245,7 +245,7 @@ class PackedEdges:
         if len(fitting) > 1:
             raise ValueError(
                 f"documents of {q_total} tokens may be of several numbers of batch rows: sequences of this context "
-                f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_lens=[the one]"
+                f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_len=the one"
             )
         rows, q_len = fitting[0]
         return PackedRows(self, rows, (q_len, kv_total // rows))
@@ -260,7 +260,7 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
     if not lengths:
         raise ValueError(
             "varlen_attn of sequence shards needs to know how long the whole sequence of a batch row is, since packed "
-            "tokens do not show rows: give context_parallel its buffers or seq_lens=[...], or ContextParallel its "
+            "tokens do not show rows: give context_parallel its buffers or seq_len=..., or ContextParallel its "
             "seq_len"
         )
     return lengths

@@ -220,11 +220,11 @@ def test_queries_of_a_whole_buffer_s_length_are_refused(ranks: int) -> None:
         q = copies.tensor_split(ranks, 2)[rank]
         options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
         with context_parallel(group(), **options):
-            with pytest.raises(ValueError, match=rf"got queries of 12 tokens on each of {ranks} ranks, .* seq_lens=\["):
+            with pytest.raises(ValueError, match=rf"got queries of 12 tokens on each of {ranks} ranks, .* seq_len="):
                 F.scaled_dot_product_attention(copies, copies, copies)
             F.scaled_dot_product_attention(q, q, q)
             F.scaled_dot_product_attention(q, copies, copies)  # of whole keys it makes no difference
-        with context_parallel(group(), seq_lens=[12 * ranks], **options):
+        with context_parallel(group(), seq_len=12 * ranks, **options):
             F.scaled_dot_product_attention(copies, copies, copies)
 
     run_ranks(ranks, body)
@@ -264,18 +264,26 @@ def test_debug_compares_what_torch_conjugates_and_negates_later() -> None:
     ("options", "message"),
     [
         ({"buffers": torch.arange(4), "buffer_seq_dims": [0]}, "buffers to be a sequence"),
-        ({"buffers": [torch.arange(4)], "buffer_seq_dims": 0}, "sequence dims to be a sequence"),
+        ({"buffers": [torch.arange(4)], "buffer_seq_dims": 0}, "buffer_seq_dims to be a sequence"),
         (
             {"buffers": [torch.arange(4)], "buffer_seq_dims": [0], "no_restore_buffers": torch.arange(4)},
             "no_restore_buffers to be a collection",
         ),
-        ({"seq_lens": 30}, "seq_lens to be a sequence"),
     ],
 )
 def test_a_single_value_where_several_are_expected_is_refused(options: dict[str, Any], message: str) -> None:
     def body(rank: int) -> None:
         with pytest.raises(TypeError, match=message):
             context_parallel(group(), **options)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("seq_len", [30.0, -1, (30, -1), "30", torch.tensor(30)])
+def test_lengths_that_are_none_are_refused(seq_len: Any) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(ValueError, match="seq_len to be an integer >= 0, got"):
+            context_parallel(group(), seq_len=seq_len)
 
     run_ranks(2, body)
 

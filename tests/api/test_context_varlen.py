@@ -87,7 +87,7 @@ def test_documents_of_one_and_of_several_rows(method: str, window: tuple[int, in
         ):
             case = MaskedProblem(LENGTH, LENGTH, mask, batch, 4, 2)
             for layout in layouts:
-                with context_parallel(mesh, seq_lens=[LENGTH], method=method, layout=layout):
+                with context_parallel(mesh, seq_len=LENGTH, method=method, layout=layout):
                     check(rank, 4, case, layout, window)
 
     run_ranks(4, body)
@@ -106,7 +106,7 @@ def test_queries_and_keys_of_different_lengths(transport: str) -> None:
         def body(rank: int, rows: list[Documents] = rows, window: tuple[int, int] = window) -> None:
             for mask, batch in (rows[0], 1), (Batched(rows), 2):
                 case = MaskedProblem(9, 11, mask, batch, 4, 2)
-                with context_parallel(dist.group.WORLD, seq_lens=[9, 11], rotate_method=transport):
+                with context_parallel(dist.group.WORLD, seq_len=(9, 11), rotate_method=transport):
                     check(rank, 3, case, HeadTail(), window)
 
         run_ranks(3, body)
@@ -117,7 +117,7 @@ def test_fewer_tokens_than_ranks() -> None:
 
     def body(rank: int) -> None:
         for method in "ring", "ulysses":
-            with context_parallel(dist.group.WORLD, seq_lens=[3], method=method):
+            with context_parallel(dist.group.WORLD, seq_len=3, method=method):
                 check(rank, 4, MaskedProblem(3, 3, mask, 2, 4, 2), HeadTail(), (-1, 0))
 
     run_ranks(4, body)
@@ -137,7 +137,7 @@ def test_modules_checkpoints_and_backward_elsewhere() -> None:
         check(rank, 2, case, HeadTail(), (-1, 0), attend=module)
 
         def in_context(*args: Any) -> Any:
-            with context_parallel(mesh, seq_lens=[LENGTH]):
+            with context_parallel(mesh, seq_len=LENGTH):
                 return checkpoint(packed_attention, *args, use_reentrant=False)
 
         check(rank, 2, case, HeadTail(), (-1, 0), attend=in_context)  # computed again after the context
@@ -157,7 +157,7 @@ def test_what_the_context_masks_is_masked_as_well() -> None:
         def attend(q: Any, k: Any, v: Any, *_: Any) -> Any:
             return packed_attention(q, k, v, *edges, (-1, 0))
 
-        with context_parallel(mesh, seq_lens=[LENGTH], mask=SlidingWindow(2, 0)):
+        with context_parallel(mesh, seq_len=LENGTH, mask=SlidingWindow(2, 0)):
             check_masked(rank, case, attend)
         module = parallelize_module(_Calls(attend), mesh, ContextParallel(seq_len=LENGTH, mask=SlidingWindow(2, 0)))
         check_masked(rank, case, module)
@@ -187,7 +187,7 @@ def test_scale_inference_and_edges_that_are_written_to() -> None:
 
     def body(rank: int) -> None:
         edges, _ = edges_of(first, 1, (LENGTH, LENGTH))
-        with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+        with context_parallel(dist.group.WORLD, seq_len=LENGTH):
             for guard in (torch.no_grad, torch.inference_mode):
                 for mask in (first, second):
                     edges.data.copy_(edges_of(mask, 1, (LENGTH, LENGTH))[0])

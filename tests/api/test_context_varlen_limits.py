@@ -64,7 +64,7 @@ def test_other_threads_have_torchs_own_and_what_others_registered(when: str) -> 
         seen: list[bool] = []
         kernels = Kernels() if when == "before" else None
         try:
-            with context_parallel(dist.group.WORLD, seq_lens=[4]):
+            with context_parallel(dist.group.WORLD, seq_len=4):
                 kernels = Kernels() if when == "inside" else kernels
                 thread = threading.Thread(target=lambda: seen.append(of_kernels()))
                 thread.start()
@@ -80,7 +80,7 @@ def test_other_threads_have_torchs_own_and_what_others_registered(when: str) -> 
 
 
 def refused(
-    message: str, error: type[Exception] = ValueError, seq_lens: Any = (LENGTH,), function: Any = None, **changes: Any
+    message: str, error: type[Exception] = ValueError, seq_len: Any = LENGTH, function: Any = None, **changes: Any
 ) -> None:
     """On both of two ranks, before any collective."""
 
@@ -90,14 +90,14 @@ def refused(
         arguments = {"query": q, "key": q, "value": q, "cu_seq_q": edges, "cu_seq_k": edges, "max_q": 9, "max_k": 9}
         if function is not None:
             arguments["out"] = torch.empty_like(q)
-        with context_parallel(dist.group.WORLD, seq_lens=seq_lens), pytest.raises(error, match=message):
+        with context_parallel(dist.group.WORLD, seq_len=seq_len), pytest.raises(error, match=message):
             (function or varlen.varlen_attn)(**{**arguments, **changes})
 
     run_ranks(2, body)
 
 
 def test_bad_input() -> None:
-    refused("how long the whole sequence of a batch row is", seq_lens=())
+    refused("how long the whole sequence of a batch row is", seq_len=None)
     local = torch.tensor([0, 3, 7], dtype=torch.int32)
     refused("documents of the whole sequences, row after row: got cu_seq_q up to 7", cu_seq_q=local, cu_seq_k=local)
     refused("as many documents of keys", cu_seq_q=torch.tensor([0, 3, LENGTH], dtype=torch.int32))
@@ -114,7 +114,7 @@ def test_dtensors_are_refused() -> None:
         edges = torch.tensor(ONE_ROW, dtype=torch.int32)
         mesh = init_device_mesh("cpu", (2,))
         q = DTensor.from_local(torch.randn(7, 2, 8), mesh, [Shard(0)], run_check=False)
-        with context_parallel(mesh, seq_lens=[LENGTH]), pytest.raises(NotImplementedError, match="plain tensors"):
+        with context_parallel(mesh, seq_len=LENGTH), pytest.raises(NotImplementedError, match="plain tensors"):
             varlen.varlen_attn(q, q, q, edges, edges, 9, 9)
 
     run_ranks(2, body)
@@ -122,8 +122,8 @@ def test_dtensors_are_refused() -> None:
 
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no caches of keys")
 def test_what_only_newer_torch_has_is_refused() -> None:
-    refused("a cache of keys", NotImplementedError, seqused_k=torch.tensor([7]))
-    refused("a paged cache", NotImplementedError, block_table=torch.zeros(1, 1), key=torch.randn(1, 7, 2, 8))
+    refused("no cache of keys: got seqused_k", NotImplementedError, seqused_k=torch.tensor([7]))
+    refused("paged cache of keys", NotImplementedError, block_table=torch.zeros(1, 1), key=torch.randn(1, 7, 2, 8))
     refused("num_splits=1", NotImplementedError, num_splits=1)
     refused("cu_seq_k", NotImplementedError, cu_seq_k=None)
     refused("varlen_attn_out is not supported", NotImplementedError, function=getattr(varlen, "varlen_attn_out", None))
@@ -155,7 +155,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 from cp_dtensor import context_parallel
 q, edges = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
-with context_parallel(dist.group.WORLD, seq_lens=[6]):
+with context_parallel(dist.group.WORLD, seq_len=6):
     assert not {"torch._dynamo", "torch.nn.attention.varlen"} & sys.modules.keys()
     from torch.nn.attention.varlen import varlen_attn
     assert varlen_attn(q, q, q, edges, edges, 4, 4).shape == q.shape

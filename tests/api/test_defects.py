@@ -25,7 +25,7 @@ from cp_dtensor import (
     ring_attention,
     set_rotate_method,
 )
-from cp_dtensor.api.buffers import LocalContents
+from cp_dtensor.api.buffers import InPlaceShard
 from cp_dtensor.attention.merge import merge
 
 WORLD = 4
@@ -184,14 +184,14 @@ def test_context_without_buffers() -> None:
 
 
 def test_error_while_entering_the_context_restores_earlier_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_in = LocalContents._swap_in
+    swap_in = InPlaceShard._swap_in
 
-    def second_fails(contents: LocalContents) -> torch.Tensor:
+    def second_fails(contents: InPlaceShard) -> torch.Tensor:
         if contents._buffer.length == 8:
             raise MemoryError
         return swap_in(contents)
 
-    monkeypatch.setattr(LocalContents, "_swap_in", second_fails)
+    monkeypatch.setattr(InPlaceShard, "_swap_in", second_fails)
 
     def body(rank: int) -> None:
         first, second = torch.arange(16.0), torch.arange(8.0)

@@ -197,7 +197,7 @@ class _OwnRecompute(torch.autograd.Function):
 def test_in_a_backward_of_somebody_elses_it_is_refused() -> None:
     def body(rank: int) -> None:
         q = torch.randn(1, 2, 8, 4, requires_grad=True)
-        with context(), pytest.raises(RuntimeError, match="cannot be told whether the call belongs to the region"):
+        with context(), pytest.raises(RuntimeError, match="cannot be told whether the call belongs to the context"):
             _OwnRecompute.apply(q).sum().backward()
 
     run_ranks(2, body)

@@ -277,4 +277,4 @@ def test_ranks_that_unshard_different_things_are_refused_on_every_rank(differ: s
 
     for error in errors_by_rank(WORLD, body):
         assert type(error) is ValueError
-        assert "what rank 1 unshards is not what the others do (here: one of " in str(error)
+        assert "what rank 1 unshards differs from the others (here: one of " in str(error)

@@ -60,7 +60,7 @@ class Case:
         problem = self.problem
         return {
             "cu_seqlens": problem.cu_seqlens, "cu_seqlens_k": problem.cu_seqlens_k, "is_causal": problem.is_causal,
-            "window": problem.window, "scale": problem.scale, "layout": self.layout,
+            "window_size": problem.window, "scale": problem.scale, "layout": self.layout,
             "seq_len": problem.lengths if self.says_length else None, **dict(self.options),
         }  # fmt: skip
 
@@ -135,7 +135,7 @@ CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
     "cu_seqlens": ((0, 4, 12), replace(PROBLEM, cu_seqlens=(0, 4, 12))),
     "cu_seqlens_k": ((2, 7, 12), replace(PROBLEM, cu_seqlens_k=(2, 7, 12))),
     "is_causal": (True, replace(PROBLEM, is_causal=True)),
-    "window": ((1, 2), replace(PROBLEM, window=(1, 2))),
+    "window_size": ((1, 2), replace(PROBLEM, window=(1, 2))),
     "within": (SlidingWindow(1, 2), replace(PROBLEM, window=(1, 2))),
     "scale": (0.7, replace(PROBLEM, scale=0.7)),
     "dropout_p": (0.5, None),
@@ -172,7 +172,7 @@ def test_masks_within_documents_add_up() -> None:
     def body(rank: int) -> None:
         local = [shard_packed(tensor, HeadTail(), rank, 3) for tensor in qkv]
         views = [tensor.transpose(0, 1).unsqueeze(0) for tensor in local]
-        for name, options in (("prefix", {}), ("all", {"is_causal": True, "window": (2, None)})):
+        for name, options in (("prefix", {}), ("all", {"is_causal": True, "window_size": (2, None)})):
             got = varlen_attention(*local, mesh=dist.group.WORLD, cu_seqlens=[0, 5, 11], within=PrefixLM(3), **options)
             mask = Documents([0, 5, 11], within=within[name])
             wanted = context_parallel_attention(*views, mesh=dist.group.WORLD, mask=mask)
@@ -209,8 +209,8 @@ def test_tensors_and_lists_of_positions_are_alike() -> None:
         ({"cu_seqlens": [[0, 2]]}, ValueError, "cu_seqlens to be one list of integers"),
         ({"cu_seqlens": [0, 13]}, ValueError, r"documents of a mask end at 13 .*, 12 and 12"),
         ({"cu_seqlens_k": [0, 12]}, ValueError, "as many documents of keys as of queries, got 1 and 2"),
-        ({"window": 3}, ValueError, r"window to be a pair .*got 3"),
-        ({"window": (-1, -1)}, ValueError, "numbers of keys >= 0, or None"),
+        ({"window_size": 3}, ValueError, r"window_size to be a pair .*got 3"),
+        ({"window_size": (-2, -1)}, ValueError, "numbers of keys >= 0, or None"),
         ({"within": "causal"}, TypeError, "within to be a Mask .*got str"),
         ({"method": "rings"}, ValueError, "unknown method"),
         ({"layout": HeadTail}, TypeError, "layout"),

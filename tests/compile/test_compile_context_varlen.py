@@ -71,14 +71,14 @@ def contexts(rank: int) -> None:
         function = compiled(attend)
         for index, mask in enumerate(STEPS):
             step = Step(rank, mask)
-            with context_parallel(mesh, seq_lens=[LENGTH], method=method):
+            with context_parallel(mesh, seq_len=LENGTH, method=method):
                 if index < 2:  # Dynamo takes the number of documents for a constant until it has changed
                     out = function(*step.leaves, *step.edges)
                 else:
                     with no_compilation():
                         out = function(*step.leaves, *step.edges)
             step.check(out)  # backward after the context
-        with context_parallel(mesh, seq_lens=[LENGTH], method=method, mask=SlidingWindow(20, 0)):
+        with context_parallel(mesh, seq_len=LENGTH, method=method, mask=SlidingWindow(20, 0)):
             step.check(function(*step.leaves, *step.edges))
     assert outstanding.only() is None
 
@@ -96,7 +96,7 @@ def layouts_of_one_context(rank: int) -> None:
         mask = documents(rows, within=Causal())
         layout = Balanced(mask, LENGTH)
         step = Step(rank, mask, layout, batch=1)
-        with context_parallel(dist.group.WORLD, seq_lens=[LENGTH], layout=layout):
+        with context_parallel(dist.group.WORLD, seq_len=LENGTH, layout=layout):
             steps.append((step, function(*step.leaves, *step.edges)))
     for step, out in steps:
         step.check(out)
@@ -148,7 +148,7 @@ def recomputed(rank: int) -> None:
     function = compiled(inside)
     for mask in STEPS:
         step = Step(rank, mask)
-        with context_parallel(mesh, seq_lens=[LENGTH]):
+        with context_parallel(mesh, seq_len=LENGTH):
             out = function(*step.leaves, *step.edges)
         step.check(out)
 
@@ -170,7 +170,7 @@ def kept(rank: int) -> None:
         steps = [Step(rank, mask) for mask in STEPS]
         outs = []
         for step in steps:
-            with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+            with context_parallel(dist.group.WORLD, seq_len=LENGTH):
                 outs.append(function(*step.leaves, *step.edges))
             step.edges[0].zero_()
         for step, out in reversed([*zip(steps, outs, strict=True)]):
@@ -188,7 +188,7 @@ def by_inductor(rank: int) -> None:
     function = compiled(attend, backend="inductor")
     for mask in STEPS:
         step = Step(rank, mask)
-        with context_parallel(mesh, seq_lens=[LENGTH]):
+        with context_parallel(mesh, seq_len=LENGTH):
             step.check(function(*step.leaves, *step.edges))
 
 
@@ -209,7 +209,7 @@ def edges_made_in_compiled_code(rank: int) -> None:
         return x
 
     whole = torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]), torch.no_grad():
+    with context_parallel(dist.group.WORLD, seq_len=LENGTH), torch.no_grad():
         got = compiled(layers, backend="inductor")(shard(whole, HeadTail(), rank, RANKS), torch.zeros_like(ends[0]))
     for start in starts:
         parts = whole.split([start, LENGTH - start], 2)

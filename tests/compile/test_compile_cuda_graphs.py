@@ -32,7 +32,7 @@ def operators_of(rank: int) -> dict[str, list[str]]:
             q * 2.0, k, v, mesh=mesh, is_causal=True, enable_gqa=True, **options
         )
 
-    in_context = context_parallel(mesh, seq_lens=[9])
+    in_context = context_parallel(mesh, seq_len=9)
     cases = {
         "known": (function(seq_len=9), nullcontext()),
         "lengths": (function(), nullcontext()),

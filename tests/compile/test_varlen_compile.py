@@ -34,7 +34,7 @@ def check(
 
 def by_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: Any, left: int | None) -> torch.Tensor:
     return varlen_attention(
-        q * 2, k, v, mesh=dist.group.WORLD, cu_seqlens=edges, is_causal=True, window=(left, None)
+        q * 2, k, v, mesh=dist.group.WORLD, cu_seqlens=edges, is_causal=True, window_size=(left, None)
     )  # fmt: skip
 
 

@@ -182,8 +182,8 @@ def test_whole_tensors_of_other_lengths_are_refused(layout: Layout) -> None:
             context_parallel_shard(dist.group.WORLD, [tokens, others], [1, 1], layout)
         with pytest.raises(ValueError, match=message):
             context_parallel(dist.group.WORLD, buffers=[tokens, others], buffer_seq_dims=[1, 1], layout=layout)
-        with pytest.raises(ValueError, match=r"seq_lens: got 38 tokens"):
-            context_parallel(dist.group.WORLD, seq_lens=[38], layout=layout)
+        with pytest.raises(ValueError, match=r"seq_len: got 38 tokens"):
+            context_parallel(dist.group.WORLD, seq_len=38, layout=layout)
         with pytest.raises(ValueError, match=r"seq_len: got 38 tokens"):
             ContextParallel(seq_len=38, layout=layout)
         with pytest.raises(ValueError, match=r"divides sequences of 37 tokens only, got 38 tokens"):

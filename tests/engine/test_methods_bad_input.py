@@ -216,7 +216,7 @@ def test_ranks_that_disagree_are_told_alike_who_says_what(
 def test_contexts_that_disagree_about_the_method_say_so_in_debug_mode() -> None:
     def body(rank: int) -> None:
         method = "ring" if rank == 2 else "ulysses"
-        with context_parallel(dist.group.WORLD, method=method, seq_lens=[8], debug=True):
+        with context_parallel(dist.group.WORLD, method=method, seq_len=8, debug=True):
             F.scaled_dot_product_attention(tensor(), tensor(), tensor())
 
     for error in errors_by_rank(RANKS, body):

@@ -51,7 +51,7 @@ def dropped_alike(v: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor, dv
 def replays(rank: int) -> None:
     *inputs, grad_out = drawn()
     leaves = tuple(tensor.requires_grad_() for tensor in inputs)
-    with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+    with context_parallel(dist.group.WORLD, seq_len=LENGTH):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -84,7 +84,7 @@ def recomputed(rank: int) -> None:
         torch.rand(3, device="cuda")  # the generator moves on before backward
         return out
 
-    with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+    with context_parallel(dist.group.WORLD, seq_len=LENGTH):
         results = []
         for function in (attend, checkpointed):
             torch.manual_seed(5)

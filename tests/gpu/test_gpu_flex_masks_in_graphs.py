@@ -58,7 +58,7 @@ def errors(rank: int, layers: int, device_type: str, options: dict[str, Any]) ->
         for start in STEPS:
             x, expected = context_parallel_shard(dist.group.WORLD, [whole, dense_layers(whole, start, layers)], [2, 2])
             torch.compiler.cudagraph_mark_step_begin()
-            with context_parallel(dist.group.WORLD, seq_lens=[LENGTH]):
+            with context_parallel(dist.group.WORLD, seq_len=LENGTH):
                 out = compiled(x, torch.tensor(start, device=device, dtype=torch.int32), layers)
             found.append(((out - expected).norm() / expected.norm()).item())
     return found

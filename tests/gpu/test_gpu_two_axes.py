@@ -1,4 +1,4 @@
-"""Hybrids and rings of rings on two GPUs: four ranks, of which neighbours on either axis have different ones."""
+"""Hybrids and nested rings on two GPUs: four ranks, of which neighbours on either axis have different ones."""
 
 from __future__ import annotations
 

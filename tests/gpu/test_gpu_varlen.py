@@ -48,7 +48,7 @@ def _errors(rank: int, ways: list[dict[str, Any]], window: tuple[int, int], comp
         for way in ways:
             q, k, v, grad_out = (shard(each, HeadTail(), rank, WORLD_SIZE) for each in whole)
             leaves = [each.clone().requires_grad_() for each in (q, k, v)]
-            with context_parallel(dist.group.WORLD, seq_lens=[LENGTH], **way):
+            with context_parallel(dist.group.WORLD, seq_len=LENGTH, **way):
                 out = function(*leaves, edges)
             got = [out, *torch.autograd.grad(out, leaves, grad_out)]
             for ours, one, precise in zip(got, torchs, exact, strict=True):

@@ -184,7 +184,7 @@ def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
     assert [positions(segments).tolist() for segments in second.kv_by_rank] == [[6, 7, 4, 5], [2, 3, 0, 1]]
 
 
-# A ring of rings
+# A nested ring
 
 
 def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> Plan:
@@ -285,7 +285,7 @@ def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
             assert ring_plan(ShapeTiling(groups, case.call.mask), rank, 1).rows == plan.rows
 
 
-def test_a_ring_of_rings_by_hand() -> None:
+def test_a_nested_ring_by_hand() -> None:
     """Contiguous chunks of two tokens on 2 x 2 ranks: under a causal mask, the second node reads all of the first."""
     case = two_axes(Contiguous(), 8, 8, 2, 2)
     assert [outer_plan(case, 0, inner_rank).wanted for inner_rank in range(2)] == [((), ()), ((), ())]

@@ -17,7 +17,7 @@ from support.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ROOT / "examples" / "ways"
-NAMES = ["ring", "ulysses", "hybrid", "ring_of_rings", "dtensor", "module", "explain", "dropins", "flex", "varlen"]
+NAMES = ["ring", "ulysses", "hybrid", "nested_ring", "dtensor", "module", "explain", "dropins", "flex", "varlen"]
 
 
 def ran(rank: int, name: str) -> str:

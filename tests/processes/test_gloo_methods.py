@@ -1,4 +1,4 @@
-"""Ulysses, hybrids and a ring of rings on real processes with gloo between them, many cases for each start."""
+"""Ulysses, hybrids and a nested ring on real processes with gloo between them, many cases for each start."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_methods_by_hand(layout: Layout) -> None:
         assert rings.inner_step[place] == (reader - source) % 2
 
 
-TILES = {  # docs/choosing.md: of ring, Ulysses, hybrid and ring of rings; by alltoall, then by allgather
+TILES = {  # docs/choosing.md: of ring, Ulysses, hybrid and nested ring; by alltoall, then by allgather
     Contiguous(): ([(1, 4), (1, 1), (1, 2), (1, 4)], [(1, 2), (1, 1), (1, 2), (1, 4)]),
     HeadTail(): ([(4, 4), (1, 1), (2, 2), (4, 4)], [(2, 3), (1, 1), (2, 2), (4, 5)]),
     Striped(2): ([(4, 4), (16, 16), (8, 8), (4, 4)], [(4, 4), (16, 16), (8, 8), (4, 4)]),

@@ -14,7 +14,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.flex.block_mask import FULL, PARTIAL, LocalRows, Tables, mask_lengths, remembered_tables
 from cp_dtensor.api.flex.custom_ops import check_mask_lengths, finds_layout, traced_tables, world_size
 from cp_dtensor.api.flex.gather_kv import GatheredKeys, WholeKeys
-from cp_dtensor.api.left_out import refuse_left_out
+from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.compiled_spec import ShardCallSpec, made_of, parts_of, token_of
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
@@ -98,7 +98,7 @@ def context_parallel_flex_attention(
         result = traced_flex(call, _token(mesh, parts_of(layout), debug), lengths)
     else:
         settings = AttentionConfig.of(mesh, "auto", layout, None, debug=debug)
-        refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
+        settings = with_inherited("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
         result = flex_of_shards(call, settings, lengths)
     return (result[0], result[1].lse) if return_lse else result
 
@@ -280,7 +280,7 @@ def _compiled() -> Callable[..., Any]:
 def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
     """Of the recipe, for compiled code."""
     settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
-    refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
+    settings = with_inherited_in_trace("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
     return token_of(ShardCallSpec.of(settings))
 
 

@@ -10,7 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import CAPTURED_BEFORE, attends_alone, current_context, innermost_context
+from cp_dtensor.api.active_context import (
+    CAPTURED_BEFORE,
+    attends_alone,
+    current_context,
+    innermost_context,
+    refuse_sinks,
+)
 from cp_dtensor.api.flex.attention import FlexCall, flex_of_shards, traced_flex
 from cp_dtensor.api.flex.custom_ops import check_context_mask
 
@@ -61,6 +67,7 @@ def _context_token() -> str:
     if context is None:
         return ""
     check_context_mask(context.settings.mask)
+    refuse_sinks(context, "FlexAttention", "context_parallel_attention")
     if attends_alone(context):
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "

@@ -238,7 +238,7 @@ def _forward_of_shards(forward: Callable[..., Any], mesh: Mesh, seq_dim: int, *a
     layout, lengths = _order_now(mesh)
     args = tuple(_local_shard(arg, mesh, seq_dim) for arg in args)
     kwargs = {name: _local_shard(arg, mesh, seq_dim) for name, arg in kwargs.items()}
-    with context_of_buffers(mesh, layout=layout, seq_lens=lengths):
+    with context_of_buffers(mesh, layout=layout, seq_len=tuple(lengths)):
         out = forward(*args, **kwargs)
     return out
 

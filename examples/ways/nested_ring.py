@@ -1,6 +1,6 @@
-"""A ring of rings: K/V come into a node once, over the first axis, and travel within the node over the second.
+"""A nested ring: K/V come into a node once, over the first axis, and travel within the node over the second.
 
-torchrun --nproc-per-node 4 examples/ways/ring_of_rings.py
+torchrun --nproc-per-node 4 examples/ways/nested_ring.py
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ def main() -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-    run("ring of rings", main)
+    run("nested ring", main)

@@ -1,0 +1,232 @@
+"""Sinks and determinism of contexts and of modules with ContextParallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.collectives import kinds, recorded_collectives
+from support.compile_checks import fresh
+from support.masked_problems import MaskedProblem
+from support.problems import shard
+from support.processes import Processes
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import Causal, ContextParallel, Contiguous, Full, HeadTail, Layout, Mask, Striped, context_parallel
+from cp_dtensor.api.active_context import innermost_context
+
+RANKS, LENGTH, HEADS = 3, 13, 4
+Function = Callable[..., torch.Tensor]
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, sinks: torch.Tensor) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(sinks.clone())
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sdpa(q, k, v)
+
+
+def drawn_sinks() -> torch.Tensor:
+    return torch.tensor([0.5, -1.0, float("-inf"), 2.0], dtype=torch.float64)
+
+
+def check(rank: int, layout: Layout, attend: Function, sinks: torch.Tensor, mask: Mask | None = None) -> None:
+    """out, dq, dk, dv and this rank's share of dsinks, against float64 on one device."""
+    problem = MaskedProblem(LENGTH, LENGTH, Full() if mask is None else mask, 2, HEADS, 2, is_causal=True, sinks=True)
+    whole = problem.draw(0)
+    expected = problem.reference(*whole, sinks=drawn_sinks())
+    *inputs, grad = (shard(tensor, layout, rank, RANKS) for tensor in whole)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    out = attend(*leaves)
+    sinks.grad = None
+    out.backward(grad)
+    for name, got, each in zip(
+        ("out", "dq", "dk", "dv"), (out, *(leaf.grad for leaf in leaves)), expected[:4], strict=True
+    ):
+        close(got, shard(each, layout, rank, RANKS), name)
+    close(sinks.grad, shard(expected[5], layout, rank, RANKS).sum((0, 2)), "dsinks")
+
+
+def close(got: torch.Tensor | None, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize("layout", [HeadTail(), Striped(2)], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_of_a_context(method: str, layout: Layout) -> None:
+    def body(rank: int) -> None:
+        sinks = drawn_sinks().requires_grad_()
+        options: dict[str, Any] = {"method": method, "layout": layout, "sinks": sinks}
+
+        def inside(*qkv: torch.Tensor) -> torch.Tensor:
+            with context_parallel(dist.group.WORLD, **options):
+                return sdpa(*qkv)
+
+        def recomputed(*qkv: torch.Tensor) -> torch.Tensor:
+            with context_parallel(dist.group.WORLD, **options):
+                return checkpoint(sdpa, *qkv, use_reentrant=False)
+
+        def masked(*qkv: torch.Tensor) -> torch.Tensor:
+            with context_parallel(dist.group.WORLD, mask=Causal(), **options):
+                return F.scaled_dot_product_attention(*qkv, enable_gqa=True)
+
+        for attend in (inside, recomputed, masked):
+            check(rank, layout, attend, sinks)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_of_a_module(method: str) -> None:
+    def body(rank: int) -> None:
+        world, sinks = dist.group.WORLD, drawn_sinks()
+        by_name = parallelize_module(Attention(sinks), world, ContextParallel(method=method, sinks="sinks"))
+        check(rank, HeadTail(), by_name, by_name.sinks)
+        of_copy = copy.deepcopy(by_name)
+        assert of_copy.sinks is not by_name.sinks
+        check(rank, HeadTail(), of_copy, of_copy.sinks)
+        by_name.sinks = nn.Parameter(sinks.clone())  # read at each call
+        check(rank, HeadTail(), by_name, by_name.sinks)
+        attention = Attention(sinks)
+        by_tensor = parallelize_module(attention, world, ContextParallel(method=method, sinks=attention.sinks))
+        for each in (by_tensor, copy.deepcopy(by_tensor)):
+            check(rank, HeadTail(), each, each.sinks)
+        # None takes those of the context around the call
+        plain = parallelize_module(Attention(sinks), world, ContextParallel(method=method))
+        leaf = sinks.clone().requires_grad_()
+
+        def inside(*qkv: torch.Tensor) -> torch.Tensor:
+            with context_parallel(world, sinks=leaf):
+                return plain(*qkv)
+
+        check(rank, HeadTail(), inside, leaf)
+        assert plain.sinks.grad is None
+
+    run_ranks(RANKS, body)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a list": ({"sinks": [0.0] * 4}, TypeError, "expected sinks to be a torch.Tensor .* got list"),
+    "integers": ({"sinks": torch.zeros(4, dtype=torch.int64)}, ValueError, r"floating dtype .* got torch.int64 \(4,\)"),
+    "two dims": ({"sinks": torch.zeros(1, 4)}, ValueError, r"shape \(query heads,\), got torch.float32 \(1, 4\)"),
+    "not a bool": ({"deterministic": "yes"}, TypeError, "expected deterministic to be True or False, got 'yes'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_are_refused_on_creation(name: str) -> None:
+    options, error, message = BAD[name]
+
+    def body(_rank: int) -> None:
+        with pytest.raises(error, match=message):
+            context_parallel(dist.group.WORLD, **options)
+        with pytest.raises(error, match=message):
+            ContextParallel(**options)
+
+    with recorded_collectives() as calls:
+        run_ranks(RANKS, body)
+    assert kinds(calls) == []
+
+
+def test_bad_values_are_refused_at_a_call() -> None:
+    q = torch.zeros(1, HEADS, 2, 4)
+
+    def body(_rank: int) -> None:
+        world, module = dist.group.WORLD, Attention(drawn_sinks())
+        with pytest.raises(ValueError, match="sinks to name an attribute of Attention, got 'sink'"):
+            parallelize_module(module, world, ContextParallel(sinks="sink"))
+        with context_parallel(world, sinks=torch.zeros(3)), pytest.raises(ValueError, match=r"query heads, \(4,\)"):
+            sdpa(q, q, q)
+        parallelize_module(module, world, ContextParallel(sinks="sinks"))
+        module.sinks = None
+        with pytest.raises(TypeError, match=r"expected sinks to be a torch.Tensor .* got NoneType"):
+            module(q, q, q)
+        del module.sinks
+        module.sinks = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+        with pytest.raises(TypeError, match="expected sinks to be a plain tensor, this rank's own, got a DTensor"):
+            module(q, q, q)
+
+    run_ranks(RANKS, body)
+
+
+def test_attention_without_sinks_is_refused() -> None:
+    rows = torch.zeros(2, HEADS, 4, dtype=torch.bfloat16)
+    edges = torch.tensor([0, 2 * RANKS], dtype=torch.int32)
+    heads_first = torch.zeros(1, HEADS, 2, 4)
+
+    def body(_rank: int) -> None:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        whole = distribute_tensor(torch.zeros(1, HEADS, 6, 4), mesh, [Shard(2)])
+        with context_parallel(mesh, sinks=torch.zeros(HEADS), seq_len=2 * RANKS):
+            with pytest.raises(NotImplementedError, match=r"varlen_attn does not take the sinks .* varlen_attention\("):
+                varlen_attn(rows, rows, rows, edges, edges, 6, 6)
+            with pytest.raises(NotImplementedError, match="FlexAttention does not take the sinks of its context"):
+                flex_attention(heads_first, heads_first, heads_first)
+            with pytest.raises(NotImplementedError, match="the sinks of this context can be applied to plain"):
+                sdpa(whole, whole, whole)
+
+    run_ranks(RANKS, body)
+
+
+def compiled_code(_rank: int) -> None:
+    q, world = torch.zeros(1, HEADS, 2, 4), dist.group.WORLD
+    for function in (
+        sdpa,
+        parallelize_module(Attention(torch.zeros(HEADS)), world, ContextParallel()),
+    ):
+        fresh()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        with context_parallel(world):
+            compiled(q, q, q)
+        with (
+            context_parallel(world, sinks=torch.zeros(HEADS)),
+            pytest.raises(Exception, match=r"does not take the sinks of its context: call context_parallel_attention"),
+        ):
+            compiled(q, q, q)
+    fresh()
+    module = parallelize_module(Attention(torch.zeros(HEADS)), world, ContextParallel(sinks="sinks"))
+    with pytest.raises(Exception, match="a compiled module with ContextParallel does not take the sinks"):
+        torch.compile(module, fullgraph=True, backend="aot_eager")(q, q, q)
+
+
+def test_compiled_code(two_processes: Processes) -> None:
+    two_processes.run(compiled_code)
+
+
+def test_deterministic() -> None:
+    """The setting reaches attention: of contexts, of modules, and of what they compile."""
+    found: list[tuple[bool, bool]] = []
+
+    class Seen(nn.Module):
+        def forward(self) -> None:
+            context = innermost_context()
+            assert context is not None
+            found.append((context.settings.splitting.deterministic, "deterministic" in context.ambient.token))
+
+    def body(_rank: int) -> None:
+        with context_parallel(dist.group.WORLD, deterministic=True):
+            Seen()()
+        with context_parallel(dist.group.WORLD, layout=Contiguous()):
+            Seen()()
+            parallelize_module(Seen(), dist.group.WORLD, ContextParallel(deterministic=True))()
+
+    run_ranks(1, body)
+    assert found == [(True, True), (False, False), (True, True)]

@@ -1,0 +1,246 @@
+"""Layouts and masks that calls take over from the context around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.collectives import kinds, recorded_collectives
+from support.masked_problems import MaskedProblem
+from support.problems import shard
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import (
+    Balanced,
+    Causal,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Layout,
+    Mask,
+    Striped,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_flex_attention,
+    context_parallel_shard,
+    context_parallel_unshard,
+    local_positions,
+    ring_attention,
+    ulysses_attention,
+    varlen_attention,
+)
+from cp_dtensor.integrations.unified import UnifiedAttnMode
+
+RANKS, LENGTH = 2, 12
+MASK = Documents([0, 5, 12], within=Causal())
+LAYOUTS = (Contiguous(), Striped(1), Balanced(MASK, LENGTH))
+Function = Callable[..., torch.Tensor]
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+        return self.inner(*qkv)
+
+
+def functional(function: Callable[..., Any]) -> Function:
+    return lambda q, k, v, **options: function(
+        q, k, v, mesh=options.pop("mesh", dist.group.WORLD), enable_gqa=True, **options
+    )
+
+
+def module(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    mesh = options.pop("mesh", dist.group.WORLD)
+    return parallelize_module(Attention(), mesh, ContextParallel(**options))(q, k, v)
+
+
+FORMS: dict[str, Function] = {
+    "context_parallel_attention": functional(context_parallel_attention),
+    "ring_attention": functional(ring_attention),
+    "ulysses_attention": functional(ulysses_attention),
+    "ContextParallel": module,
+}
+
+
+class Case:
+    """A problem of one mask, and this rank's shards of it in one layout."""
+
+    def __init__(self, rank: int, mask: Mask, layout: Layout, ranks: int = RANKS) -> None:
+        problem = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2)
+        whole = problem.draw(0)
+        self._shard = lambda tensor: shard(tensor, layout, rank, ranks)
+        self._expected = problem.reference(*whole)[:4]
+        self.q, self.k, self.v, self.grad = map(self._shard, whole)
+
+    def check(self, attend: Function, around: Callable[[], Any] = nullcontext, **options: Any) -> None:
+        """out, dq, dk and dv of `attend` under `around()`; backward comes after it."""
+        leaves = [tensor.clone().requires_grad_() for tensor in (self.q, self.k, self.v)]
+        with around():
+            out = attend(*leaves, **options)
+        out.backward(self.grad)
+        results = (out, *(leaf.grad for leaf in leaves))
+        for name, got, whole in zip(("out", "dq", "dk", "dv"), results, self._expected, strict=True):
+            torch.testing.assert_close(
+                got, self._shard(whole), rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n} {text}"
+            )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
+@pytest.mark.parametrize("form", FORMS)
+def test_attention(form: str, layout: Layout) -> None:
+    attend = FORMS[form]
+
+    def body(rank: int) -> None:
+        def around() -> context_parallel:
+            return context_parallel(dist.group.WORLD, layout=layout, mask=MASK)
+
+        Case(rank, MASK, layout).check(attend, around)
+        Case(rank, MASK, layout).check(attend, around, mesh=init_device_mesh("cpu", (RANKS,)))
+        Case(rank, Full(), layout).check(attend, around, mask=Full())
+        Case(rank, Causal(), layout).check(attend, around, mask=Causal())  # alone, without that of the context
+        Case(rank, MASK, HeadTail()).check(attend, around, layout=HeadTail())
+        Case(rank, Full(), HeadTail()).check(attend, around, layout=HeadTail(), mask=Full())
+        Case(rank, Full(), HeadTail()).check(attend)
+        if form != "ContextParallel":
+            Case(rank, MASK & Causal(), layout).check(attend, around, is_causal=True)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_contexts_over_other_ranks_give_nothing(form: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "rows"))["cp"]
+        case = Case(mesh.get_local_rank(), Full(), HeadTail())
+        case.check(FORMS[form], lambda: context_parallel(dist.group.WORLD, layout=Contiguous(), mask=MASK), mesh=mesh)
+
+    run_ranks(4, body)
+
+
+def test_packed_documents_have_masks_of_their_own() -> None:
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
+        out = varlen_attention(*rows, mesh=dist.group.WORLD, cu_seqlens=[0, LENGTH])
+        assert isinstance(out, torch.Tensor)
+        return torch.stack([out.transpose(0, 1)] * 2)
+
+    def body(rank: int) -> None:
+        with context_parallel(dist.group.WORLD, layout=Contiguous(), mask=MASK):
+            case = Case(rank, Full(), Contiguous())
+            alone = functional(context_parallel_attention)(case.q, case.k, case.v, mask=Full())
+            torch.testing.assert_close(packed(case.q, case.k, case.v)[0], alone[0], rtol=0, atol=1e-10)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention() -> None:
+    def body(rank: int) -> None:
+        case = Case(rank, Full(), Contiguous())
+        with context_parallel(dist.group.WORLD, layout=Contiguous()):
+            out = context_parallel_flex_attention(case.q, case.k, case.v, mesh=dist.group.WORLD, enable_gqa=True)
+        expected = functional(context_parallel_attention)(case.q, case.k, case.v, layout=Contiguous())
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
+def test_sharding(layout: Layout) -> None:
+    def body(rank: int) -> None:
+        world, whole = dist.group.WORLD, torch.arange(LENGTH)
+        with context_parallel(world, layout=layout):
+            (mine,) = context_parallel_shard(world, [whole], [0])
+            positions = local_positions(world, LENGTH)
+            (again,) = context_parallel_unshard(world, [mine], [0])
+            (other,) = context_parallel_shard(world, [whole], [0], HeadTail())
+        assert torch.equal(mine, shard(whole, layout, rank, RANKS, seq_dim=0))
+        assert torch.equal(positions, mine)
+        assert torch.equal(again, whole)
+        assert torch.equal(other, shard(whole, HeadTail(), rank, RANKS, seq_dim=0))
+        assert torch.equal(local_positions(world, LENGTH), other)
+
+    run_ranks(RANKS, body)
+
+
+def test_lengths_that_the_layout_does_not_divide_are_refused_alone() -> None:
+    def body(rank: int) -> None:
+        with (
+            context_parallel(dist.group.WORLD, layout=Balanced(MASK, LENGTH)),
+            pytest.raises(ValueError, match="got 8 tokens, but this Balanced divides sequences of 12"),
+        ):
+            context_parallel_shard(dist.group.WORLD, [torch.ones(8)], [0])
+
+    with recorded_collectives() as calls:
+        run_ranks(RANKS, body)
+    assert kinds(calls) == []
+
+
+def test_modules_inside_of_modules() -> None:
+    def body(rank: int) -> None:
+        world = dist.group.WORLD
+        inner = parallelize_module(Attention(), world, ContextParallel())
+        outer = parallelize_module(Outer(inner), world, ContextParallel(layout=Contiguous(), mask=MASK))
+        for each in (outer, copy.deepcopy(outer)):
+            Case(rank, MASK, Contiguous()).check(each)
+        Case(rank, Full(), HeadTail()).check(inner)
+
+    run_ranks(RANKS, body)
+
+
+def test_the_drop_in_mode_is_contiguous() -> None:
+    def body(rank: int) -> None:
+        with UnifiedAttnMode():
+            (mine,) = context_parallel_shard(dist.group.WORLD, [torch.arange(LENGTH)], [0])
+        assert mine.tolist() == list(range(rank * 6, rank * 6 + 6))
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_recomputation(form: str, use_reentrant: bool) -> None:
+    """Of a checkpoint made in a context, after that; one made outside is refused in another, where it may belong."""
+    attend = FORMS[form]
+
+    def checkpointed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return checkpoint(attend, q, k, v, use_reentrant=use_reentrant, **options)
+
+    def body(rank: int) -> None:
+        def context() -> context_parallel:
+            return context_parallel(dist.group.WORLD, layout=Contiguous(), mask=MASK)
+
+        Case(rank, MASK, Contiguous()).check(
+            lambda *qkv: checkpoint(attend, *qkv, use_reentrant=use_reentrant), context
+        )
+        outside = Case(rank, Full(), HeadTail())
+        leaf = outside.q.clone().requires_grad_()
+        out = checkpoint(lambda q: attend(q, outside.k, outside.v), leaf, use_reentrant=use_reentrant)
+        with context(), pytest.raises(RuntimeError, match=r"was called in a backward inside of a context .* pass"):
+            out.sum().backward()
+        told = {"layout": HeadTail(), "mask": Full()}
+        out = checkpoint(lambda q: attend(q, outside.k, outside.v, **told), leaf, use_reentrant=use_reentrant)
+        with context():
+            out.sum().backward()
+
+    run_ranks(RANKS, body)

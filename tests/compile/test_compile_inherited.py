@@ -1,0 +1,156 @@
+"""Layouts and masks that compiled calls take over from the context around them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.masked_problems import MaskedProblem
+from support.problems import shard
+from support.processes import Processes
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_dtensor import (
+    Balanced,
+    Causal,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Layout,
+    Mask,
+    Striped,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_shard,
+    local_positions,
+)
+
+RANKS, LENGTH = 2, 12
+FIRST, SECOND = Documents([0, 5, 12], within=Causal()), Documents([0, 2, 9, 12])
+Function = Callable[..., torch.Tensor]
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q * 1.0, k, v, enable_gqa=True) * 1.0
+
+
+def function(**options: Any) -> Function:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = context_parallel_attention(q * 1.0, k, v, mesh=dist.group.WORLD, enable_gqa=True, **options)
+        assert isinstance(out, torch.Tensor)
+        return out * 1.0
+
+    return compiled(attend)
+
+
+def module(**options: Any) -> Function:
+    return compiled(parallelize_module(Attention(), dist.group.WORLD, ContextParallel(**options)))
+
+
+def check(attend: Function, mask: Mask, layout: Layout, context: context_parallel | None = None) -> None:
+    """out, dq, dk and dv on this rank; backward comes after the context."""
+    problem, rank = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2), dist.get_rank()
+    whole = problem.draw(0)
+    *inputs, grad = (shard(tensor, layout, rank, RANKS) for tensor in whole)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    if context is None:
+        out = attend(*leaves)
+    else:
+        with context:
+            out = attend(*leaves)
+    results = (out, *torch.autograd.grad(out, leaves, grad))
+    for name, got, expected in zip(("out", "dq", "dk", "dv"), results, problem.reference(*whole), strict=False):
+        equal(got, shard(expected, layout, rank, RANKS), f"{name} of {mask} in {layout}")
+
+
+def context(**options: Any) -> context_parallel:
+    return context_parallel(dist.group.WORLD, **options)
+
+
+def refused(attend: Function, around: context_parallel) -> None:
+    with around, pytest.raises(Exception, match="in compiled code inside of a context whose mask or layout may differ"):
+        attend(*torch.ones(3, 1, 2, 6, 4))
+
+
+def calls(_rank: int) -> None:
+    for form in (function, module):
+        fresh()
+        attend, masked = form(), form(mask=Full())
+        check(attend, Full(), HeadTail())
+        for layout in (Striped(1), Contiguous()):
+            check(attend, Full(), layout, context(layout=layout))
+            check(masked, Full(), layout, context(layout=layout))
+        check(attend, FIRST, Striped(1), context(mask=FIRST, layout=Striped(1)))
+        check(masked, Full(), Striped(1), context(mask=FIRST, layout=Striped(1)))
+        with no_compilation():
+            check(attend, Full(), HeadTail())
+            check(attend, SECOND, Striped(1), context(mask=SECOND, layout=Striped(1)))
+            check(masked, Full(), Striped(1), context(mask=SECOND, layout=Striped(1)))
+        # One token for Contiguous() and all layouts of one length.
+        check(attend, FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
+        with no_compilation():
+            for each in (FIRST, SECOND):
+                layout = Balanced(each, LENGTH)
+                check(attend, each, layout, context(mask=each, layout=layout))
+                check(attend, Full(), layout, context(layout=layout))
+
+
+def refusals(_rank: int) -> None:
+    for form in (function, module):
+        for options in ({"method": "ulysses"}, {"layout": Striped(1)}, {"layout": Contiguous()}):
+            fresh()
+            refused(form(**options), context(mask=FIRST, layout=Contiguous()))
+        fresh()
+        refused(form(mask=Full()), context(mask=FIRST, layout=Contiguous()))
+        fresh()
+        attend = form(layout=Contiguous(), mask=Full(), method="ulysses")
+        check(attend, Full(), Contiguous(), context(mask=FIRST, layout=Balanced(FIRST, LENGTH)))
+
+
+def modules_in_modules(_rank: int) -> None:
+    fresh()
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = compiled(inner)
+
+        def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+            return self.inner(*qkv)
+
+    world = dist.group.WORLD
+    inner = parallelize_module(Attention(), world, ContextParallel())
+    for mask in (FIRST, SECOND):
+        style = ContextParallel(layout=Contiguous(), mask=mask)
+        check(parallelize_module(Outer(inner), world, style), mask, Contiguous())
+
+
+def positions(rank: int) -> None:
+    """Between graphs; each run has those of its context."""
+    fresh()
+    warnings.filterwarnings("ignore", "Dynamo (detected|does not know)")  # of the code of Balanced
+    world, whole = dist.group.WORLD, torch.arange(LENGTH)
+
+    def shard_and_positions(x: torch.Tensor) -> torch.Tensor:
+        return context_parallel_shard(world, [x * 2], [0])[0] + local_positions(world, LENGTH)
+
+    attend = torch.compile(shard_and_positions, backend="aot_eager")
+    equal(attend(whole), 3 * shard(whole, HeadTail(), rank, RANKS, seq_dim=0), "outside")
+    for layout in (Balanced(FIRST, LENGTH), Balanced(SECOND, LENGTH), Contiguous(), Striped(2)):
+        with context(layout=layout):
+            equal(attend(whole), 3 * shard(whole, layout, rank, RANKS, seq_dim=0), layout)
+
+
+@pytest.mark.parametrize("check_on_rank", [calls, refusals, modules_in_modules, positions])
+def test_inherited(two_processes: Processes, check_on_rank: Callable[[int], None]) -> None:
+    two_processes.run(check_on_rank)
