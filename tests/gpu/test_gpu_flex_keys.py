@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.gathered_keys import BY_INDEX, IN_PLACE, WIDTHS, check, drawn, whole_keys
+from support.gathered_keys import IN_RANGES, IN_STRIPES, WIDTHS, check, drawn, kv_gather
 from support.gpu_checks import WORLD_SIZE, Tensors, delay, replayed_differences
 from support.problems import shard
 from support.processes import Processes
 
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.api.flex import gather_kv as flex_in_place
 from cp_dtensor.comm.select import ROTATE_METHODS, transport_of_all_rows
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 
@@ -24,24 +22,23 @@ DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64)
 LENGTH, LAYERS = 512, 6
 
 
-def _gathered(rank: int, layout: Layout, rotate_method: str, stage_bytes: int) -> None:
-    with mock.patch.object(flex_in_place, "_STAGE_BYTES", stage_bytes):
-        for dtype, widths, length in product(DTYPES, WIDTHS, (None, 1)):
-            of_layout = {} if length is None or layout.only_length else {"length": length}
-            method = ROTATE_METHODS[rotate_method]
-            check(rank, layout, lambda x: x.mT.contiguous().mT, dtype, widths, method, device="cuda", **of_layout)
+def _gathered(rank: int, layout: Layout, rotate_method: str) -> None:
+    for dtype, widths, length in product(DTYPES, WIDTHS, (None, 1)):
+        of_layout = {} if length is None or layout.only_length else {"length": length}
+        method = ROTATE_METHODS[rotate_method]
+        check(rank, layout, lambda x: x.mT.contiguous().mT, dtype, widths, method, device="cuda", **of_layout)
 
 
-@pytest.mark.parametrize("layout", [*IN_PLACE, *BY_INDEX], ids=repr)
-@pytest.mark.parametrize(("rotate_method", "stage_bytes"), [("symm_mem", 1), ("auto", 1 << 20), ("alltoall", 1)])
-def test_every_bit_arrives(gpus: Processes, layout: Layout, rotate_method: str, stage_bytes: int) -> None:
-    gpus.run(_gathered, layout, rotate_method, stage_bytes)
+@pytest.mark.parametrize("layout", [*IN_RANGES, *IN_STRIPES], ids=repr)
+@pytest.mark.parametrize("rotate_method", ["symm_mem", "auto", "alltoall"])
+def test_every_bit_arrives(gpus: Processes, layout: Layout, rotate_method: str) -> None:
+    gpus.run(_gathered, layout, rotate_method)
 
 
 def _there_and_back(inputs: Tensors, layout: Layout, rotate_method: str) -> Tensors:
     k, v, grad_k, grad_v = inputs
-    keys = whole_keys(layout, LENGTH, LENGTH, ROTATE_METHODS[rotate_method])
-    return *keys.gathered(k, v), *keys.gradients(grad_k, grad_v, k.size(2))
+    keys = kv_gather(layout, LENGTH, LENGTH, ROTATE_METHODS[rotate_method])
+    return *keys.gather(k, v), *keys.reduce_gradients(grad_k, grad_v, k.size(2))
 
 
 def _inputs(seed: int, layout: Layout, rank: int) -> Tensors:
@@ -56,23 +53,22 @@ def _race(rank: int, rounds: int) -> list[str]:
     device = torch.device("cuda", torch.cuda.current_device())
     assert isinstance(transport_of_all_rows(ROTATE_METHODS["auto"], dist.group.WORLD, device), SymmetricMemory)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    with mock.patch.object(flex_in_place, "_STAGE_BYTES", 1):
-        for seed in range(rounds):
-            layers = [((HeadTail(), Contiguous())[layer % 2], seed * LAYERS + layer) for layer in range(LAYERS)]
-            inputs = [_inputs(number, layout, rank) for layout, number in layers]
-            found = {}
-            for rotate_method in ("allgather", "auto"):
-                results = []
-                torch.cuda.synchronize()
-                for (layout, number), tensors in zip(layers, inputs, strict=True):
-                    with torch.cuda.stream(streams[number // 2 % 2 if rotate_method == "auto" else 0]):
-                        delay(random_delays)
-                        results.append(_there_and_back(tensors, layout, rotate_method))
-                torch.cuda.synchronize()
-                found[rotate_method] = results
-            for layer, (one, other) in enumerate(zip(*found.values(), strict=True)):
-                if not all(map(torch.equal, one, other)):
-                    wrong.append(f"round {seed}, layer {layer}")
+    for seed in range(rounds):
+        layers = [((HeadTail(), Contiguous())[layer % 2], seed * LAYERS + layer) for layer in range(LAYERS)]
+        inputs = [_inputs(number, layout, rank) for layout, number in layers]
+        found = {}
+        for rotate_method in ("allgather", "auto"):
+            results = []
+            torch.cuda.synchronize()
+            for (layout, number), tensors in zip(layers, inputs, strict=True):
+                with torch.cuda.stream(streams[number // 2 % 2 if rotate_method == "auto" else 0]):
+                    delay(random_delays)
+                    results.append(_there_and_back(tensors, layout, rotate_method))
+            torch.cuda.synchronize()
+            found[rotate_method] = results
+        for layer, (one, other) in enumerate(zip(*found.values(), strict=True)):
+            if not all(map(torch.equal, one, other)):
+                wrong.append(f"round {seed}, layer {layer}")
     return wrong
 
 
@@ -82,12 +78,11 @@ def test_random_delays_on_random_ranks_change_nothing(gpus: Processes) -> None:
 
 
 def _graph(rank: int, rotate_method: str) -> list[float]:
-    with mock.patch.object(flex_in_place, "_STAGE_BYTES", 1):
-        return replayed_differences(
-            rank, lambda inputs: _there_and_back(inputs, HeadTail(), rotate_method),
-            lambda inputs: _there_and_back(inputs, HeadTail(), "allgather"),
-            lambda seed: _inputs(seed, HeadTail(), rank),
-        )  # fmt: skip
+    return replayed_differences(
+        rank, lambda inputs: _there_and_back(inputs, HeadTail(), rotate_method),
+        lambda inputs: _there_and_back(inputs, HeadTail(), "allgather"),
+        lambda seed: _inputs(seed, HeadTail(), rank),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rotate_method", ["auto", "allgather"])
