@@ -9,12 +9,15 @@ from cp_dtensor._torch.collectives import (
     uses_nccl,
 )
 from cp_dtensor._torch.compiler import (
+    begin_traced_scope,
     compiled_code_kept_apart,
     constant_in_trace,
+    end_traced_scope,
     is_traced,
     never_compiled,
     refuse_in_compiled_function,
     traced_inside,
+    traced_scope,
 )
 from cp_dtensor._torch.cuda_graphs import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch.dtensor import (
@@ -33,6 +36,7 @@ from cp_dtensor._torch.flex import (
     FLEX_ATTENTION_IS_KNOWN,
     WHOLE_BLOCK,
     captured_flex_attention_checked,
+    flex_attention_is_redirected,
     flex_attention_redirected,
     original_flex_attention,
     with_write_order_like,
@@ -81,6 +85,7 @@ __all__ = [
     "SymmetricBuffer",
     "all_gather_single",
     "backward_may_come_again",
+    "begin_traced_scope",
     "below_autograd",
     "bound_arguments",
     "captured_flex_attention_checked",
@@ -91,8 +96,10 @@ __all__ = [
     "current_stream_handle",
     "dtensor_dispatcher",
     "dtensor_tables",
+    "end_traced_scope",
     "expand_strategies",
     "experimental_context_parallel_settings",
+    "flex_attention_is_redirected",
     "flex_attention_redirected",
     "get_thread_state",
     "group_of_name",
@@ -129,6 +136,7 @@ __all__ = [
     "thread_state",
     "traced_broadcast",
     "traced_inside",
+    "traced_scope",
     "user_sdpa_priority",
     "uses_nccl",
     "varlen_attn_overridden",

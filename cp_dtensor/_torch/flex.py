@@ -85,6 +85,11 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
         redirection.handler = before
 
 
+def flex_attention_is_redirected() -> bool:
+    """True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    return _public.__code__ is _redirected.__code__ and redirection.handler is not None
+
+
 @contextmanager
 def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
     """While open, `check`, which may raise, is called when FlexAttention that Dynamo captured is run or traced."""

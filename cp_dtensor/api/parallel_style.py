@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import CAPTURED_BEFORE, ActiveContext
+from cp_dtensor.api.flex.frontend import flex_redirection
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.select import transport_by_name
@@ -116,6 +118,9 @@ class _ContextForward:
         self._context = context
         self._said = said
         self._token = context.ambient.token
+        # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
+        flex_redirection.acquire()
+        weakref.finalize(self, flex_redirection.release)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +130,11 @@ class _ContextForward:
             # The token is what code is compiled for; the region itself is entered when what Dynamo captures of forward
             # is traced further.
             enter = functools.partial(_in_context_of, self._token)
-            return _torch.traced_inside(enter, forward, *args, **kwargs)
+            _torch.begin_traced_scope(self._token)  # FlexAttention is redirected while Dynamo traces forward
+            try:
+                return _torch.traced_inside(enter, forward, *args, **kwargs)
+            finally:
+                _torch.end_traced_scope()
         refuse_left_out("ContextParallel", self._context.settings.ranks, layout=self._said.layout, mask=self._said.mask)
         return _run_in_context(self._context, forward, *args, **kwargs)
 
@@ -167,6 +176,6 @@ def _run_in_context(context: ActiveContext, function: Callable[..., Any], *args:
 
 @_torch.never_compiled
 def _run_captured(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `_run_in_context`, for code captured outside of the context: FlexAttention in it sees local shards only."""
+    """As `_run_in_context`, for code that Dynamo captured outside of the context."""
     with entered(context), _torch.thread_state(CAPTURED_BEFORE, context):
         return function(*args, **kwargs)

@@ -25,7 +25,7 @@ from cp_dtensor.api.active_context import (
 )
 from cp_dtensor.api.buffers import is_shard_now
 from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
-from cp_dtensor.api.flex.frontend import flex_replacements
+from cp_dtensor.api.flex.frontend import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.varlen_attn import varlen_replacements
 from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG
@@ -60,7 +60,7 @@ def _replacements() -> Iterator[AbstractContextManager[None]]:
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
     yield _torch.lower_right_bias_redirected(_redirected)
-    yield from flex_replacements()
+    yield flex_redirection.held()
     yield from varlen_replacements()
     yield _torch.multihead_attention_ends_in_sdpa(_check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)

@@ -19,18 +19,17 @@ from support.flex_checks import (
     SCALE,
     block_mask,
     context,
-    dense_attention,
     distance,
     documents,
     draw,
-    grid,
     one_device,
+    traceable,
     window,
 )
 from support.problems import shard
 from support.processes import Processes
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
@@ -225,17 +224,6 @@ def lengths_that_look_alike(rank: int) -> None:
 
 def test_without_a_mask_the_length_is_found_when_the_code_runs(two_processes: Processes) -> None:
     two_processes.run(lengths_that_look_alike)
-
-
-def traceable(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: BlockMask | None,
-    scale: float, enable_gqa: bool, **_: Any,
-) -> torch.Tensor:  # fmt: skip
-    """`flex_attention` that Dynamo follows, with gradients."""
-    seen = None
-    if block_mask is not None:
-        seen = block_mask.mask_mod(*grid(*query.shape[:3], key.size(2)))
-    return dense_attention(query, key, value, score_mod, seen, scale)[0]
 
 
 def gradients(rank: int, layout: Layout, length: int) -> None:

@@ -117,6 +117,17 @@ def dense_flex_attention(
     return (out, lse) if return_lse else out
 
 
+def traceable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: BlockMask | None,
+    scale: float, enable_gqa: bool, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`flex_attention` that Dynamo traces, with gradients."""
+    seen = None
+    if block_mask is not None:
+        seen = block_mask.mask_mod(*grid(*query.shape[:3], key.size(2)))
+    return dense_attention(query, key, value, score_mod, seen, scale)[0]
+
+
 def one_device(
     whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float = SCALE
 ) -> list[torch.Tensor]:

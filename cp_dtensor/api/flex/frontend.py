@@ -1,4 +1,4 @@
-"""FlexAttention inside of regions: `flex_attention` of this rank's shards attends to the whole sequence."""
+"""FlexAttention inside an active context: `flex_attention` of this rank's shards attends to the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import CAPTURED_BEFORE, attends_alone, current_context, innermost_context
 from cp_dtensor.api.flex.attention import FlexCall, flex_of_shards, traced_flex
-from cp_dtensor.api.flex.custom_ops import check_context_mask
-
-
-def flex_replacements() -> Iterator[AbstractContextManager[None]]:
-    """What is replaced in torch while a region is open."""
-    yield _torch.flex_attention_redirected(_flex_attention)
-    yield _torch.captured_flex_attention_checked(_check_captured)
+from cp_dtensor.api.flex.custom_ops import check_context_mask, shard_call_spec
+from cp_dtensor.api.interception import SharedInstallation
 
 
 def _flex_attention(
@@ -34,7 +29,7 @@ def _flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """FlexAttention of this rank's shards; torch's own outside of regions."""
+    """FlexAttention of this rank's shards; torch's own outside of contexts."""
     token = _context_token()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     call = FlexCall(
@@ -56,7 +51,11 @@ def _flex_attention(
 
 @_torch.constant_in_trace
 def _context_token() -> str:
-    """Of the region that FlexAttention belongs to, "" outside of any; a constant, since code is compiled for it."""
+    """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
+    of_module = _torch.traced_scope()
+    if of_module is not None:
+        check_context_mask(shard_call_spec(of_module).settings().mask)
+        return of_module
     context = current_context()
     if context is None:
         return ""
@@ -70,6 +69,7 @@ def _context_token() -> str:
 
 
 def _check_captured() -> None:
+    """Refuses FlexAttention of local shards in captured code that is run or traced further inside a context."""
     context = innermost_context()
     if context is None:
         return
@@ -78,9 +78,17 @@ def _check_captured() -> None:
             f"FlexAttention of torch {torch.__version__} is not supported inside of a context-parallel region: it has "
             "other arguments than are known"
         )
-    if _torch.get_thread_state(CAPTURED_BEFORE) is context:
+    if _torch.get_thread_state(CAPTURED_BEFORE) is context and not _torch.flex_attention_is_redirected():
         raise NotImplementedError(
-            "FlexAttention is not supported in compiled modules with ContextParallel, where it would attend to the "
-            "local shard only: compile the module inside of `with context_parallel(...)`, or call "
-            "context_parallel_flex_attention"
+            "a compiled module with ContextParallel calls FlexAttention, whose code another package has replaced: it "
+            "would attend to the local shard only. Call context_parallel_flex_attention instead"
         )
+
+
+def _replacements() -> Iterator[AbstractContextManager[None]]:
+    yield _torch.flex_attention_redirected(_flex_attention)
+    yield _torch.captured_flex_attention_checked(_check_captured)
+
+
+flex_redirection = SharedInstallation(_replacements)
+"""Redirects FlexAttention: held by open contexts and by modules with `ContextParallel`."""
