@@ -1,4 +1,4 @@
-"""FlexAttention's function, redirected however it was imported or compiled, and what torch keeps private of masks."""
+"""Redirection of `flex_attention`, and private parts of `BlockMask`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_dtensor._torch.patches import patched
 
 WHOLE_BLOCK: int = module._LARGE_SPARSE_BLOCK_SIZE
-"""The block size of a mask that is one block, whatever the lengths."""
+"""The block size of a mask that is a single block, whatever the lengths."""
 
 
 def _copied(function: types.FunctionType) -> types.FunctionType:
-    """A function that stays as it is when the original gets other code."""
+    """A copy of a function that keeps its code when the code of the original is replaced."""
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -27,14 +27,14 @@ def _copied(function: types.FunctionType) -> types.FunctionType:
 
 _public: Any = module.flex_attention
 original_flex_attention: Callable[..., Any] = _copied(_public)
-"""FlexAttention of whole tensors."""
+"""FlexAttention of whole tensors, never redirected."""
 
 
 def _redirected(
     query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
     enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    # Its code is run with torch's globals; Dynamo, which follows it, wants the parameters that it knows.
+    # This code runs with the globals of torch's module. Dynamo, which traces it, expects the original's parameters.
     from cp_dtensor._torch.flex import redirection
 
     return redirection.call(
@@ -48,16 +48,16 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 FLEX_ATTENTION_IS_KNOWN = _parameters(_redirected) == _parameters(_public) and not _public.__closure__
-"""Whether FlexAttention takes what it took when this was written."""
+"""True if the installed `flex_attention` has the parameters that `_redirected` has."""
 
 
 class _Redirection:
-    """To whom calls go."""
+    """The handler of redirected calls."""
 
     handler: Callable[..., Any] | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The handler's result; torch's if the last handler has just left, in another thread."""
+        """Calls the handler, or torch's function if another thread has just removed the last handler."""
         handler = self.handler
         return original_flex_attention(*args, **kwargs) if handler is None else handler(*args, **kwargs)
 
@@ -69,7 +69,7 @@ redirection = _Redirection()
 def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
     """While open, calls of `flex_attention` go to `handler`, which takes the same arguments.
 
-    The function gets other code, so it does not matter who has imported it; Dynamo, too, follows it into the handler.
+    The code of the function is replaced, so earlier imports are redirected too, and Dynamo traces into the handler.
     """
     if not FLEX_ATTENTION_IS_KNOWN:
         yield
@@ -107,10 +107,10 @@ def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """The mask of some rows, with the order in which a deterministic backward adds to dQ if the whole mask has one.
+    """`mask`, of some rows, with an order of the writes of a deterministic backward to dQ if the whole mask has one.
 
     Raises:
-        NotImplementedError: an order of the caller's own.
+        NotImplementedError: the whole mask has an explicit order.
     """
     if getattr(whole, "dq_write_order", None) is None:  # torch 2.11 has none
         return mask

@@ -32,7 +32,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_outside_of_regions_and_after_them_it_is_torchs_own() -> None:
+def test_outside_of_contexts_and_after_them_it_is_torchs_own() -> None:
     gc.collect()  # FlexAttention stays replaced as long as other tests' modules with ContextParallel exist
     q, k, v, _ = draw(20)
     code, function = flex_attention.__code__, flex_attention
@@ -44,16 +44,16 @@ def test_outside_of_regions_and_after_them_it_is_torchs_own() -> None:
                 assert flex_attention.__code__ is not _torch.original_flex_attention.__code__
             local = flex_attention(*(shard(tensor, HeadTail(), rank, 2) for tensor in (q, k, v)), enable_gqa=True)
             assert_close(local, shard(expected, HeadTail(), rank, 2))
-        assert torch.equal(flex_attention(q, k, v, enable_gqa=True), expected)  # another rank may be in a region still
+        assert torch.equal(flex_attention(q, k, v, enable_gqa=True), expected)  # another rank may still be in a context
 
     run_ranks(2, body)
     assert torchs_module.flex_attention is function
     assert flex_attention.__code__ is code
 
 
-def test_others_code_of_the_function_stays() -> None:
+def test_code_that_another_package_has_installed_stays() -> None:
     def other() -> None:
-        """Nobody's."""
+        """Another package's."""
 
     code = flex_attention.__code__
 
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused() -> None:
                 flex_attention(q, q, q, block_mask=mask.to("meta"))
             mesh = init_device_mesh("cpu", (2,))
             replicated = DTensor.from_local(q, mesh, [Replicate()])
-            with pytest.raises(NotImplementedError, match="takes plain tensors inside of a context-parallel region"):
+            with pytest.raises(NotImplementedError, match="takes plain tensors inside context_parallel"):
                 flex_attention(replicated, replicated, replicated)
             with pytest.raises(TypeError, match=r"expected k to be a plain tensor, .* placed \(Replicate\(\),\)"):
                 context_parallel_flex_attention(q, replicated, replicated, mesh=mesh)

@@ -212,12 +212,12 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
     mask, of_mask = call.block_mask, mask_lengths(call.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
-    if _world_size(token) == 1:
+    if world_size(token) == 1:
         return call.attend(call.k, call.v, call.score_mod, mask)
     declared = lengths is not None
     lengths = lengths or of_mask or (-1, -1)
     lengths = index(lengths[0]), index(lengths[1])
-    if lengths[1] < 0 and _layout_is_found(token):
+    if lengths[1] < 0 and layout_is_found(token):
         raise NotImplementedError(
             "in a compiled function, FlexAttention in a layout that is made for one length, such as PerDocument and "
             "Balanced, needs a block mask of the whole sequence, which has that length: got none"
@@ -264,16 +264,6 @@ def _call_spec_token(mesh: Mesh, layout: Any, debug: bool) -> str:
     settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
     refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
     return token_of(ShardCallSpec.of(settings))
-
-
-@_torch.constant_in_trace
-def _world_size(token: str) -> int:
-    return world_size(token)
-
-
-@_torch.constant_in_trace
-def _layout_is_found(token: str) -> bool:
-    return layout_is_found(token)
 
 
 # Functions of global positions as functions of local rows

@@ -246,12 +246,11 @@ def local_tables(
 
 def _block_kinds(mask: Tables, columns: int) -> torch.Tensor:
     """`Tables.block_kinds` of the whole mask."""
-    partial = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
-    full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
-    assert partial is not None
     # Bytes: Triton keeps lookups of wider integers in several stages of shared memory, where they do not fit.
-    kinds = partial.to(torch.int8) * PARTIAL
-    return kinds if full is None else kinds.masked_fill_(full, FULL)
+    kinds = _dense(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.int8) * PARTIAL
+    if mask.full_kv_indices is None:
+        return kinds
+    return kinds.masked_fill_(_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns), FULL)
 
 
 def _merged(kinds: torch.Tensor, blocks: torch.Tensor, has_full: bool) -> list[torch.Tensor]:
@@ -265,16 +264,14 @@ def _transposed(counts: torch.Tensor | None, indices: torch.Tensor | None, prefi
     """The blocks of queries that see each block of keys."""
     if indices is None:
         return {}
-    dense = _dense(counts, indices, indices.size(-1))
-    assert dense is not None
-    by_keys = _listed(dense.transpose(-2, -1))
+    by_keys = _listed(_dense(counts, indices, indices.size(-1)).transpose(-2, -1))
     return {f"{prefix}q_num_blocks": by_keys[0], f"{prefix}q_indices": by_keys[1]}
 
 
-def _dense(counts: torch.Tensor | None, indices: torch.Tensor | None, columns: int) -> torch.Tensor | None:
+def _dense(counts: torch.Tensor | None, indices: torch.Tensor | None, columns: int) -> torch.Tensor:
     """(..., blocks, columns) bool: True for the blocks of keys that are listed."""
-    if counts is None or indices is None:
-        return None
+    assert counts is not None
+    assert indices is not None
     listed = torch.arange(indices.size(-1), device=indices.device) < counts.unsqueeze(-1)
     dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     return dense.scatter_(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]

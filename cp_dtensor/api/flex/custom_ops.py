@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cp_dtensor._torch import constant_in_trace
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor.api.flex.block_mask import LocalRows, Tables, local_tables, longest_seq_len, table_shapes
 from cp_dtensor.api.flex.gather_kv import KVGather
@@ -26,11 +27,13 @@ def shard_call_spec(token: str) -> ShardCallSpec:
     return call_spec
 
 
+@constant_in_trace
 def world_size(token: str) -> int:
     """The number of ranks that share the sequence."""
     return shard_call_spec(token).settings().ranks.size
 
 
+@constant_in_trace
 def layout_is_found(token: str) -> bool:
     """True if the layout, made for one length, is looked up in the active context when the compiled code runs."""
     return shard_call_spec(token).finds_mask

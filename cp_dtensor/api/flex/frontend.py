@@ -39,8 +39,8 @@ def _flex_attention(
         return call.attend(key, value, score_mod, block_mask)
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise NotImplementedError(
-            "FlexAttention takes plain tensors inside of a context-parallel region, this rank's shards; got nested "
-            "tensors or DTensors"
+            "FlexAttention takes plain tensors inside context_parallel, this rank's shards; got nested tensors or "
+            "DTensors"
         )
     if _torch.is_traced(query):
         return traced_flex(call, token)
@@ -62,8 +62,8 @@ def _context_token() -> str:
     check_context_mask(context.settings.mask)
     if attends_alone(context):
         raise NotImplementedError(
-            "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "
-            "region: use F.scaled_dot_product_attention"
+            "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
+            "F.scaled_dot_product_attention"
         )
     return context.ambient.token
 
@@ -75,8 +75,8 @@ def _check_captured() -> None:
         return
     if not _torch.FLEX_ATTENTION_IS_KNOWN:
         raise NotImplementedError(
-            f"FlexAttention of torch {torch.__version__} is not supported inside of a context-parallel region: it has "
-            "other arguments than are known"
+            f"FlexAttention of torch {torch.__version__} is not supported inside context_parallel: its parameters "
+            "differ from those of the supported versions"
         )
     if _torch.get_thread_state(CAPTURED_BEFORE) is context and not _torch.flex_attention_is_redirected():
         raise NotImplementedError(

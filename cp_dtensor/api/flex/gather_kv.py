@@ -8,7 +8,6 @@ summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -55,33 +54,28 @@ class KVGather:
             words = in_words(k, v)
             # FlexAttention reads K and V that are contiguous 2% faster than K and V that share the rows of one tensor.
             all_k, all_v = self._read_shared_memory(*words) or self._all_gather(*words)
-            return self._padded(all_k).view(k.dtype), self._padded(all_v).view(v.dtype)
+            if self.rows > self.seq_len:
+                all_k, all_v = (F.pad(x, (0, 0, 0, self.rows - self.seq_len)) for x in (all_k, all_v))
+            return all_k.view(k.dtype), all_v.view(v.dtype)
 
     def reduce_gradients(self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int) -> Pair:
         """Gradients of what `gather` returned to those of this rank's `local` tokens, summed over the ranks."""
-        grads = tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
+        out_k, out_v = (grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
         if self._is_empty(grad_k):
-            return grads  # type: ignore[return-value]
+            return out_k, out_v
         with on_device_of(grad_k):
-            words = in_words(grad_k[:, :, : self.seq_len], grad_v[:, :, : self.seq_len])
-            width = words[0].size(3)
-            blocks = words[0].new_empty(
-                self.ranks.size * self._longest, *words[0].shape[:2], width + words[1].size(3)
-            )  # fmt: skip
-            for source, rows in zip(words, _split_kv(blocks, width), strict=True):
-                self._select_rows(_positions_of_shard_rows, source, rows)
-            blocks = blocks.view(grad_k.dtype).unflatten(0, (self.ranks.size, self._longest))
-            summed = _sum_over_ranks(blocks, self.ranks)[:local]
-            for grad, rows in zip(grads, _split_kv(summed, grad_k.size(3)), strict=True):
-                grad.copy_(rows)
-        return grads  # type: ignore[return-value]
+            k, v = in_words(grad_k[:, :, : self.seq_len], grad_v[:, :, : self.seq_len])
+            blocks = k.new_empty(self.ranks.size, self._longest, *k.shape[:2], k.size(3) + v.size(3))
+            for source, rows in zip((k, v), _split_kv(blocks.flatten(0, 1), k.size(3)), strict=True):
+                self._select_rows(source, rows, to_shards=True)
+            summed = _sum_over_ranks(blocks.view(grad_k.dtype), self.ranks)[:local]
+            for out, rows in zip((out_k, out_v), _split_kv(summed, grad_k.size(3)), strict=True):
+                out.copy_(rows)
+        return out_k, out_v
 
     def _is_empty(self, k: torch.Tensor) -> bool:
         """True if no element is gathered, on any rank."""
         return 0 in (*k.shape[:2], self.seq_len)
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.rows == self.seq_len else F.pad(x, (0, 0, 0, self.rows - self.seq_len))
 
     @property
     def _longest(self) -> int:
@@ -112,13 +106,13 @@ class KVGather:
         all_k, all_v = (x.new_empty(*x.shape[:2], self.seq_len, x.size(3)) for x in (k, v))
         gathered = _split_kv(self.ranks.gather(packed).flatten(0, 1), k.size(3))
         for source, out in zip(gathered, (all_k, all_v), strict=True):
-            self._select_rows(_shard_rows_of_positions, source, out)
+            self._select_rows(source, out, to_shards=False)
         return all_k, all_v
 
-    def _select_rows(self, index_of: Callable[..., torch.Tensor], source: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies rows (dim 2) of `source` to `out` by an index, which may differ between batch groups."""
+    def _select_rows(self, source: torch.Tensor, out: torch.Tensor, to_shards: bool) -> None:
+        """Copies rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
         for group, (start, stop) in enumerate(self.layout.batch_groups(source.size(0))):
-            index = cached(index_of, self.layout, self.seq_len, self.ranks.size, source.device, group)
+            index = cached(_row_index, self.layout, self.seq_len, self.ranks.size, source.device, group, to_shards)
             torch.index_select(source[start:stop], 2, index, out=out[start:stop])
 
 
@@ -150,28 +144,21 @@ def _split_kv(rows: torch.Tensor, width: int) -> Pair:
     return rows[..., :width].movedim(0, 2), rows[..., width:].movedim(0, 2)
 
 
-def _shard_rows_of_positions(
-    layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int
+def _row_index(
+    layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int, to_shards: bool
 ) -> torch.Tensor:
-    """(positions,): the row of each position in the shards of all ranks, padded to one length."""
+    """The rows to select of K/V in the order of positions, for the shards of all ranks, padded to one length; or back.
+
+    Returns:
+        (ranks * longest shard,) positions with `to_shards`, 0 for padding; else (positions,) rows of the shards.
+    """
     longest = max(shard_lengths(layout, seq_len, world_size))
-    index = torch.zeros(seq_len, dtype=torch.int32, device=device)
-    for rank in range(world_size):
-        positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
-        first = rank * longest
-        index[positions] = torch.arange(first, first + positions.numel(), dtype=torch.int32, device=device)
+    shards = [positions_of(layout.segments(seq_len, rank, world_size, group), device) for rank in range(world_size)]
+    rows = torch.cat([torch.arange(each.numel(), device=device) + rank * longest for rank, each in enumerate(shards)])
+    at, values = (rows, torch.cat(shards)) if to_shards else (torch.cat(shards), rows)
+    index = torch.zeros(world_size * longest if to_shards else seq_len, dtype=torch.int32, device=device)
+    index[at] = values.int()
     return index
-
-
-def _positions_of_shard_rows(
-    layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int
-) -> torch.Tensor:
-    """(ranks * longest shard,): the position of each row of these shards; 0 for padding."""
-    index = torch.zeros(world_size, max(shard_lengths(layout, seq_len, world_size)), dtype=torch.int32, device=device)
-    for rank in range(world_size):
-        positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
-        index[rank, : positions.numel()] = positions
-    return index.flatten()
 
 
 def _sum_over_ranks(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:

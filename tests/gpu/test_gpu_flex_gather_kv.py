@@ -1,4 +1,4 @@
-"""Keys of all ranks for FlexAttention on two GPUs: by shared memory as by NCCL, by many layers, in CUDA graphs."""
+"""Gathering K/V for FlexAttention on two GPUs: symmetric memory against NCCL, many layers, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from support.gathered_keys import IN_RANGES, IN_STRIPES, WIDTHS, check, drawn, kv_gather
+from support.gathered_kv import IN_RANGES, IN_STRIPES, WIDTHS, check, drawn, kv_gather
 from support.gpu_checks import WORLD_SIZE, Tensors, delay, replayed_differences
 from support.problems import shard
 from support.processes import Processes

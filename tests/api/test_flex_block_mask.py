@@ -1,4 +1,4 @@
-"""Tables and functions of a rank's block mask: pure, for any length, blocks and layout."""
+"""The block mask of local rows, for any length, block size and layout."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
 
 @settings(max_examples=50, deadline=None)
 @given(sparse_masks(), LAYOUTS, st.integers(1, 5))
-def test_tables_of_queries_say_what_those_of_keys_say(
+def test_tables_by_keys_match_those_by_queries(
     given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int
 ) -> None:
     mask, lengths, batch = given_mask

@@ -1,4 +1,4 @@
-"""What the tests of FlexAttention's keys of all ranks share: every bit of them, and of their gradients."""
+"""Checks of the K/V that FlexAttention gathers, and of their gradients, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_dtensor.comm.transport import TransportMethod
 from support.problems import shard
 
 LENGTH = 29
-# Whole blocks with a short one, and ranks without tokens.
+# Layouts of a few contiguous ranges: even and uneven, and with ranks without tokens.
 IN_RANGES: list[Layout] = [HeadTail(), BalancedBlocks((5, 1, 1, 4), 8, LENGTH), BalancedBlocks((1,), 32, LENGTH)]
 IN_STRIPES: list[Layout] = [Striped(2), MirroredBatch()]
 WIDTHS = [(8, 8), (8, 12), (8, 5), (6, 4)]
@@ -36,7 +36,7 @@ def check(
     rank: int, layout: Layout, stored: Stored, dtype: torch.dtype, widths: tuple[int, int], method: TransportMethod,
     length: int = LENGTH, device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Keys come together and gradients go home."""
+    """Gathers K/V, and sums gradients on the ranks that own the tokens."""
     what, ranks = f"{layout}, {length} tokens, {dtype}, {widths}", dist.get_world_size()
     whole = [drawn(i, width, length).to(device, dtype) for i, width in enumerate(widths)]
     keys = kv_gather(layout, length, length + 2, method)

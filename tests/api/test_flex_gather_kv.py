@@ -1,4 +1,4 @@
-"""Keys and values of all ranks, for FlexAttention: every bit of them, whatever their dtype, widths and memory."""
+"""Gathering K/V for FlexAttention, bit by bit: dtypes, head dims, strides, layouts and transports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.gathered_keys import IN_RANGES, IN_STRIPES, LENGTH, WIDTHS, Stored, check, kv_gather
+from support.gathered_kv import IN_RANGES, IN_STRIPES, LENGTH, WIDTHS, Stored, check, kv_gather
 from support.ranks import run_ranks
 from support.shared_memory import shared_memory
 
@@ -32,14 +32,14 @@ each_memory = pytest.mark.parametrize("memory", MEMORY)
 
 @each_memory
 @each_layout
-def test_keys_come_together_and_gradients_go_home(layout: Layout, memory: str) -> None:
+def test_kv_are_gathered_and_gradients_summed(layout: Layout, memory: str) -> None:
     check_all_dtypes(layout, memory)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 @each_layout
-def test_ranks_may_keep_them_in_memory_differently(layout: Layout, shares_memory: bool) -> None:
-    """What all do together depends on shapes alone: not on where a rank's rows begin, say."""
+def test_strides_may_differ_between_ranks(layout: Layout, shares_memory: bool) -> None:
+    """Collectives depend on shapes only, not on strides or offsets."""
 
     def body(rank: int) -> None:
         ways = list(MEMORY.values())
