@@ -28,7 +28,7 @@ LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Str
 
 
 def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligned: bool = False) -> BlockMask:
-    """The mask of one rank's queries."""
+    """The block mask of local rows."""
     positions = rows.positions(torch.device("cpu"))
     tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None, unaligned)
     return block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions)
@@ -36,7 +36,7 @@ def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligne
 
 @st.composite
 def sparse_masks(draw: Any) -> tuple[BlockMask, tuple[int, int], int]:
-    """A mask whose tables say more than its function, as those of block-sparse attention do; its lengths and batch."""
+    """A mask whose tables list other blocks than `mask_mod` allows (block-sparse attention); its lengths and batch."""
     lengths = draw(st.integers(1, 70)), draw(st.integers(1, 40))
     block_size = draw(st.sampled_from([(4, 4), (8, 4), (4, 16), (16, 8)]))
     batch, heads = draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 2]))
@@ -101,7 +101,7 @@ def test_tables_by_keys_match_those_by_queries(
 
 @pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 64), (Striped(16), 61), (Contiguous(), 61)])
 def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
-    """Nothing is added to the function, and full blocks stay full."""
+    """`mask_mod` gets no lookup, and full blocks stay full."""
     mask = block_mask(documents, length)
     for rank in range(2):
         rows = LocalRows.of(layout, length, rank, 2, 2)

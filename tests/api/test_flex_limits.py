@@ -82,7 +82,7 @@ def test_meta_tensors_are_left_to_torch() -> None:
 def test_masks_of_other_lengths_are_refused_alike_before_anything_is_sent(
     lengths: tuple[int, int], seq_len: int | None
 ) -> None:
-    """A mask of this rank's rows, of whole queries and local keys, of too much."""
+    """Masks of local rows, of all queries and local keys, and of too many rows."""
     mask = torchs_module.create_block_mask(window, None, None, *lengths, device="cpu", BLOCK_SIZE=8)
     whole = draw(32)
 
@@ -108,7 +108,7 @@ def test_masks_of_other_lengths_are_refused_alike_before_anything_is_sent(
 
 
 def test_masks_of_other_batch_rows_are_refused_alike_before_anything_is_sent() -> None:
-    """Also on ranks without tokens, which need no mask."""
+    """Also on ranks without tokens, which use no mask."""
     mask = block_mask(window, 2, batch=2)
     whole = torch.randn(3, 2, 2, 4)
 
@@ -185,7 +185,7 @@ def test_where_each_rank_attends_alone_it_is_refused() -> None:
 
 
 class _OwnRecompute(torch.autograd.Function):
-    """A recompute that torch.utils.checkpoint knows nothing of."""
+    """A recompute without torch.utils.checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class _OwnRecompute(torch.autograd.Function):
         return flex_attention(grad, grad, grad)
 
 
-def test_in_a_backward_of_somebody_elses_it_is_refused() -> None:
+def test_in_the_backward_of_another_autograd_function_it_is_refused() -> None:
     def body(rank: int) -> None:
         q = torch.randn(1, 2, 8, 4, requires_grad=True)
         with context(), pytest.raises(RuntimeError, match="cannot be told whether the call belongs to the region"):
@@ -206,7 +206,7 @@ def test_in_a_backward_of_somebody_elses_it_is_refused() -> None:
 
 
 def test_on_one_rank_arguments_are_torchs() -> None:
-    """One that is a single block, which goes with all lengths, too."""
+    """Also a mask of a single block, which fits every length."""
     whole = draw(20)
     expected, *_ = one_device(whole, window, None)
     one_block = BlockMask.from_kv_blocks(

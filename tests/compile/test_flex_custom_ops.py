@@ -1,4 +1,4 @@
-"""FlexAttention of shards in compiled code, on two processes: the operators themselves, and what is refused."""
+"""Operators of compiled FlexAttention of shards, and refusals in compiled code, on two processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(two_p
 
 
 def operators(rank: int) -> None:
-    """Real and fake implementations agree, nothing is aliased, and what is remembered is not handed out."""
+    """Real and fake implementations agree, results share no memory, and cached tables are not returned."""
     token = context_token(HeadTail())
     mask, whole = block_mask(documents, 61), draw(61)
     q, k, v = (shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3])

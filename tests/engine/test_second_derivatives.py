@@ -112,7 +112,7 @@ def test_of_unshard_which_is_linear(grad: Any) -> None:
     run_ranks(4, body)
 
 
-def test_of_gathered_keys_of_flex_attention() -> None:
+def test_of_gathered_kv_of_flex_attention() -> None:
     def body(rank: int) -> None:
         keys = KVGather(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather())
         k, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(2))

@@ -48,7 +48,7 @@ def _inputs(seed: int, layout: Layout, rank: int) -> Tensors:
 
 
 def _race(rank: int, rounds: int) -> list[str]:
-    """Many layers by one memory, on two streams, each late now and then: as by NCCL."""
+    """Many layers on two streams share symmetric memory, with random delays: results equal those by NCCL."""
     random_delays, wrong = random.Random(rank), []
     device = torch.device("cuda", torch.cuda.current_device())
     assert isinstance(transport_of_all_rows(ROTATE_METHODS["auto"], dist.group.WORLD, device), SymmetricMemory)
