@@ -23,12 +23,15 @@ from cp_dtensor._torch.collectives import (
     uses_nccl,
 )
 from cp_dtensor._torch.compiler import (
+    begin_traced_scope,
     compiled_code_kept_apart,
     constant_in_trace,
+    end_traced_scope,
     is_traced,
     never_compiled,
     refuse_in_compiled_function,
     traced_inside,
+    traced_scope,
 )
 from cp_dtensor._torch.cuda_graphs import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch.dtensor import (
@@ -46,6 +49,7 @@ from cp_dtensor._torch.flex import (
     FLEX_ATTENTION_IS_KNOWN,
     WHOLE_BLOCK,
     captured_flex_attention_checked,
+    flex_attention_is_redirected,
     flex_attention_redirected,
     original_flex_attention,
     with_write_order_like,

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -174,6 +174,26 @@ def traced_inside(
     The wrapper runs when the captured function is traced further, down to the operators that are compiled.
     """
     return dynamo_bypassing_wrapper(wrapper, function, *args, **kwargs)
+
+
+@constant_in_trace
+def begin_traced_scope(name: str) -> None:
+    """Begins a scope of the program that Dynamo traces now; an attempt that Dynamo gives up takes its scopes along."""
+    trace: Any = TracingContext.get()
+    trace.cp_dtensor_scopes = [*getattr(trace, "cp_dtensor_scopes", ()), name]
+
+
+@constant_in_trace
+def end_traced_scope() -> None:
+    """Ends the scope that began last."""
+    trace: Any = TracingContext.get()
+    trace.cp_dtensor_scopes = trace.cp_dtensor_scopes[:-1]
+
+
+def traced_scope() -> str | None:
+    """The innermost scope of the program that is traced now, None outside of any."""
+    scopes = getattr(TracingContext.try_get(), "cp_dtensor_scopes", ())
+    return scopes[-1] if scopes else None
 
 
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:

@@ -1,4 +1,4 @@
-"""FlexAttention: redirection of its function, and private parts of block masks."""
+"""Redirection of `flex_attention`, and private parts of `BlockMask`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_dtensor._torch.patches import patched
 
 WHOLE_BLOCK: int = module._LARGE_SPARSE_BLOCK_SIZE
-"""The block size of a mask that is one block, whatever the lengths."""
+"""The block size of a mask that is a single block, whatever the lengths."""
 
 
 def _copied(function: types.FunctionType) -> types.FunctionType:
-    """Returns a copy, which keeps its code when the original gets other code."""
+    """A copy of a function that keeps its code when the code of the original is replaced."""
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -27,14 +27,14 @@ def _copied(function: types.FunctionType) -> types.FunctionType:
 
 _public: Any = module.flex_attention
 original_flex_attention: Callable[..., Any] = _copied(_public)
-"""FlexAttention of whole tensors."""
+"""FlexAttention of whole tensors, never redirected."""
 
 
 def _redirected(
     query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
     enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    # Runs with the globals of torch's module. Dynamo traces into it and expects torch's parameters.
+    # This code runs with the globals of torch's module. Dynamo, which traces it, expects the original's parameters.
     from cp_dtensor._torch.flex import redirection
 
     return redirection.call(
@@ -48,16 +48,16 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 FLEX_ATTENTION_IS_KNOWN = _parameters(_redirected) == _parameters(_public) and not _public.__closure__
-"""True if FlexAttention has the parameters that this module expects."""
+"""True if the installed `flex_attention` has the parameters that `_redirected` has."""
 
 
 class _Redirection:
-    """The present handler of calls."""
+    """The handler of redirected calls."""
 
     handler: Callable[..., Any] | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the handler's result; torch's if another thread has just removed the last handler."""
+        """Calls the handler, or torch's function if another thread has just removed the last handler."""
         handler = self.handler
         return original_flex_attention(*args, **kwargs) if handler is None else handler(*args, **kwargs)
 
@@ -69,7 +69,7 @@ redirection = _Redirection()
 def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
     """While open, calls of `flex_attention` go to `handler`, which takes the same arguments.
 
-    The function gets other code, so that every import of it is redirected; Dynamo, too, traces into the handler.
+    The code of the function is replaced, so earlier imports are redirected too, and Dynamo traces into the handler.
     """
     if not FLEX_ATTENTION_IS_KNOWN:
         yield
@@ -83,6 +83,11 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
         if _public.__code__ is ours:
             _public.__code__ = code
         redirection.handler = before
+
+
+def flex_attention_is_redirected() -> bool:
+    """True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    return _public.__code__ is _redirected.__code__ and redirection.handler is not None
 
 
 @contextmanager
@@ -102,10 +107,10 @@ def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """Sets in the mask of some rows the order in which a deterministic backward sums dQ, if the whole mask has one.
+    """`mask`, of some rows, with an order of the writes of a deterministic backward to dQ if the whole mask has one.
 
     Raises:
-        NotImplementedError: the whole mask has an explicit order (`dq_kv_order`).
+        NotImplementedError: the whole mask has an explicit order.
     """
     if getattr(whole, "dq_write_order", None) is None:  # torch 2.11 has none
         return mask

@@ -29,23 +29,32 @@ class SharedInstallation:
         self._parts = parts
         self._lock = threading.RLock()
         self._holders = 0
+        self._is_installed = False
         self._installed = ExitStack()
 
     def acquire(self) -> None:
         """Adds a holder."""
         with self._lock:
-            if self._holders == 0:
+            # First of all: garbage collection in this very thread may release, and must not find itself the last.
+            self._holders += 1
+            if self._is_installed:
+                return
+            try:
                 with ExitStack() as stack:
                     for part in self._parts():
                         stack.enter_context(part)
                     self._installed = stack.pop_all()
-            self._holders += 1
+                self._is_installed = True
+            except BaseException:
+                self._holders -= 1
+                raise
 
     def release(self) -> None:
         """Removes a holder."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
+                self._is_installed = False
                 self._installed.close()
 
     @contextmanager

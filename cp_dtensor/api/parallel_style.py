@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from cp_dtensor.api.active_context import (
     innermost_context,
     refuse_sinks,
 )
+from cp_dtensor.api.flex.frontend import flex_redirection
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.groups import SequenceRanks
@@ -143,6 +145,9 @@ class _ContextForward:
         self._inherits_layout = inherits_layout
         self._inherits_mask = inherits_mask
         self._token = self._context.ambient.token
+        # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
+        flex_redirection.acquire()
+        weakref.finalize(self, flex_redirection.release)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +158,11 @@ class _ContextForward:
             if not token:
                 return forward(*args, **kwargs)
             # Code is compiled for the token; the context is entered when the captured forward is traced further.
-            return _torch.traced_inside(functools.partial(_in_context_of, token), forward, *args, **kwargs)
+            _torch.begin_traced_scope(token)  # FlexAttention is redirected while Dynamo traces forward
+            try:
+                return _torch.traced_inside(functools.partial(_in_context_of, token), forward, *args, **kwargs)
+            finally:
+                _torch.end_traced_scope()
         return _run_in_context(self._context_of_call(), forward, *args, **kwargs)
 
     def _context_of_call(self) -> ActiveContext:
@@ -227,6 +236,6 @@ def _run_in_context(context: ActiveContext, function: Callable[..., Any], *args:
 
 @_torch.never_compiled
 def _run_captured(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `_run_in_context`, for code captured outside of the context: FlexAttention in it sees local shards only."""
+    """As `_run_in_context`, for code that Dynamo captured outside of the context."""
     with entered(context), _torch.thread_state(CAPTURED_BEFORE, context):
         return function(*args, **kwargs)

@@ -26,7 +26,7 @@ from cp_dtensor.api.active_context import (
 )
 from cp_dtensor.api.buffers import is_shard_now
 from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
-from cp_dtensor.api.flex.frontend import flex_replacements
+from cp_dtensor.api.flex.frontend import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.varlen_attn import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG
@@ -59,7 +59,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
     yield _torch.lower_right_bias_redirected(_lower_right_sdpa)
-    yield from flex_replacements()
+    yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(_check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)

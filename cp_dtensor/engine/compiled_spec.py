@@ -252,7 +252,7 @@ class CompiledCallSpec(ABC):
         """`resolve` and `decide` of a call that finds and compares nothing; of equal `constants`, looked up."""
 
 
-_OPERATORS = 5
+_OPERATORS = 6
 """Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
 
 

@@ -72,7 +72,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A FlexAttention that has gradients on CPUs, and reads tables, below of what is ours."""
+    """Replaces torch's FlexAttention by one that has gradients on CPUs and reads the tables of block masks."""
     monkeypatch.setattr(_torch, "original_flex_attention", dense_flex_attention)
 
 
@@ -116,8 +116,8 @@ def test_gradients(case: str, layout: Layout, length: int, ranks: int) -> None:
         inputs = [tensor.requires_grad_() for tensor in local]
         with context(layout=layout):
             out = flex_attention(*inputs, **arguments)
-        for got, wanted in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
-            assert_close(got, shard(wanted, layout, rank, ranks))
+        for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
+            assert_close(got, shard(whole_result, layout, rank, ranks))
 
     run_ranks(ranks, body)
 
@@ -135,8 +135,8 @@ def test_as_a_function(seq_len: Any) -> None:
             *inputs, **arguments, mesh=dist.group.WORLD, layout=Striped(2), seq_len=seq_len, return_lse=True
         )
         results = (out, *torch.autograd.grad(out, inputs, grad), lse)
-        for got, wanted in zip(results, expected, strict=True):
-            assert_close(got, shard(wanted, Striped(2), rank, 3))
+        for got, whole_result in zip(results, expected, strict=True):
+            assert_close(got, shard(whole_result, Striped(2), rank, 3))
 
     run_ranks(3, body)
 
@@ -154,8 +154,8 @@ def test_over_two_axes(layout: Layout) -> None:
         inputs = [tensor.requires_grad_() for tensor in local]
         with context_parallel(mesh, layout=layout):
             out = flex_attention(*inputs, **arguments)
-        for got, wanted in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
-            assert_close(got, shard(wanted, layout, flat, 6))
+        for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
+            assert_close(got, shard(whole_result, layout, flat, 6))
 
     run_ranks(6, body)
 
@@ -172,8 +172,8 @@ def test_keys_of_another_length() -> None:
         inputs = [tensor.requires_grad_() for tensor in local]
         with context():
             out = flex_attention(*inputs, block_mask=mask, scale=SCALE, enable_gqa=True)
-        for got, wanted in zip((out, *torch.autograd.grad(out, inputs, local_grad)), expected, strict=False):
-            assert_close(got, shard(wanted, HeadTail(), rank, 3))
+        for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, local_grad)), expected, strict=False):
+            assert_close(got, shard(whole_result, HeadTail(), rank, 3))
 
     run_ranks(3, body)
 
@@ -190,15 +190,15 @@ def test_recomputed_after_the_context_has_been_left(use_reentrant: bool) -> None
         with context():
             out = checkpoint(lambda q, k, v: flex_attention(q, k, v, **arguments), *inputs, use_reentrant=use_reentrant)
         out.backward(grad)
-        for got, wanted in zip((out, *(tensor.grad for tensor in inputs)), expected, strict=False):
-            assert_close(got, shard(wanted, HeadTail(), rank, 2))
+        for got, whole_result in zip((out, *(tensor.grad for tensor in inputs)), expected, strict=False):
+            assert_close(got, shard(whole_result, HeadTail(), rank, 2))
 
     run_ranks(2, body)
 
 
 @pytest.mark.usefixtures("_with_gradients")
 def test_gradients_of_what_a_score_captures_are_shares() -> None:
-    """And what is captured is whole: it is looked up by global position."""
+    """`score_mod` indexes whole tensors by global positions; the gradients of all ranks add up to the gradient."""
     whole = draw(30)
     bias = torch.linspace(-1, 1, 30, dtype=torch.float64)
 
@@ -219,11 +219,9 @@ def test_gradients_of_what_a_score_captures_are_shares() -> None:
     assert_close(sum(run_ranks(3, body)), expected)
 
 
-@pytest.mark.parametrize(
-    ("layout", "forward"), [(HeadTail(), "AllToAllBase"), (Striped(1), "AllGather")], ids=["in place", "by index"]
-)
-def test_one_collective_each_way(layout: Layout, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides the lengths, unless the caller says them."""
+@pytest.mark.parametrize("layout", [HeadTail(), Striped(1)], ids=str)
+def test_one_collective_each_way(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `seq_len`; without, the ranks also exchange lengths."""
     monkeypatch.setattr(_torch, "original_flex_attention", dense_flex_attention)
     whole, mask = draw(40), block_mask(window, 40)
 
@@ -238,11 +236,11 @@ def test_one_collective_each_way(layout: Layout, forward: str, monkeypatch: pyte
 
     with recorded_collectives() as collectives:
         run_ranks(2, body)
-    assert kinds(collectives) == [forward, "AllToAllBase"]
+    assert kinds(collectives) == ["AllGather", "AllToAllBase"]
 
 
 def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not to kernels that leave keys out, or divide by nothing, where it does not hold; other options stay."""
+    """Kernels that rely on the promises would leave out keys or return NaN; other options are passed on."""
     promised = {"fwd_BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
     taken: list[tuple[int, dict[str, Any] | None]] = []
 

@@ -15,10 +15,9 @@ import torch
 pytest.importorskip("cp_dtensor.comm.triton_kernels")
 
 from support.stream_model.interleavings import run
-from support.stream_model.programs import Program, ring, ulysses, whole_keys
+from support.stream_model.programs import Program, gathered_kv, ring, ulysses
 from support.stream_model.recording import Group, Rank, Stream
 
-from cp_dtensor.api.flex import gather_kv as flex_in_place
 from cp_dtensor.comm.symm_mem_workspace import Flag, Flags, Workspace
 from cp_dtensor.spec.balanced_layouts import BalancedBlocks
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
@@ -90,7 +89,7 @@ MIXED = one_after_the_other(
     ulysses(4, True, backward=False),
     ring(2, Causal(), Contiguous(), backward=False),
     ring(1, Full(), Contiguous(), backward=True),
-    whole_keys(2, HeadTail(), backward=True),
+    gathered_kv(HeadTail()),
     ulysses(1, False, backward=True),
 )
 
@@ -128,11 +127,10 @@ def test_rings(ranks: int, stages: int, mask: Mask, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), BalancedBlocks((1, 5, 2, 2, 3, 4), 4, 24)], ids=repr)
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_keys_of_flex_attention(stages: int, layout: Layout) -> None:
-    forward, both = (whole_keys(stages, layout, backward) for backward in (False, True))
-    check(3, one_after_the_other(forward, both, both))
-    check(3, in_graphs(both))
+def test_kv_of_flex_attention(layout: Layout) -> None:
+    call = gathered_kv(layout)
+    check(3, one_after_the_other(call, call, call))
+    check(3, in_graphs(call))
 
 
 @pytest.mark.parametrize("how", [one_after_the_other, in_graphs, on_streams_in_turns])
@@ -141,9 +139,9 @@ def test_rings_and_ulysses_share_a_workspace(ranks: int, how: Callable[[Program]
     check(ranks, how(MIXED))
 
 
-@pytest.mark.parametrize("call", [ring(4, Causal(), HeadTail(), backward=True), whole_keys(4, HeadTail(), True)])
-def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> None:
-    """They are submitted after that tile, and their memory is free before it."""
+def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before() -> None:
+    """They are submitted after it, and their memory was free before it."""
+    call = ring(4, Causal(), HeadTail(), backward=True)
     group, pulls = Group(2), list[tuple[int, int]]()
     mains, read = {rank: rank.current for rank in group.ranks}, Rank.read
 
@@ -155,7 +153,7 @@ def test_pulls_of_a_stage_wait_for_no_tile_of_the_one_before(call: Program) -> N
             pulls.append((len(uses), sum(place < awaited for place in uses)))
         read(rank, stream, source, target)
 
-    with mock.patch.object(Rank, "read", recorded), mock.patch.object(flex_in_place, "whole_heads", return_value=None):
+    with mock.patch.object(Rank, "read", recorded):
         for rank in group.ranks:
             group.record(rank, call)
     under_tiles = [(launched, awaited) for launched, awaited in pulls if launched]
@@ -211,12 +209,7 @@ def test_writes_wait_for_earlier_writes_on_streams_of_the_user(ranks: int) -> No
         check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
 
 
-EVERY_FLAG = [
-    ulysses(4, False, backward=True),
-    ring(4, Causal(), HeadTail(), backward=True),
-    # As in a model, whose forward calls follow each other: a backward call between them would order them.
-    one_after_the_other(*[whole_keys(4, HeadTail(), backward) for backward in (False, True)]),
-]
+EVERY_FLAG = [ulysses(4, False, backward=True), ring(4, Causal(), HeadTail(), backward=True)]
 
 
 @pytest.mark.parametrize("missing", Flag)

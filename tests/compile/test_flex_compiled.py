@@ -19,18 +19,17 @@ from support.flex_checks import (
     SCALE,
     block_mask,
     context,
-    dense_attention,
     distance,
     documents,
     draw,
-    grid,
     one_device,
+    traceable,
     window,
 )
 from support.problems import shard
 from support.processes import Processes
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
@@ -48,12 +47,12 @@ from cp_dtensor import (
 
 
 def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
-    """With something before and behind it."""
+    """FlexAttention between other operations."""
     return flex_attention(q * 2.0, k, v, block_mask=mask, score_mod=score, scale=SCALE, enable_gqa=True) * 3.0
 
 
 def function(layout: Layout, seq_len: int | None) -> Callable[..., torch.Tensor]:
-    """The same by the function that says over whom."""
+    """As `model`, by `context_parallel_flex_attention`."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
         out = context_parallel_flex_attention(
@@ -108,12 +107,12 @@ def forward(rank: int, layout: Layout, length: int, options: dict[str, Any], num
 def test_whole_models_and_the_function_itself(
     two_processes: Processes, layout: Layout, length: int, options: dict[str, Any], number: int
 ) -> None:
-    """Compiled once, whatever the context; `fullgraph=True` all the way. One token: a rank has none."""
+    """Compiled once for all contexts, with `fullgraph=True`. Of one token, one rank has none."""
     two_processes.run(forward, layout, length, options, number)
 
 
 def graphs_of_make_fx(rank: int) -> None:
-    """Of real tensors, by default: keys come by an operator there too, and by no collectives that nobody waits for."""
+    """make_fx traces real tensors by default; K/V are gathered by the operator there too, without bare collectives."""
     fresh()
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     whole, mask = draw(32), block_mask(window, 32)
@@ -132,7 +131,7 @@ def test_graphs_of_make_fx(two_processes: Processes) -> None:
 
 
 def layouts_of_one_length(rank: int) -> None:
-    """Each context has documents of its own, and a layout made for them; what is compiled knows neither."""
+    """Each context has other documents and a layout made for them; neither is a constant of the compiled code."""
     fresh()
     whole, mask = draw(64), block_mask(documents, 64)
     expected = on_one_device(whole, documents, distance)
@@ -154,8 +153,8 @@ def layouts_of_one_length(rank: int) -> None:
             with warnings.catch_warnings() if again in (0, 3) else no_compilation(), context(layout=layout):
                 out = code(*inputs, mask, distance)
             results = (out, *torch.autograd.grad(out, inputs, grad))  # computed again, after the context
-            for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
-                equal(got, shard(wanted, layout, rank, 2), (layout, name))
+            for got, whole_result, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
+                equal(got, shard(whole_result, layout, rank, 2), (layout, name))
 
 
 def test_layouts_that_change_from_step_to_step(two_processes: Processes) -> None:
@@ -202,12 +201,12 @@ def masks_of_many_steps(rank: int) -> None:
 
 
 def test_masks_that_change_from_step_to_step(two_processes: Processes) -> None:
-    """Made in the compiled function, or given to it; their shapes stay."""
+    """Masks that the compiled function makes or gets as an argument; their shapes stay."""
     two_processes.run(masks_of_many_steps)
 
 
 def lengths_that_look_alike(rank: int) -> None:
-    """Rank 1 has 30 tokens of 60 and of 61; code that was compiled for one must not take it for the other."""
+    """Rank 1 has 30 tokens of 60 and of 61: the code must tell the lengths apart when it runs."""
     fresh()
     code = compiled(model, backend="eager")
 
@@ -227,17 +226,6 @@ def test_without_a_mask_the_length_is_found_when_the_code_runs(two_processes: Pr
     two_processes.run(lengths_that_look_alike)
 
 
-def traceable(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: BlockMask | None,
-    scale: float, enable_gqa: bool, **_: Any,
-) -> torch.Tensor:  # fmt: skip
-    """`flex_attention` that Dynamo follows, with gradients."""
-    seen = None
-    if block_mask is not None:
-        seen = block_mask.mask_mod(*grid(*query.shape[:3], key.size(2)))
-    return dense_attention(query, key, value, score_mod, seen, scale)[0]
-
-
 def gradients(rank: int, layout: Layout, length: int) -> None:
     fresh()
     whole = draw(length)
@@ -252,17 +240,17 @@ def gradients(rank: int, layout: Layout, length: int) -> None:
                 with context(layout=layout):
                     out = code(*inputs, mask, score)
                 results = (out, *torch.autograd.grad(out, inputs, grad))  # after the context
-                for got, wanted, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
-                    equal(got, shard(wanted, layout, rank, 2), name)
+                for got, whole_result, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
+                    equal(got, shard(whole_result, layout, rank, 2), name)
 
 
 @pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 61), (MirroredBatch(), 45)], ids=str)
-def test_gradients_of_gathered_keys(two_processes: Processes, layout: Layout, length: int) -> None:
+def test_gradients_of_gathered_kv(two_processes: Processes, layout: Layout, length: int) -> None:
     two_processes.run(gradients, layout, length)
 
 
 def uncompiled(rank: int) -> None:
-    """As torch runs it then: it compiles itself, for a backend that does nothing."""
+    """Uncompiled, torch's FlexAttention compiles itself with the backend \"eager\"."""
     fresh()
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     whole = draw(61)

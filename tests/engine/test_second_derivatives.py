@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
-from cp_dtensor.api.flex.gather_kv import GatheredKeys, WholeKeys
+from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.groups import SequenceRanks
 
@@ -112,12 +112,12 @@ def test_of_unshard_which_is_linear(grad: Any) -> None:
     run_ranks(4, body)
 
 
-def test_of_gathered_keys_of_flex_attention() -> None:
+def test_of_gathered_kv_of_flex_attention() -> None:
     def body(rank: int) -> None:
-        keys = WholeKeys(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather())
+        keys = KVGather(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather())
         k, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(2))
         with refused():
-            functional.hvp(lambda k: GatheredKeys.apply(k, v, keys)[0].square().sum(), k, torch.ones_like(k))
+            functional.hvp(lambda k: GatherKV.apply(k, v, keys)[0].square().sum(), k, torch.ones_like(k))
 
     run_ranks(4, body)
 
@@ -148,7 +148,7 @@ def test_so_are_those_of_what_is_summed_over_ranks(what: str) -> None:
         if what == "unshard":
             found = context_parallel_unshard(dist.group.WORLD, [k, v], [2, 2], HeadTail(), grad="partial")
         else:
-            found = GatheredKeys.apply(k, v, WholeKeys(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather()))
+            found = GatherKV.apply(k, v, KVGather(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather()))
         grads = [torch.ones(3, *x.shape) for x in found]
         before = kinds(collectives, rank)
         with pytest.raises(NotImplementedError, match="one gradient at a time, got a batch of them"):

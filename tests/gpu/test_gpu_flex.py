@@ -105,7 +105,7 @@ def test_errors_are_near_those_of_one_gpu(gpus: Processes, case: str) -> None:
 
 
 def _captured(rank: int) -> list[float]:
-    """A bias by position that is learned: gradients are shares of each rank."""
+    """A learned bias by position: each rank has a share of its gradient."""
     warnings.simplefilter("ignore")
     whole = draw(640, 64, torch.float32, "cuda")
     bias = torch.linspace(-1, 1, 640, device="cuda")

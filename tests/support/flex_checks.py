@@ -1,6 +1,6 @@
-"""What the tests of FlexAttention share: masks and scores, the answer of one device, a FlexAttention with gradients.
+"""Masks, scores and references for tests of FlexAttention.
 
-torch's has none on CPUs, and uncompiled it does not look at the tables of block masks.
+torch's FlexAttention has no gradients on CPUs, and uncompiled it does not read the tables of block masks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALE = 0.3
 
 
 def window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """The last seven keys, of fewer heads' sight in later batch rows."""
+    """Causal, the last 7 keys in the first batch row, 8 in the second."""
     return (q >= kv) & (q - kv < 7 + b)
 
 
@@ -30,19 +30,19 @@ def documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tenso
 
 
 def distance(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Something of everything."""
+    """A score that depends on all its arguments."""
     return score * 0.5 + (q - kv) * 0.02 * (h + 1) + kv * 0.01 * b
 
 
 def context(**kwargs: Any) -> context_parallel:
-    """Over all ranks."""
+    """A context over all ranks."""
     return context_parallel(dist.group.WORLD, **kwargs)
 
 
 def block_mask(
     mod: Mod, length: int, block: int | tuple[int, int] = 8, batch: int | None = None, device: str = "cpu"
 ) -> BlockMask:
-    """Of the whole sequence."""
+    """A block mask of the whole sequence."""
     return create_block_mask(mod, batch, None, length, length, device=device, BLOCK_SIZE=block)
 
 
@@ -117,10 +117,21 @@ def dense_flex_attention(
     return (out, lse) if return_lse else out
 
 
+def traceable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: BlockMask | None,
+    scale: float, enable_gqa: bool, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`flex_attention` that Dynamo traces, with gradients."""
+    seen = None
+    if block_mask is not None:
+        seen = block_mask.mask_mod(*grid(*query.shape[:3], key.size(2)))
+    return dense_attention(query, key, value, score_mod, seen, scale)[0]
+
+
 def one_device(
     whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float = SCALE
 ) -> list[torch.Tensor]:
-    """out, dq, dk, dv and lse of the whole sequence, whatever the mode."""
+    """out, dq, dk, dv and lse of the whole sequence, also under `torch.no_grad`."""
     with torch.enable_grad():
         return _one_device(whole, mask_mod, score_mod, scale)
 

@@ -22,8 +22,8 @@ def cold_caches() -> None:
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
     interval._cached_rows = LRUCache(most=256)
-    flex_rows._kept = LRUCache(most=32)
-    flex_tables.cache = flex_tables._TableCache()
+    flex_rows._cache = LRUCache(most=32)
+    flex_tables.table_cache = flex_tables._TableCache()
 
 
 def thread_state() -> list[object]:

@@ -1,9 +1,13 @@
-"""The tables of a block mask of the whole sequence, as one rank's queries see them.
+"""The block mask of local rows: slices of the tables of a whole sequence's `BlockMask`.
 
-They say which blocks of keys each block of queries sees, and which of those entirely. They are made of tables, without
-asking the mask's function about every pair: where a local block of rows lies in one global block, it has that block's
-row; where it lies in several (chunks that do not begin at a block, stripes), it sees what any of them sees, entirely
-what all of them see so, and of the others each query what its own global block says (`Tables.kinds`).
+The tables list, for each block of queries, the blocks of keys that `mask_mod` decides (partial) and those that every
+query of the block sees (full). The tables of one rank follow from them, without a call of `mask_mod`:
+
+- A local block inside one global block has that block's row of the tables.
+- A local block that spans several global blocks (chunks that do not begin at a block, stripes) lists as full what all
+  of them see fully, and as partial whatever else any of them sees. There `mask_mod` looks up what the tables list for
+  the query's own global block (`Tables.block_kinds`), since tables may say more than `mask_mod`: those of block-sparse
+  attention have no `mask_mod` at all.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ from cp_dtensor._torch.cache import LRUCache, capturing
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.spec.layouts import Layout
 
-# The rows of one rank, as FlexAttention of shards counts them: how many there are, and where they stand.
-
 T = TypeVar("T")
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Something of keys and of values, (B, Hkv, T, D) and (B, Hkv, T, Dv)."""
+Shape = tuple[int, ...]
+
+
+# Local rows
 
 
 @dataclass(frozen=True)
@@ -40,26 +44,26 @@ class LocalRows:
     rank: int
     world_size: int
     batch_size: int
-    """1 where all batch rows are divided alike."""
+    """1 if all batch rows have the same positions."""
 
     @classmethod
     def of(cls, layout: Layout, seq_len: int, rank: int, world_size: int, batch_size: int) -> LocalRows:
-        """Those of a batch."""
+        """The queries of one rank, of a batch of this size."""
         differ = len(layout.batch_groups(batch_size)) > 1
         return cls(layout, seq_len, rank, world_size, batch_size if differ else 1)
 
     @property
     def count(self) -> int:
-        """How many there are in each batch row."""
+        """The number of local rows of each batch row."""
         return shard_lengths(self.layout, self.seq_len, self.world_size)[self.rank]
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """The batch rows that share their positions."""
+        """Spans of batch rows with the same positions."""
         return self.layout.batch_groups(self.batch_size)
 
     def check_batch_size(self, of_mask: int) -> None:
-        """Refuses masks that do not have a row for each of the batch, where these differ."""
+        """Refuses masks that lack a row for each batch row, where positions differ between batch rows."""
         if of_mask not in (1, self.batch_size) and len(self.groups) > 1:
             raise ValueError(
                 f"{self.layout} divides batch rows differently, so it needs a block mask of one batch row or of "
@@ -67,13 +71,17 @@ class LocalRows:
             )
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """(rows,) int32, or (batch, rows) where batch rows differ; not to be written to."""
-        return kept(_positions, self, device)
+        """Global positions: (rows,) int32, or (batch, rows) where batch rows differ. Cached: do not write to them."""
+        return cached(_positions, self, device)
 
     def group_positions(self, device: torch.device) -> list[torch.Tensor]:
-        """For each batch group (rows,) int64."""
-        places = [self.layout.segments(self.seq_len, self.rank, self.world_size, g) for g in range(len(self.groups))]
-        return [positions_of(each, device) for each in places]
+        """Global positions of each batch group: (rows,) int64."""
+        shards = [self.layout.segments(self.seq_len, self.rank, self.world_size, g) for g in range(len(self.groups))]
+        return [positions_of(each, device) for each in shards]
+
+    def has_unaligned_blocks(self, q_block: int) -> bool:
+        """True if a local block of this many queries spans several global blocks."""
+        return cached(_global_blocks, self, q_block, torch.device("cpu")).size(2) > 1
 
 
 def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:
@@ -84,17 +92,30 @@ def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:
     return torch.cat([positions.expand(stop - start, -1) for positions, (start, stop) in spans]).int()
 
 
+def _global_blocks(rows: LocalRows, q_block: int, device: torch.device) -> torch.Tensor:
+    """(batch groups, local blocks, most) int64: global blocks that each local block spans, the last repeated."""
+    of_groups, global_count = [], -(-rows.seq_len // q_block)
+    for positions in rows.group_positions(torch.device("cpu")):
+        local = torch.arange(rows.count, device="cpu") // q_block
+        pairs = torch.unique(local * global_count + positions // q_block)
+        counts = torch.bincount(pairs // global_count).unsqueeze(1)
+        slots = torch.arange(int(counts.max()), device="cpu")
+        of_groups.append((pairs % global_count)[counts.cumsum(0) - counts + torch.minimum(slots, counts - 1)])
+    most = max(blocks.size(1) for blocks in of_groups)
+    return torch.stack([torch.cat([b, b[:, -1:].expand(-1, most - b.size(1))], 1) for b in of_groups]).to(device)
+
+
 @lru_cache(maxsize=256)
 def shard_lengths(layout: Layout, seq_len: int, world_size: int) -> tuple[int, ...]:
     """The number of tokens of each rank."""
     return tuple(layout.local_length(seq_len, rank, world_size) for rank in range(world_size))
 
 
-def most_tokens(layout: Layout, local: int, rank: int, world_size: int) -> int:
-    """The length of the longest sequence of which a rank owns so many tokens.
+def longest_seq_len(layout: Layout, local: int, rank: int, world_size: int) -> int:
+    """The length of the longest sequence of which a rank owns `local` tokens.
 
     >>> from cp_dtensor.spec.layouts import HeadTail
-    >>> most_tokens(HeadTail(), 2, 0, 2)  # of 4 tokens rank 0 has 1 + 1, of 5 it has 2 + 1
+    >>> longest_seq_len(HeadTail(), 2, 0, 2)  # of 4 tokens rank 0 has 1 + 1, of 5 it has 2 + 1
     4
     """
     if layout.only_length is not None:
@@ -109,25 +130,27 @@ def most_tokens(layout: Layout, local: int, rank: int, world_size: int) -> int:
     return low
 
 
-def kept(make: Callable[..., T], *key: Any) -> T:
-    """`make(*key)`, a few small tensors, remembered; in a capture, what is not yet is computed by the graph."""
-    value = _kept.get((make, *key))
+def cached(make: Callable[..., T], *key: Any) -> T:
+    """`make(*key)`, small tensors, from an LRU cache; what a graph capture does not find there, the graph computes."""
+    value = _cache.get((make, *key))
     if value is None:
         if capturing():
             return make(*key)
-        value = _kept.add((make, *key), _torch.prepared(lambda: make(*key)))
+        value = _cache.add((make, *key), _torch.prepared(lambda: make(*key)))
     return value  # type: ignore[return-value]
 
 
-_kept = LRUCache[object](most=32)  # of a million tokens each has megabytes
+_cache = LRUCache[object](most=32)  # entries for a million tokens take megabytes
 
+
+# Tables
 
 PARTIAL, FULL = 1, 2
-"""What `Tables.kinds` says of blocks that are seen."""
+"""Entries of `Tables.block_kinds`; 0 for blocks that are not listed."""
 
 
 class Tables(NamedTuple):
-    """Those of a `BlockMask`, by its names for them, and more where local blocks lie in several global ones."""
+    """The tables of a `BlockMask`, by its names for them."""
 
     kv_num_blocks: torch.Tensor | None = None
     kv_indices: torch.Tensor | None = None
@@ -137,115 +160,149 @@ class Tables(NamedTuple):
     q_indices: torch.Tensor | None = None
     full_q_num_blocks: torch.Tensor | None = None
     full_q_indices: torch.Tensor | None = None
-    kinds: torch.Tensor | None = None
-    """(B, H, global blocks of queries, blocks of keys) int8: `PARTIAL`, `FULL` or 0; of those that hold local rows."""
-    kinds_row: torch.Tensor | None = None
-    """(rows,) or (batch, rows): in which of those blocks a query lies."""
+    block_kinds: torch.Tensor | None = None
+    """(B, H, global blocks of queries, blocks of keys) int8, if a local block spans several global blocks."""
 
     @classmethod
     def of(cls, mask: BlockMask) -> Tables:
-        """The tables of keys, from which all others follow."""
-        return cls(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-
-
-class _Touched(NamedTuple):
-    """In which global blocks of queries the local ones lie, for each batch group."""
-
-    blocks: torch.Tensor
-    """(groups, local blocks, as many as there are at most), repeated where there are fewer."""
-    unique: torch.Tensor
-    """(groups, all of them), likewise."""
-    row: torch.Tensor
-    """(groups, rows) int32: which of `unique` each row lies in."""
+        """The tables of a block mask."""
+        return cls(
+            mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+            mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices,
+        )  # fmt: skip
 
 
 def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
-    """The lengths that a mask was made for; None for one that is a single block, which goes with all lengths."""
+    """The numbers of queries and keys that a mask was made for; None for a mask of one block, which fits any."""
     if mask is None or min(mask.BLOCK_SIZE) >= _torch.WHOLE_BLOCK:
         return None
     return mask.seq_lengths[0], mask.seq_lengths[1]
 
 
-def remembered_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
-    """`local_tables`, made once as long as the whole mask's tables exist.
-
-    Not for compiled code, which writes other masks to the same tensors, and the tensors do not count it.
-    """
-    made = cache.made_of(mask)
-    key = (block_size, kv_len, rows, with_q)
-    tables = made.get(key)
-    if tables is None:
-        tables = _torch.prepared(lambda: local_tables(mask, block_size, kv_len, rows, with_q))
-        if not capturing():
-            made[key] = tables
-    return tables
-
-
 def table_shapes(
-    mask_shape: tuple[int, ...], has_full: bool, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool
-) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of what `local_tables` returns, None for what there is not; `mask_shape` is that of `kv_indices`."""
-    batch, heads, _, columns = mask_shape
-    rows.check_batch_size(batch)
-    touched = kept(_touched, rows, block_size[0], torch.device("cpu"))
-    if len(rows.groups) > 1:
-        batch = rows.batch_size
-    several = touched.blocks.size(2) > 1
-    if several:
-        columns = -(-kv_len // block_size[1])
-    blocks = touched.blocks.size(1)
-    per_row = (rows.count,) if len(rows.groups) == 1 else (batch, rows.count)
-    return (
-        *_shapes_of_pairs((batch, heads), blocks, columns, has_full, with_q),
-        (batch, heads, touched.unique.size(1), columns) if several else None,
-        per_row if several else None,
-    )
+    mask_shape: Shape, has_full: bool, block_size: tuple[int, int], lengths: tuple[int, int], batch: int, local: int,
+    with_q: bool, unaligned: bool,
+) -> list[Shape | None]:  # fmt: skip
+    """The shapes of the tables that `local_tables` returns, None for those it leaves out.
+
+    Args:
+        mask_shape: the shape of the whole mask's `kv_indices`.
+        has_full: True if the whole mask lists full blocks apart.
+        block_size: queries and keys of a block.
+        lengths: global numbers of queries and keys.
+        batch: batch rows of the local tables.
+        local: the number of local rows.
+        with_q: as for `local_tables`.
+        unaligned: True if local blocks may span several global blocks.
+    """
+    q_blocks, kv_blocks = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
+    first, local_blocks = (batch, mask_shape[1]), -(-local // block_size[0])
+    columns = kv_blocks if unaligned else mask_shape[3]
+    of_keys: list[Shape] = [(*first, local_blocks), (*first, local_blocks, columns)]
+    of_queries: list[Shape] = [(*first, columns), (*first, columns, local_blocks)]
+    parts = ((of_keys, True), (of_keys, has_full), (of_queries, with_q), (of_queries, with_q and has_full))
+    shapes = [shape if exists else None for pair, exists in parts for shape in pair]
+    return [*shapes, (*mask_shape[:2], q_blocks, kv_blocks) if unaligned else None]
 
 
-def general_shapes(
-    mask_shape: tuple[int, ...], has_full: bool, block_size: tuple[int, int], lengths: tuple[int, int], local: int,
-    with_q: bool,
-) -> tuple[tuple[int, ...] | None, ...]:  # fmt: skip
-    """Those of `general` tables of `local` queries, whose blocks may lie anywhere."""
-    (q_blocks, columns), first = (-(-a // b) for a, b in zip(lengths, block_size, strict=True)), mask_shape[:2]
-    return (
-        *_shapes_of_pairs(first, -(-local // block_size[0]), columns, has_full, with_q),
-        (*first, q_blocks, columns),
-        (local,),
-    )
+def local_tables(
+    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, unaligned: bool = False
+) -> Tables:
+    """The tables of one rank's mask, int32 except for `block_kinds`.
+
+    Args:
+        mask: the tables of the whole sequence, of which those by blocks of queries are read.
+        block_size: queries and keys of a block.
+        kv_len: global number of keys.
+        rows: the local queries, one at least.
+        with_q: True to also return tables by blocks of keys, which backward needs.
+        unaligned: True to return `block_kinds` even if all local blocks lie inside one global block.
+    """
+    assert mask.kv_indices is not None
+    rows.check_batch_size(mask.kv_indices.size(0))
+    blocks = cached(_global_blocks, rows, block_size[0], mask.kv_indices.device)
+    kinds = None
+    if unaligned or blocks.size(2) > 1:
+        kinds = _block_kinds(mask, -(-kv_len // block_size[1]))
+    parts = []
+    for (start, stop), of_group in zip(rows.groups, blocks, strict=True):
+
+        def of_batch(table: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
+            if len(rows.groups) == 1:
+                return table
+            return table.expand(stop - start, *table.shape[1:]) if table.size(0) == 1 else table[start:stop]
+
+        if kinds is not None:
+            parts.append(_merged(of_batch(kinds), of_group, mask.full_kv_indices is not None))
+        else:
+            index = of_group[:, 0]
+            parts.append([of_batch(table).index_select(2, index) for table in mask[:4] if table is not None])
+    made = Tables(*(tables[0] if len(tables) == 1 else torch.cat(tables) for tables in zip(*parts, strict=True)))
+    if with_q:
+        made = made._replace(**_transposed(made.kv_num_blocks, made.kv_indices, ""))
+        made = made._replace(**_transposed(made.full_kv_num_blocks, made.full_kv_indices, "full_"))
+    return made._replace(block_kinds=kinds)
 
 
-def aligned_shapes(
-    mask_shape: tuple[int, ...], has_full: bool, q_block: int, local: int, with_q: bool
-) -> tuple[tuple[int, ...] | None, ...]:
-    """Those of `local` queries, whose blocks lie in one global block each, wherever."""
-    return *_shapes_of_pairs(mask_shape[:2], -(-local // q_block), mask_shape[3], has_full, with_q), None, None
+def _block_kinds(mask: Tables, columns: int) -> torch.Tensor:
+    """`Tables.block_kinds` of the whole mask."""
+    # Bytes: Triton keeps lookups of wider integers in several stages of shared memory, where they do not fit.
+    kinds = _dense(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.int8) * PARTIAL
+    if mask.full_kv_indices is None:
+        return kinds
+    return kinds.masked_fill_(_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns), FULL)
 
 
-def _shapes_of_pairs(
-    first: tuple[int, ...], blocks: int, columns: int, has_full: bool, with_q: bool
-) -> list[tuple[int, ...] | None]:
-    of_keys, of_queries = ([(*first, a), (*first, a, b)] for a, b in ((blocks, columns), (columns, blocks)))
-    needed = ((of_keys, True), (of_keys, has_full), (of_queries, with_q), (of_queries, with_q and has_full))
-    return [shape if there else None for pair, there in needed for shape in pair]
+def _merged(kinds: torch.Tensor, blocks: torch.Tensor, has_full: bool) -> list[torch.Tensor]:
+    """Tables of local blocks that span several global blocks, (local blocks, most)."""
+    spanned = kinds.index_select(2, blocks.flatten()).unflatten(2, blocks.shape)
+    all_full, any_listed = spanned.amin(3) == FULL, spanned.amax(3) > 0
+    return [*_listed(any_listed & ~all_full), *(_listed(all_full) if has_full else ())]
+
+
+def _transposed(counts: torch.Tensor | None, indices: torch.Tensor | None, prefix: str) -> dict[str, torch.Tensor]:
+    """The blocks of queries that see each block of keys."""
+    if indices is None:
+        return {}
+    by_keys = _listed(_dense(counts, indices, indices.size(-1)).transpose(-2, -1))
+    return {f"{prefix}q_num_blocks": by_keys[0], f"{prefix}q_indices": by_keys[1]}
+
+
+def _dense(counts: torch.Tensor | None, indices: torch.Tensor | None, columns: int) -> torch.Tensor:
+    """(..., blocks, columns) bool: True for the blocks of keys that are listed."""
+    assert counts is not None
+    assert indices is not None
+    listed = torch.arange(indices.size(-1), device=indices.device) < counts.unsqueeze(-1)
+    dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return dense.scatter_(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]
+
+
+def _listed(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `_dense`: counts and indices."""
+    order = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
+    # Contiguous, whatever the strides of `dense`: FlexAttention's kernels assume it.
+    return dense.sum(-1, dtype=torch.int32).contiguous(), order.int().contiguous()
+
+
+# Cache of tables
 
 
 class _TableCache:
-    """What has been made of masks, as long as these exist and nobody has written to them."""
+    """Local tables by the whole mask's tables, as long as these exist and have not been written to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_indices = WeakIdKeyDictionary()
 
     def __len__(self) -> int:
-        """Of how many masks something is remembered."""
+        """The number of masks with cached tables."""
         return len(self._by_indices)
 
-    def made_of(self, mask: Tables) -> dict[object, Tables]:
-        """What has been made of a mask so far; to be added to."""
+    def tables_of(self, mask: Tables) -> dict[object, Tables]:
+        """The cached tables of a mask by layout and rank, to be added to."""
         tables = [table for table in mask[:4] if table is not None]
         versions = [_torch.version_of(table) for table in tables]
-        if None in versions:  # nobody counts what is written
+        if None in versions:  # inference tensors: writes to them are not counted
             return {}
         with self._lock:
             refs, seen, made = self._by_indices.get(mask.kv_indices, ((), (), {}))
@@ -256,130 +313,19 @@ class _TableCache:
         return made
 
 
-cache = _TableCache()
+table_cache = _TableCache()
 
 
-def _touched(rows: LocalRows, block: int, device: torch.device) -> _Touched:
-    of_groups, cpu = [], torch.device("cpu")
-    for positions in rows.group_positions(cpu):
-        unique, row = torch.unique(positions // block, return_inverse=True)
-        local = torch.arange(rows.count, device=cpu) // block
-        pairs = torch.unique(local * unique.numel() + row)
-        local, which = pairs // unique.numel(), pairs % unique.numel()
-        counts = torch.bincount(local)
-        first = counts.cumsum(0) - counts
-        slot = torch.arange(int(counts.max()), device=cpu)
-        blocks = unique[which[first[:, None] + torch.where(slot < counts[:, None], slot, 0)]]
-        of_groups.append((blocks, unique, row.int()))
-    several, unique_count = (max(group[i].size(-1) for group in of_groups) for i in (0, 1))
-    touched = (
-        torch.stack([torch.cat([b, b[:, :1].expand(-1, several - b.size(1))], 1) for b, _, _ in of_groups]),
-        torch.stack([torch.cat([u, u[:1].expand(unique_count - u.numel())]) for _, u, _ in of_groups]),
-        torch.stack([row for *_, row in of_groups]),
-    )
-    return _Touched(*(tensor.to(device) for tensor in touched))
+def cached_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool) -> Tables:
+    """`local_tables` from the cache.
 
-
-def local_tables(
-    mask: Tables, block_size: tuple[int, int], kv_len: int, rows: LocalRows, with_q: bool, general: bool = False
-) -> Tables:
-    """The tables of one rank's mask, int32 but for `kinds`.
-
-    Args:
-        mask: those of keys, of the whole sequence.
-        block_size: how many queries and keys a block has.
-        kv_len: global number of keys.
-        rows: the queries, one at least.
-        with_q: also those of queries, which backward needs.
-        general: in shapes that are the same for all layouts that divide batch rows alike (`general_shapes`).
+    Not for compiled code: it writes the masks of later steps to the same tensors without changing their version.
     """
-    assert mask.kv_indices is not None
-    rows.check_batch_size(mask.kv_indices.size(0))
-    device = mask.kv_indices.device
-    touched = kept(_touched, rows, block_size[0], device)
-    if general:
-        touched = _among_all(touched, -(-rows.seq_len // block_size[0]))
-    several, columns = general or touched.blocks.size(2) > 1, -(-kv_len // block_size[1])
-    parts = []
-    for (start, stop), blocks, unique in zip(rows.groups, *touched[:2], strict=True):
-        whole = Tables(*(_of_batch(table, start, stop, rows) for table in mask[:4]))
-        parts.append(_united(whole, blocks, unique, columns) if several else _selected(whole, blocks[:, 0]))
-    made = Tables(*map(_joined, *parts))
-    if with_q:
-        made = made._replace(**_transposed(made.kv_num_blocks, made.kv_indices, ""))
-        made = made._replace(**_transposed(made.full_kv_num_blocks, made.full_kv_indices, "full_"))
-    if several:
-        lines = zip(touched.row, rows.groups, strict=True)
-        row = torch.cat([line.expand(stop - start, -1) for line, (start, stop) in lines])
-        made = made._replace(kinds_row=row if len(rows.groups) > 1 else row[0].contiguous())
-    return made
-
-
-def _among_all(touched: _Touched, blocks: int) -> _Touched:
-    """The same, with all global blocks for those in which there is a local row."""
-    row = torch.stack([unique[of_group] for unique, of_group in zip(touched.unique, touched.row, strict=True)])
-    unique = torch.arange(blocks, device=row.device).expand(touched.unique.size(0), blocks)
-    return _Touched(touched.blocks, unique, row.int())
-
-
-def _of_batch(table: torch.Tensor | None, start: int, stop: int, rows: LocalRows) -> torch.Tensor | None:
-    """The batch rows of a table that share their positions."""
-    if table is None or len(rows.groups) == 1:
-        return table
-    return table.expand(stop - start, *table.shape[1:]) if table.size(0) == 1 else table[start:stop]
-
-
-def _joined(*parts: torch.Tensor | None) -> torch.Tensor | None:
-    tables = [part for part in parts if part is not None]
-    return None if not tables else tables[0] if len(tables) == 1 else torch.cat(tables)
-
-
-def _selected(whole: Tables, blocks: torch.Tensor) -> Tables:
-    return Tables(*(None if table is None else table.index_select(2, blocks) for table in whole[:4]))
-
-
-def _united(whole: Tables, blocks: torch.Tensor, unique: torch.Tensor, columns: int) -> Tables:
-    """Of local blocks that lie in several global ones."""
-    partial = _dense(whole.kv_num_blocks, whole.kv_indices, columns)
-    full = _dense(whole.full_kv_num_blocks, whole.full_kv_indices, columns)
-    assert partial is not None
-    seen = partial if full is None else partial | full
-    any_seen, all_full = seen.index_select(2, blocks[:, 0]), full
-    if full is not None:
-        all_full = full.index_select(2, blocks[:, 0])
-    for others in blocks[:, 1:].unbind(1):
-        any_seen |= seen.index_select(2, others)
-        if full is not None and all_full is not None:
-            all_full &= full.index_select(2, others)
-    # Bytes, of which kernels do not keep several stages in shared memory, as they do of wider numbers.
-    kinds = seen.to(torch.int8) if full is None else seen.to(torch.int8) + full.to(torch.int8)
-    kinds = kinds.index_select(2, unique)
-    if all_full is None:
-        return Tables(*_ordered(any_seen), kinds=kinds)
-    return Tables(*_ordered(any_seen & ~all_full), *_ordered(all_full), kinds=kinds)
-
-
-def _transposed(counts: torch.Tensor | None, indices: torch.Tensor | None, prefix: str) -> dict[str, torch.Tensor]:
-    """Which blocks of queries see each block of keys."""
-    if indices is None:
-        return {}
-    dense = _dense(counts, indices, indices.size(-1))
-    assert dense is not None
-    by_keys = _ordered(dense.transpose(-2, -1))
-    return {f"{prefix}q_num_blocks": by_keys[0], f"{prefix}q_indices": by_keys[1]}
-
-
-def _dense(counts: torch.Tensor | None, indices: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    """(..., blocks, columns) bool: which blocks of keys are listed."""
-    if counts is None or indices is None:
-        return None
-    listed = torch.arange(indices.size(-1), device=indices.device) < counts.unsqueeze(-1)
-    dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-    return dense.scatter_(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]
-
-
-def _ordered(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `_dense`."""
-    order = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
-    # Row after row, whatever the order of `dense`: kernels take it for granted.
-    return dense.sum(-1, dtype=torch.int32).contiguous(), order.int().contiguous()
+    made = table_cache.tables_of(mask)
+    key = (block_size, kv_len, rows, with_q)
+    tables = made.get(key)
+    if tables is None:
+        tables = _torch.prepared(lambda: local_tables(mask, block_size, kv_len, rows, with_q))
+        if not capturing():
+            made[key] = tables
+    return tables

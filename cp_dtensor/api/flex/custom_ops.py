@@ -1,7 +1,6 @@
-"""What FlexAttention of shards needs around it, as operators that torch.compile captures.
+"""Operators that compiled FlexAttention of shards calls: `flex_keys` gathers K/V, `flex_tables` makes local tables.
 
-`torch.ops.cp_dtensor.flex_keys` gathers keys and values, `torch.ops.cp_dtensor.flex_tables` has the tables of the local
-rows' mask. FlexAttention itself is captured as torch captures it.
+They are in `torch.ops.cp_dtensor`. FlexAttention itself is captured as torch captures it.
 """
 
 from __future__ import annotations
@@ -10,17 +9,10 @@ from typing import Any
 
 import torch
 
+from cp_dtensor._torch import constant_in_trace
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
-from cp_dtensor.api.flex.block_mask import (
-    LocalRows,
-    Tables,
-    aligned_shapes,
-    general_shapes,
-    local_tables,
-    most_tokens,
-    table_shapes,
-)
-from cp_dtensor.api.flex.gather_kv import WholeKeys
+from cp_dtensor.api.flex.block_mask import LocalRows, Tables, local_tables, longest_seq_len, table_shapes
+from cp_dtensor.api.flex.gather_kv import KVGather
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import Found, ShardCallSpec, call_spec_of, found_numbers, outstanding
@@ -29,40 +21,22 @@ from cp_dtensor.spec.masks import Full, Mask
 
 
 def shard_call_spec(token: str) -> ShardCallSpec:
-    """The recipe of some shards."""
+    """The compiled call spec of attention of shards that a token encodes."""
     call_spec = call_spec_of(token)
     assert isinstance(call_spec, ShardCallSpec)
     return call_spec
 
 
-def _partition_of(token: str, what: Found | None = None) -> tuple[SequenceRanks, Layout]:
-    """Over whom, and how; the layout is the one that was found, if there is any."""
-    settings = shard_call_spec(token).settings()
-    return settings.ranks, settings.layout if what is None or what.layout is None else what.layout
-
-
-def _whole_keys(token: str, what: Found | None, seq_len: int, rows: int) -> WholeKeys:
-    return WholeKeys(*_partition_of(token, what), seq_len, rows, shard_call_spec(token).splitting.transport)
-
-
-def _found_in(found: torch.Tensor | None) -> Found | None:
-    """What a call of `flex_keys` has found besides lengths."""
-    return None if found is None or found.numel() < 2 else found_numbers.of(int(found[1]))
-
-
+@constant_in_trace
 def world_size(token: str) -> int:
-    """Of the ranks that share the sequence."""
+    """The number of ranks that share the sequence."""
     return shard_call_spec(token).settings().ranks.size
 
 
-def finds_layout(token: str) -> bool:
-    """Whether the layout is only found where compiled code runs, being one of those made for one length."""
+@constant_in_trace
+def layout_is_found(token: str) -> bool:
+    """True if the layout, made for one length, is looked up in the active context when the compiled code runs."""
     return shard_call_spec(token).finds_mask
-
-
-def _lies_anywhere(token: str, block: int) -> bool:
-    """Whether the layout is only found where compiled code runs, and a local block may lie in several global ones."""
-    return finds_layout(token) and shard_call_spec(token).alignment % block != 0
 
 
 def check_context_mask(mask: Mask | None) -> None:
@@ -83,89 +57,97 @@ def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | No
         )
 
 
+def _ranks_and_layout(token: str, found: Found | None = None) -> tuple[SequenceRanks, Layout]:
+    """The ranks that share the sequence, and the layout: the one found at run time, if any."""
+    settings = shard_call_spec(token).settings()
+    return settings.ranks, settings.layout if found is None or found.layout is None else found.layout
+
+
+def _kv_gather(token: str, found: Found | None, seq_len: int, rows: int) -> KVGather:
+    return KVGather(*_ranks_and_layout(token, found), seq_len, rows, shard_call_spec(token).splitting.transport)
+
+
+def _local_rows(token: str, found: Found | None, seq_len: int, batch_size: int) -> LocalRows:
+    ranks, layout = _ranks_and_layout(token, found)
+    return LocalRows.of(layout, seq_len, ranks.rank, ranks.size, batch_size)
+
+
+def _found_in(numbers: torch.Tensor) -> Found | None:
+    """What `flex_keys` found besides lengths, from its last output."""
+    return None if numbers.numel() < 2 else found_numbers.of(int(numbers[1]))
+
+
+# K/V
+
+
 def _keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call_spec: str,
-    q_len: int,
-    kv_len: int,
-    told: bool,
-    scale: float,
-    needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, q_len: int, kv_len: int, declared: bool,
+    scale: float, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     known = (q_len, kv_len) if q_len >= 0 else None
-    decider = shard_call_spec(call_spec)
-    said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
-    lengths, what = decider.resolve(q, k, v, Full(), NO_MODIFIERS, scale, said)
+    call_spec = shard_call_spec(token)
+    compared = known if declared or call_spec.debug else None  # debugging, ranks compare the lengths of their masks
+    lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
     check_mask_lengths(lengths, known)
-    if what.ambient is not None:
-        check_context_mask(what.ambient[0])
-    ranks, layout = _partition_of(call_spec, what)
-    if decider.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
+    if found.ambient is not None:
+        check_context_mask(found.ambient[0])
+    ranks, layout = _ranks_and_layout(token, found)
+    if call_spec.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
         )
-    rows = lengths[1] if known else most_tokens(layout, k.size(2), ranks.rank, ranks.size)
-    keys, values = _whole_keys(call_spec, what, lengths[1], rows).gathered(k, v)
-    positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
-    # What was found is handed to backward, which then needs no region and no communication to know it.
-    if decider.finds_mask:
-        begun_in = outstanding.begin(what, needs_backward)
-        found = torch.tensor([lengths[1], found_numbers.number_of(what), begun_in], device="cpu")
+    rows = lengths[1] if known else longest_seq_len(layout, k.size(2), ranks.rank, ranks.size)
+    keys, values = _kv_gather(token, found, lengths[1], rows).gather(k, v)
+    positions = _local_rows(token, found, lengths[0], q.size(0)).positions(q.device)
+    # Backward gets these numbers, so it needs neither the context nor communication to know what forward found.
+    if call_spec.finds_mask:
+        begun_in = outstanding.begin(found, needs_backward)
+        numbers = torch.tensor([lengths[1], found_numbers.number_of(found), begun_in], device="cpu")
     else:
-        found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
-    return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), found
+        numbers = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
+    return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), numbers
 
 
 def _fake_keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call_spec: str,
-    q_len: int,
-    kv_len: int,
-    told: bool,
-    scale: float,
-    needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (ranks, layout), finds = _partition_of(call_spec), finds_layout(call_spec)
-    rows = kv_len if kv_len >= 0 else most_tokens(layout, int(k.size(2)), ranks.rank, ranks.size)
-    per_row = () if finds or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
-    numbers = 3 if finds else 0 if q_len >= 0 else 1
-    found = torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, q_len: int, kv_len: int, declared: bool,
+    scale: float, needs_backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    (ranks, layout), is_found = _ranks_and_layout(token), layout_is_found(token)
+    rows = kv_len if kv_len >= 0 else longest_seq_len(layout, int(k.size(2)), ranks.rank, ranks.size)
+    per_row = () if is_found or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
+    numbers = 3 if is_found else 0 if q_len >= 0 else 1
     return (
         k.new_empty(*k.shape[:2], rows, k.size(3)),
         v.new_empty(*v.shape[:2], rows, v.size(3)),
         q.new_empty(*per_row, q.size(2), dtype=torch.int32),
         q.new_empty(1, dtype=torch.int32),
-        found,
+        torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device),
     )
 
 
 def _keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, call_spec: str, kv_len: int, local: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, numbers: torch.Tensor, token: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    what = _found_in(found)
-    if what is not None:
-        outstanding.end(what, int(found[2]))
-    keys = _whole_keys(call_spec, what, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
-    return keys.gradients(grad_k, grad_v, local)
+    found = _found_in(numbers)
+    if found is not None:
+        outstanding.end(found, int(numbers[2]))
+    gather = _kv_gather(token, found, int(numbers[0]) if kv_len < 0 else kv_len, grad_k.size(2))
+    return gather.reduce_gradients(grad_k, grad_v, local)
 
 
 def _fake_keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, found: torch.Tensor, call_spec: str, kv_len: int, local: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, numbers: torch.Tensor, token: str, kv_len: int, local: int
 ) -> tuple[torch.Tensor, ...]:
     return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, call_spec, _, kv_len, *_ = inputs
-    *_, positions, total, found = output
-    ctx.save_for_backward(found)
-    ctx.settings = call_spec, kv_len, k.size(2)
-    ctx.mark_non_differentiable(positions, total, found)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, k, _, token, _, kv_len, *_ = inputs
+    *_, positions, total, numbers = output
+    ctx.save_for_backward(numbers)
+    ctx.settings = token, kv_len, k.size(2)
+    ctx.mark_non_differentiable(positions, total, numbers)
 
 
 @differentiated_once
@@ -176,78 +158,84 @@ def _gradients(
     return None, *grads, *[None] * 6
 
 
+# Tables
+
+
 def traced_tables(
-    mask: Tables, found: torch.Tensor, call_spec: str, lengths: tuple[int, int], batch_size: int, local: int,
+    mask: Tables, numbers: torch.Tensor, token: str, lengths: tuple[int, int], batch_size: int, local: int,
     block_size: tuple[int, int], with_q: bool,
 ) -> Tables:  # fmt: skip
-    """`local_tables` in a program that is being captured; `found` is by `flex_keys`, `local` counts its queries."""
+    """`local_tables` in a program that is being captured; `numbers` are of `flex_keys`, `local` counts its queries."""
     made = list(
-        torch.ops.cp_dtensor.flex_tables(*mask[:4], found, call_spec, *lengths, batch_size, local, *block_size, with_q)
+        torch.ops.cp_dtensor.flex_tables(*mask[:4], numbers, token, *lengths, batch_size, local, *block_size, with_q)
     )
     has_full = mask.full_kv_indices is not None
-    parts = [True, has_full, with_q, has_full and with_q]
-    several = len(made) > 2 * sum(parts)
-    pairs = [(made.pop(0), made.pop(0)) if part else (None, None) for part in [*parts, several]]
-    return Tables(*[table for pair in pairs for table in pair])
+    pairs = [True, has_full, with_q, has_full and with_q]
+    made = [made.pop(0) if exists else None for exists in pairs for _ in range(2)] + made  # the rest: block_kinds
+    return Tables(*made)
 
 
 def _tables(
     kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, full_kv_num_blocks: torch.Tensor | None,
-    full_kv_indices: torch.Tensor | None, found: torch.Tensor, call_spec: str, q_len: int, kv_len: int, batch_size: int,
+    full_kv_indices: torch.Tensor | None, numbers: torch.Tensor, token: str, q_len: int, kv_len: int, batch_size: int,
     local: int, q_block: int, kv_block: int, with_q: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    ranks, layout = _partition_of(call_spec, _found_in(found))
-    rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
+    rows = _local_rows(token, _found_in(numbers), q_len, batch_size)
     whole = Tables(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-    general = _lies_anywhere(call_spec, q_block)
-    made = [
-        table for table in local_tables(whole, (q_block, kv_block), kv_len, rows, with_q, general) if table is not None
-    ]
-    # In new memory, since compiled code may write to it when it has done with it.
-    return [table.clone(memory_format=torch.contiguous_format) for table in made]
+    unaligned = layout_is_found(token) and _may_be_unaligned(token, q_block)
+    tables = local_tables(whole, (q_block, kv_block), kv_len, rows, with_q, unaligned)
+    # In new memory: compiled code may reuse the memory of an operator's results.
+    return [table.clone(memory_format=torch.contiguous_format) for table in tables if table is not None]
 
 
 def _fake_tables(
     kv_num_blocks: torch.Tensor, kv_indices: torch.Tensor, full_kv_num_blocks: torch.Tensor | None,
-    full_kv_indices: torch.Tensor | None, found: torch.Tensor, call_spec: str, q_len: int, kv_len: int, batch_size: int,
+    full_kv_indices: torch.Tensor | None, numbers: torch.Tensor, token: str, q_len: int, kv_len: int, batch_size: int,
     local: int, q_block: int, kv_block: int, with_q: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    mask_shape, has_full = tuple(int(size) for size in kv_indices.shape), full_kv_indices is not None
-    block_size, lengths = (q_block, kv_block), (q_len, kv_len)
-    if _lies_anywhere(call_spec, q_block):
-        shapes = general_shapes(mask_shape, has_full, block_size, lengths, local, with_q)
-    elif finds_layout(call_spec):
-        shapes = aligned_shapes(mask_shape, has_full, q_block, local, with_q)
+    mask_shape = tuple(int(size) for size in kv_indices.shape)
+    if layout_is_found(token):
+        batch, unaligned = mask_shape[0], _may_be_unaligned(token, q_block)
     else:
-        ranks, layout = _partition_of(call_spec)
-        rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, batch_size)
-        shapes = table_shapes(mask_shape, has_full, block_size, kv_len, rows, with_q)
+        rows = _local_rows(token, None, q_len, batch_size)
+        rows.check_batch_size(mask_shape[0])
+        batch = rows.batch_size if len(rows.groups) > 1 else mask_shape[0]
+        unaligned = rows.has_unaligned_blocks(q_block)
+    shapes = table_shapes(
+        mask_shape, full_kv_indices is not None, (q_block, kv_block), (q_len, kv_len), batch, local, with_q, unaligned
+    )
     return [
-        kv_indices.new_empty(shape, dtype=torch.int8 if name == "kinds" else torch.int32)
+        kv_indices.new_empty(shape, dtype=torch.int8 if name == "block_kinds" else torch.int32)
         for name, shape in zip(Tables._fields, shapes, strict=True)
         if shape is not None
     ]
 
 
-def _defined() -> torch.library.Library:
+def _may_be_unaligned(token: str, q_block: int) -> bool:
+    """True if a layout that is found at run time may begin and end shards inside a block of queries."""
+    return shard_call_spec(token).alignment % q_block != 0
+
+
+def _define_operators() -> torch.library.Library:
     library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    apart = torch.Tag.cudagraph_unsafe  # lengths are found, or compared with those of masks, when the code runs
+    # When the code runs, lengths are exchanged, and compared with those of masks.
+    unsafe = torch.Tag.cudagraph_unsafe
     library.define(
-        "flex_keys(Tensor q, Tensor k, Tensor v, str recipe, int q_len, int kv_len, bool told, float scale, "
+        "flex_keys(Tensor q, Tensor k, Tensor v, str token, int q_len, int kv_len, bool declared, float scale, "
         "bool needs_backward) "
-        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor found)",
-        tags=apart,
+        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor numbers)",
+        tags=unsafe,
     )
     library.define(
-        "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor found, str recipe, int kv_len, SymInt local) "
+        "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor numbers, str token, int kv_len, SymInt local) "
         "-> (Tensor grad_k, Tensor grad_v)",
-        tags=apart,
+        tags=unsafe,
     )
     library.define(
         "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
-        "Tensor found, str recipe, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
+        "Tensor numbers, str token, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
         "bool with_q) -> Tensor[]",
-        tags=apart,
+        tags=unsafe,
     )
     for name, implementation, fake in (
         ("flex_keys", _keys, _fake_keys),
@@ -257,9 +245,9 @@ def _defined() -> torch.library.Library:
         library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
     torch.library.register_autograd(
-        "cp_dtensor::flex_keys", _gradients, setup_context=_keep_for_backward, lib=library
+        "cp_dtensor::flex_keys", _gradients, setup_context=_save_for_backward, lib=library
     )  # fmt: skip
     return library
 
 
-_library = _defined()  # operators exist as long as this does
+_library = _define_operators()  # the operators exist as long as this object

@@ -1,4 +1,4 @@
-"""FlexAttention inside of regions: `flex_attention` of this rank's shards attends to the whole sequence."""
+"""FlexAttention inside an active context: `flex_attention` of this rank's shards attends to the whole sequence."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ from cp_dtensor.api.active_context import (
     refuse_sinks,
 )
 from cp_dtensor.api.flex.attention import FlexCall, flex_of_shards, traced_flex
-from cp_dtensor.api.flex.custom_ops import check_context_mask
-
-
-def flex_replacements() -> Iterator[AbstractContextManager[None]]:
-    """What is replaced in torch while a region is open."""
-    yield _torch.flex_attention_redirected(_flex_attention)
-    yield _torch.captured_flex_attention_checked(_check_captured)
+from cp_dtensor.api.flex.custom_ops import check_context_mask, shard_call_spec
+from cp_dtensor.api.interception import SharedInstallation
 
 
 def _flex_attention(
@@ -40,7 +35,7 @@ def _flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """FlexAttention of this rank's shards; torch's own outside of regions."""
+    """FlexAttention of this rank's shards; torch's own outside of contexts."""
     token = _context_token()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     call = FlexCall(
@@ -50,8 +45,8 @@ def _flex_attention(
         return call.attend(key, value, score_mod, block_mask)
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise NotImplementedError(
-            "FlexAttention takes plain tensors inside of a context-parallel region, this rank's shards; got nested "
-            "tensors or DTensors"
+            "FlexAttention takes plain tensors inside context_parallel, this rank's shards; got nested tensors or "
+            "DTensors"
         )
     if _torch.is_traced(query):
         return traced_flex(call, token)
@@ -62,7 +57,11 @@ def _flex_attention(
 
 @_torch.constant_in_trace
 def _context_token() -> str:
-    """Of the region that FlexAttention belongs to, "" outside of any; a constant, since code is compiled for it."""
+    """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
+    of_module = _torch.traced_scope()
+    if of_module is not None:
+        check_context_mask(shard_call_spec(of_module).settings().mask)
+        return of_module
     context = current_context()
     if context is None:
         return ""
@@ -70,24 +69,33 @@ def _context_token() -> str:
     refuse_sinks(context, "FlexAttention", "context_parallel_attention")
     if attends_alone(context):
         raise NotImplementedError(
-            "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "
-            "region: use F.scaled_dot_product_attention"
+            "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
+            "F.scaled_dot_product_attention"
         )
     return context.ambient.token
 
 
 def _check_captured() -> None:
+    """Refuses FlexAttention of local shards in captured code that is run or traced further inside a context."""
     context = innermost_context()
     if context is None:
         return
     if not _torch.FLEX_ATTENTION_IS_KNOWN:
         raise NotImplementedError(
-            f"FlexAttention of torch {torch.__version__} is not supported inside of a context-parallel region: it has "
-            "other arguments than are known"
+            f"FlexAttention of torch {torch.__version__} is not supported inside context_parallel: its parameters "
+            "differ from those of the supported versions"
         )
-    if _torch.get_thread_state(CAPTURED_BEFORE) is context:
+    if _torch.get_thread_state(CAPTURED_BEFORE) is context and not _torch.flex_attention_is_redirected():
         raise NotImplementedError(
-            "FlexAttention is not supported in compiled modules with ContextParallel, where it would attend to the "
-            "local shard only: compile the module inside of `with context_parallel(...)`, or call "
-            "context_parallel_flex_attention"
+            "a compiled module with ContextParallel calls FlexAttention, whose code another package has replaced: it "
+            "would attend to the local shard only. Call context_parallel_flex_attention instead"
         )
+
+
+def _replacements() -> Iterator[AbstractContextManager[None]]:
+    yield _torch.flex_attention_redirected(_flex_attention)
+    yield _torch.captured_flex_attention_checked(_check_captured)
+
+
+flex_redirection = SharedInstallation(_replacements)
+"""Redirects FlexAttention: held by open contexts and by modules with `ContextParallel`."""

@@ -1,13 +1,13 @@
-"""Keys and values that come from all ranks straight to their places, and gradients that go straight home.
+"""K/V of all ranks in the order of global positions, and their gradients, summed on the ranks that own the tokens.
 
-Where ranks share memory, one kernel reads all keys and values from it: nothing is computed meanwhile, and the host has
-little to launch. Elsewhere, and on the way home, a rotation brings rows, some heads after the others.
-For layouts of few unbroken ranges, over one axis.
+K/V are gathered in one of two ways. Where GPUs have peer access, and every shard is a few contiguous ranges over one
+mesh axis, one kernel reads all shards from symmetric memory. Otherwise the ranks all-gather their shards, padded to one
+length, and select rows by an index. Gradients are selected by an index, exchanged in one all-to-all per axis, and
+summed in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,312 +17,177 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error, differentiated_once, refuse_batches
-from cp_dtensor._torch.tensors import cut, in_words, on_device_of, unit_stride
-from cp_dtensor.api.flex.block_mask import Pair, kept, shard_lengths
+from cp_dtensor._torch.tensors import in_words, on_device_of
+from cp_dtensor.api.flex.block_mask import cached, shard_lengths
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.attention.merge import add_parts
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.head_exchange import HeadExchange, HeadRows
+from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
 from cp_dtensor.comm.select import transport_of_all_rows
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.transport import Contribution, KVTransport, TransportMethod, unpack_rows
-from cp_dtensor.plan.plan import Plan, Stages, gathered_plan
-from cp_dtensor.plan.tiling import GroupSegments, ShapeTiling
-from cp_dtensor.spec.layouts import Layout, Segment, Span
-from cp_dtensor.spec.masks import Full
+from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.plan.tiling import rows_in_order
+from cp_dtensor.spec.layouts import Layout
 
-# Keys and values of all ranks in the order of their positions, for FlexAttention, which takes them whole. Gradients
-# go to the ranks that own the tokens, where they are summed in float32 and rounded once.
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""K and V or their gradients: (B, Hkv, T, D) and (B, Hkv, T, Dv)."""
 
 
 @dataclass(frozen=True)
-class WholeKeys:
-    """The keys of a sequence that is divided over some ranks, and how they come together."""
+class KVGather:
+    """The layout of a sharded K/V, and how to gather it."""
 
     ranks: SequenceRanks
     layout: Layout
     seq_len: int
+    """Global number of keys."""
     rows: int
-    """How many to return, at least `seq_len`; the further ones are finite, for nobody to look at."""
+    """Rows of the gathered tensors, at least `seq_len`; rows after the last key are zero."""
     method: TransportMethod
-    """How K/V are to travel; always all at once, if not by symmetric memory then by all-gather."""
+    """The caller's KV transport: symmetric memory, where the ranks share it, else all-gather."""
 
-    def gathered(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, H, local S, D) and (B, H, local S, Dv) to (B, H, rows, D) and (B, H, rows, Dv), contiguous.
-
-        A collective, in which every rank takes part.
-        """
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        """Local (B, H, T, D) and (B, H, T, Dv) to contiguous (B, H, rows, D) and (B, H, rows, Dv); a collective."""
         if self._is_empty(k):
             return k.new_zeros(*k.shape[:2], self.rows, k.size(3)), v.new_zeros(*v.shape[:2], self.rows, v.size(3))
         with on_device_of(k):
-            # FlexAttention reads rows that follow each other 2% faster than such as are a token's K and V apart.
-            all_k, all_v = self._way(k, v).gather(in_words(k, v))
-            return self._longer(all_k).view(k.dtype), self._longer(all_v).view(v.dtype)
+            words = in_words(k, v)
+            # FlexAttention reads K and V that are contiguous 2% faster than K and V that share the rows of one tensor.
+            all_k, all_v = self._read_shared_memory(*words) or self._all_gather(*words)
+            if self.rows > self.seq_len:
+                all_k, all_v = (F.pad(x, (0, 0, 0, self.rows - self.seq_len)) for x in (all_k, all_v))
+            return all_k.view(k.dtype), all_v.view(v.dtype)
 
-    def _longer(self, x: torch.Tensor) -> torch.Tensor:
-        """With zeros behind the last position."""
-        return x if self.rows == self.seq_len else F.pad(x, (0, 0, 0, self.rows - self.seq_len))
-
-    def gradients(self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's shards of the sum over ranks of gradients of what `gathered` returned; a collective too."""
-        shapes = [(*x.shape[:2], local, x.size(3)) for x in (grad_k, grad_v)]
-        grads = grad_k.new_empty(shapes[0]), grad_v.new_empty(shapes[1])
+    def reduce_gradients(self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int) -> Pair:
+        """Gradients of what `gather` returned to those of this rank's `local` tokens, summed over the ranks."""
+        out_k, out_v = (grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
+        if self._is_empty(grad_k):
+            return out_k, out_v
         with on_device_of(grad_k):
-            if not self._is_empty(grad_k):
-                whole = self._positions(grad_k), self._positions(grad_v)
-                self._way(*whole).bring_home(whole, grads)
-        return grads
-
-    def _positions(self, grad: torch.Tensor) -> torch.Tensor:
-        return unit_stride(grad.resolve_neg())[:, :, : self.seq_len]
+            k, v = in_words(grad_k[:, :, : self.seq_len], grad_v[:, :, : self.seq_len])
+            blocks = k.new_empty(self.ranks.size, self._longest, *k.shape[:2], k.size(3) + v.size(3))
+            for source, rows in zip((k, v), _split_kv(blocks.flatten(0, 1), k.size(3)), strict=True):
+                self._select_rows(source, rows, to_shards=True)
+            summed = _sum_over_ranks(blocks.view(grad_k.dtype), self.ranks)[:local]
+            for out, rows in zip((out_k, out_v), _split_kv(summed, grad_k.size(3)), strict=True):
+                out.copy_(rows)
+        return out_k, out_v
 
     def _is_empty(self, k: torch.Tensor) -> bool:
-        """Whether there is nothing to bring; alike on every rank."""
+        """True if no element is gathered, on any rank."""
         return 0 in (*k.shape[:2], self.seq_len)
 
-    def _way(self, k: torch.Tensor, v: torch.Tensor) -> RowsInPlace | RowsByIndex:
-        in_place = None
-        if self.ranks.inner is None:
-            in_place = rows_in_place(k, v, self.layout, self.seq_len, self.ranks.outer, self.method)
-        return in_place or RowsByIndex(self.ranks, self.layout, self.seq_len)
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest shard."""
+        return max(shard_lengths(self.layout, self.seq_len, self.ranks.size))
+
+    def _read_shared_memory(self, k: torch.Tensor, v: torch.Tensor) -> Pair | None:
+        """The first way of the module's docstring; None, on every rank alike, where it does not apply."""
+        if self.ranks.inner is not None or len(self.layout.batch_groups(k.size(0))) > 1:
+            return None
+        group = self.ranks.outer
+        rows = _rows_of_every_rank(self.layout, self.seq_len, group.size())
+        if rows is None or not isinstance(transport_of_all_rows(self.method, group, k.device), SymmetricMemory):
+            return None
+        exchange = whole_heads((k, v), rows)
+        if exchange is None:
+            return None
+        with cleaned_up_on_error(lambda: exchange.abandon(group)):
+            heads = [x.flatten(0, 1).unsqueeze(1) for x in (k, v)]
+            ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group).receive()
+        return all_k.squeeze(1).unflatten(0, k.shape[:2]), all_v.squeeze(1).unflatten(0, v.shape[:2])
+
+    def _all_gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        """The second way of the module's docstring."""
+        packed = k.new_empty(self._longest, *k.shape[:2], k.size(3) + v.size(3))
+        for rows, shard in zip(_split_kv(packed[: k.size(2)], k.size(3)), (k, v), strict=True):
+            rows.copy_(shard)
+        all_k, all_v = (x.new_empty(*x.shape[:2], self.seq_len, x.size(3)) for x in (k, v))
+        gathered = _split_kv(self.ranks.gather(packed).flatten(0, 1), k.size(3))
+        for source, out in zip(gathered, (all_k, all_v), strict=True):
+            self._select_rows(source, out, to_shards=False)
+        return all_k, all_v
+
+    def _select_rows(self, source: torch.Tensor, out: torch.Tensor, to_shards: bool) -> None:
+        """Copies rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
+        for group, (start, stop) in enumerate(self.layout.batch_groups(source.size(0))):
+            index = cached(_row_index, self.layout, self.seq_len, self.ranks.size, source.device, group, to_shards)
+            torch.index_select(source[start:stop], 2, index, out=out[start:stop])
 
 
-class GatheredKeys(torch.autograd.Function):
-    """`WholeKeys.gathered`, differentiable."""
+class GatherKV(torch.autograd.Function):
+    """`KVGather.gather`, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, keys: WholeKeys) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `keys.gathered(k, v)`."""
-        ctx.keys, ctx.local = keys, k.size(2)
-        return keys.gathered(k, v)
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, gather: KVGather) -> Pair:
+        """Gathers K/V."""
+        ctx.gather, ctx.local = gather, k.size(2)
+        return gather.gather(k, v)
 
     @staticmethod
     @differentiated_once
     def backward(
         ctx: Any, _saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """As `keys.gradients`."""
+        """Sums gradients over the ranks."""
         refuse_batches(grad_k, grad_v)
-        return *ctx.keys.gradients(grad_k, grad_v, ctx.local), None
+        return *ctx.gather.reduce_gradients(grad_k, grad_v, ctx.local), None
 
 
-# Keys and values that are gathered rank by rank and put in the order of their positions by an index. For layouts of
-# many short ranges or stripes, for batch rows that are divided differently, and for two axes.
+def _split_kv(rows: torch.Tensor, width: int) -> Pair:
+    """Rows (T, B, H, D + Dv) as views (B, H, T, D) and (B, H, T, Dv); `width` is D.
 
-
-@dataclass(frozen=True)
-class RowsByIndex:
-    """Rows on the way between all ranks, shards padded to one length."""
-
-    ranks: SequenceRanks
-    layout: Layout
-    seq_len: int
-
-    def gather(self, local: Pair) -> Pair:
-        """Keys and values of all positions, contiguous; all of them `in_words`."""
-        by_rank = self.ranks.gather(_packed(local, self._padded))
-        k, v = _keys_and_values(self._by_batch_group(_sources, by_rank.flatten(0, 1)), local[0].size(3))
-        return k.contiguous(), v.contiguous()
-
-    def bring_home(self, whole: Pair, local: Pair) -> None:
-        """Fills gradients of this rank's keys and values with the sums of all ranks' gradients of all of them."""
-        sent = self._by_batch_group(_targets, _packed(in_words(*whole), self.seq_len)).view(whole[0].dtype)
-        home = _summed_at_home(sent.unflatten(0, (self.ranks.size, self._padded)), self.ranks)
-        for tensor, part in zip(local, _keys_and_values(home[: local[0].size(2)], local[0].size(3)), strict=True):
-            tensor.copy_(part)
-
-    @property
-    def _padded(self) -> int:
-        """The longest shard's length."""
-        return max(shard_lengths(self.layout, self.seq_len, self.ranks.size))
-
-    def _by_batch_group(self, index: Callable[..., torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        """Rows (dim 0) in another order, which may differ by batch row (dim 1)."""
-        groups = self.layout.batch_groups(rows.size(1))
-        key = (self.layout, self.seq_len, self.ranks.size, rows.device)
-        parts = [rows[:, a:b].index_select(0, kept(index, *key, group)) for group, (a, b) in enumerate(groups)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _packed(pair: Pair, rows: int) -> torch.Tensor:
-    """(rows, B, H, D + Dv), of which the first T are filled."""
-    k, v = pair
-    packed = k.new_empty(rows, *k.shape[:2], k.size(3) + v.size(3))
-    for part, tensor in zip(_keys_and_values(packed[: k.size(2)], k.size(3)), pair, strict=True):
-        part.copy_(tensor)
-    return packed
-
-
-def _keys_and_values(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S, B, H, D + Dv) as views (B, H, S, D) and (B, H, S, Dv); `width` is D.
-
-    >>> [tuple(x.shape) for x in _keys_and_values(torch.zeros(5, 1, 2, 7), 4)]
+    >>> [tuple(x.shape) for x in _split_kv(torch.zeros(5, 1, 2, 7), 4)]
     [(1, 2, 5, 4), (1, 2, 5, 3)]
     """
     return rows[..., :width].movedim(0, 2), rows[..., width:].movedim(0, 2)
 
 
-def _sources(layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int) -> torch.Tensor:
-    """(positions,): where each lies in the shards of all ranks, padded to one length."""
-    padded = max(shard_lengths(layout, seq_len, world_size))
-    index = torch.zeros(seq_len, dtype=torch.int32, device=device)
-    for rank in range(world_size):
-        positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
-        first = rank * padded
-        index[positions] = torch.arange(first, first + positions.numel(), dtype=torch.int32, device=device)
+def _row_index(
+    layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int, to_shards: bool
+) -> torch.Tensor:
+    """The rows to select of K/V in the order of positions, for the shards of all ranks, padded to one length; or back.
+
+    Returns:
+        (ranks * longest shard,) positions with `to_shards`, 0 for padding; else (positions,) rows of the shards.
+    """
+    longest = max(shard_lengths(layout, seq_len, world_size))
+    shards = [positions_of(layout.segments(seq_len, rank, world_size, group), device) for rank in range(world_size)]
+    rows = torch.cat([torch.arange(each.numel(), device=device) + rank * longest for rank, each in enumerate(shards)])
+    at, values = (rows, torch.cat(shards)) if to_shards else (torch.cat(shards), rows)
+    index = torch.zeros(world_size * longest if to_shards else seq_len, dtype=torch.int32, device=device)
+    index[at] = values.int()
     return index
 
 
-def _targets(layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int) -> torch.Tensor:
-    """(ranks * padded,): the position of each row of these shards; 0 for padding."""
-    index = torch.zeros(world_size, max(shard_lengths(layout, seq_len, world_size)), dtype=torch.int32, device=device)
-    for rank in range(world_size):
-        positions = positions_of(layout.segments(seq_len, rank, world_size, group), device)
-        index[rank, : positions.numel()] = positions
-    return index.flatten()
-
-
-def _summed_at_home(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
+def _sum_over_ranks(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
     """(ranks, ...) of each rank to this rank's (...), summed over the ranks in float32 or wider."""
     wide = torch.promote_types(blocks.dtype, torch.float32)
     blocks = blocks.unflatten(0, (ranks.outer.size(), ranks.inner_size))
     if ranks.inner is None:
         blocks = blocks.squeeze(1)
-    else:  # the inner axis first, since it leaves less to the outer one
-        blocks = _exchanged(blocks.transpose(0, 1), ranks.inner).sum(0, dtype=wide)
-    return _exchanged(blocks, ranks.outer).sum(0, dtype=wide)
+    else:  # the inner axis first, since its sums leave less to exchange over the outer one
+        blocks = _exchange(blocks.transpose(0, 1), ranks.inner).sum(0, dtype=wide)
+    return _exchange(blocks, ranks.outer).sum(0, dtype=wide)
 
 
-def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(ranks, ...): the i-th block goes to rank i, and the i-th of the result comes from there."""
+def _exchange(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-to-all of (ranks, ...): block i goes to rank i, and block i of the result comes from rank i."""
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received.flatten(), blocks.flatten(), group=group)
     return received
 
 
-_STAGE_BYTES = 64 << 20
-"""Of all ranks' K/V or their gradients, of which shared memory holds a stage; each stage costs launches."""
-_MOST_RANGES = 8
-"""Of a rank; each travels by itself to every other one."""
+_MAX_RANGES = 8
+"""Ranges of one rank that the kernel reads from shared memory, each as pieces of its own."""
 
 
-@dataclass(frozen=True)
-class RowsInPlace:
-    """Rows on the way between all ranks of an axis, as a rotation moves them."""
-
-    transport: KVTransport
-    group: dist.ProcessGroup
-    stages: tuple[Span, ...]
-    """Heads that travel together."""
-    plan: Plan
-    own: dict[Span, Span]
-    """Where the ranges of this rank's shard lie among everybody's rows."""
-    others: tuple[Span, ...]
-    """The rows of the other ranks."""
-    kind: HeadRows
-    """The same rows as an exchange of heads has them, in which all ranks want each head."""
-
-    def gather(self, local: Pair) -> Pair:
-        """Keys and values of all positions, contiguous; all of them `in_words`."""
-        with cleaned_up_on_error(lambda: self.transport.abandon(self.group)):
-            shares_memory = isinstance(self.transport, SymmetricMemory)
-            reads = whole_heads(local, self.kind) if shares_memory else None
-            return self._received(local) if reads is None else self._read(local, reads)
-
-    def _read(self, local: Pair, reads: HeadExchange) -> Pair:
-        """By one kernel, which writes what it reads from all ranks' memory to its place."""
-        heads = [x.flatten(0, 1).unsqueeze(1) for x in local]
-        (arrived,) = reads.to_heads([heads], [[self.kind]], self.group).receive()
-        k, v = (x.squeeze(1).unflatten(0, local[0].shape[:2]) for x in arrived)
-        return k, v
-
-    def _received(self, local: Pair) -> Pair:
-        transfers = self.transport.start_kv(*local, self.plan, False, self.group)
-        k, v = (x.new_empty(*x.shape[:2], self.plan.rows.total, x.size(3)) for x in local)
-        for target, source in zip((k, v), local, strict=True):
-            for rows, place in self.own.items():
-                cut(target, None, None, place).copy_(cut(source, None, None, rows))
-        for heads in self.stages:
-            for target, source in zip((k, v), unpack_rows(transfers.receive(), *local, heads), strict=True):
-                for place in self.others:
-                    cut(target, None, heads, place).copy_(cut(source, None, None, place))
-            transfers.tiles_launched()
-        return k, v
-
-    def bring_home(self, whole: Pair, local: Pair) -> None:
-        """Fills gradients of this rank's keys and values with the sums of all ranks' gradients of all of them."""
-        words = in_words(*whole)
-        with cleaned_up_on_error(lambda: self.transport.abandon(self.group)):
-            transfers = self.transport.start_grads(*words, self.plan, self.group)
-            under_way: Span | None = None
-            for heads in (*self.stages, None):
-                if heads is not None:
-                    for target, source in zip(unpack_rows(transfers.buffer(), *words, heads), words, strict=True):
-                        target.copy_(cut(source, None, heads, None))
-                    transfers.send()
-                if under_way is not None:
-                    self._sum(under_way, transfers.receive(), whole, local)
-                under_way = heads
-
-    def _sum(self, heads: Span, contributions: Sequence[Contribution], whole: Pair, local: Pair) -> None:
-        dtype = whole[0].dtype
-        sum_dtype = torch.promote_types(dtype, torch.float32)
-        for rows, stack in contributions:
-            stacks = unpack_rows(stack.view(dtype), *whole, heads)
-            for out, own, others in zip(local, whole, stacks, strict=True):
-                base = cut(own, None, heads, self.own[rows])
-                add_parts(cut(out, None, heads, rows), base, [((0, others.size(-2)), others)], sum_dtype)
-
-
-def rows_in_place(
-    k: torch.Tensor, v: torch.Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup, method: TransportMethod
-) -> RowsInPlace | None:
-    """How the rows of such a call travel, alike on all ranks; None where the layout is not for it.
-
-    Args:
-        k: (B, Hkv, any, D), on this rank's device.
-        v: (B, Hkv, any, Dv).
-        layout: of the keys.
-        seq_len: the global number of keys.
-        group: the ranks of the axis.
-        method: what the caller has asked for. Its first call for a group may be a collective.
-    """
-    if len(layout.batch_groups(k.size(0))) > 1 or not _has_few_ranges(layout, seq_len, group.size()):
-        return None
-    transport, kv_heads = transport_of_all_rows(method, group, k.device), k.size(1)
-    # By collectives all at once: launching one takes the host longer than what it would hide, and no memory is kept.
-    total = 0 if transport.slows_compute else seq_len * k.size(0) * kv_heads * (k.size(3) + v.size(3)) * k.itemsize
-    stages = max(1, min(-(-total // _STAGE_BYTES), kv_heads))
-    stages = next(count for count in range(stages, kv_heads + 1) if kv_heads % count == 0)
-    return RowsInPlace(transport, group, *planned(layout, seq_len, group.size(), group.rank(), kv_heads, stages))
-
-
-@lru_cache(maxsize=256)
-def _has_few_ranges(layout: Layout, seq_len: int, world_size: int) -> bool:
-    """Whether every rank's positions are some unbroken ranges."""
+@lru_cache(maxsize=256)  # equal calls must get the same object: the exchange's tables are looked up by its identity
+def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRows | None:
+    """All ranks' rows of one head, which every rank receives; None if a shard is not a few contiguous ranges."""
     shards = [layout.segments(seq_len, rank, world_size) for rank in range(world_size)]
-    return all(len(shard) <= _MOST_RANGES and all(each.is_contiguous for each in shard) for shard in shards)
-
-
-@lru_cache(maxsize=256)
-def planned(
-    layout: Layout, seq_len: int, world_size: int, rank: int, kv_heads: int, stages: int
-) -> tuple[tuple[Span, ...], Plan, dict[Span, Span], tuple[Span, ...], HeadRows]:
-    """The last five of `RowsInPlace`. As if every rank had all queries, since each wants every key."""
-    everywhere = ((Segment.contiguous(0, seq_len),),) * world_size
-    shards = tuple(layout.segments(seq_len, each, world_size) for each in range(world_size))
-    tiling = ShapeTiling((GroupSegments((0, 1), everywhere, shards),), Full())
-    plan = gathered_plan(tiling, rank, kv_heads, Stages(1, stages), Stages(1, stages))
-    rows, own, others = plan.rows, {}, list[Span]()
-    for owner, part in rows.places:
-        start, stop = rows.span(owner, part)
-        if owner == rank:
-            own[rows.local_span(owner, part)] = start, stop
-        elif others and others[-1][1] == start:
-            others[-1] = others[-1][0], stop
-        else:
-            others.append((start, stop))
-    kind = HeadRows(rows, ((0, 1),) * world_size)
-    return tuple(step.heads for step in plan.forward if step.transfer is not None), plan, own, tuple(others), kind
+    if not all(len(shard) <= _MAX_RANGES and all(each.is_contiguous for each in shard) for shard in shards):
+        return None
+    return HeadRows(rows_in_order(shards), ((0, 1),) * world_size)

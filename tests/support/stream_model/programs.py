@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor.api.flex import gather_kv as flex_in_place
-from cp_dtensor.api.flex.gather_kv import RowsInPlace, planned
+from cp_dtensor.api.flex import gather_kv
+from cp_dtensor.api.flex.gather_kv import KVGather
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.transport import unpack_rows
 from cp_dtensor.engine.autograd import AttentionCall
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingCall
@@ -126,22 +126,15 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
     return program
 
 
-def whole_keys(stages: int, layout: Layout, backward: bool) -> Program:
-    """All ranks' K/V for FlexAttention, and their gradients back to the owners."""
+def gathered_kv(layout: Layout) -> Program:
+    """K/V of all ranks for FlexAttention."""
 
     def program(rank: Rank) -> None:
-        length, heads = 8 * rank.size(), 4 * rank.size()
-        way = RowsInPlace(SymmetricMemory(), rank, *planned(layout, length, rank.size(), rank.rank(), heads, stages))
-        k, v = tensors(rank, 2)
-        whole = torch.zeros(1, heads, length, DIM), torch.zeros(1, heads, length, DIM)
-
-        def used(rows: torch.Tensor, *like: Any) -> Any:
-            rank.use(rows)
-            return unpack_rows(rows, *like)
-
-        with mock.patch.object(flex_in_place, "unpack_rows", used):
-            rank.use(*way.gather((k, v)))
-            if backward:
-                way.bring_home(whole, (k, v))
+        length = 8 * rank.size()
+        gather = KVGather(SequenceRanks(rank), layout, length, length, SymmetricMemory())  # type: ignore[arg-type]
+        with mock.patch.object(gather_kv, "transport_of_all_rows", return_value=SymmetricMemory()):
+            gathered = gather._read_shared_memory(*tensors(rank, 2))
+        assert gathered is not None
+        rank.use(*gathered)
 
     return program

@@ -1,4 +1,4 @@
-"""Tables and functions of a rank's block mask: pure, for any length, blocks and layout."""
+"""The block mask of local rows, for any length, block size and layout."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from cp_dtensor.api.flex.attention import block_mask_of_rows
 from cp_dtensor.api.flex.block_mask import (
     LocalRows,
     Tables,
-    general_shapes,
+    cached_tables,
     local_tables,
-    most_tokens,
-    remembered_tables,
+    longest_seq_len,
     table_shapes,
 )
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
 
-def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, general: bool = False) -> BlockMask:
-    """The mask of one rank's queries."""
+def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligned: bool = False) -> BlockMask:
+    """The block mask of local rows."""
     positions = rows.positions(torch.device("cpu"))
-    tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None, general)
-    return block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions, None)
+    tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None, unaligned)
+    return block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions)
 
 
 @st.composite
 def sparse_masks(draw: Any) -> tuple[BlockMask, tuple[int, int], int]:
-    """A mask whose tables say more than its function, as those of block-sparse attention do; its lengths and batch."""
+    """A mask whose tables list other blocks than `mask_mod` allows (block-sparse attention); its lengths and batch."""
     lengths = draw(st.integers(1, 70)), draw(st.integers(1, 40))
     block_size = draw(st.sampled_from([(4, 4), (8, 4), (4, 16), (16, 8)]))
     batch, heads = draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 2]))
@@ -57,7 +56,7 @@ def sparse_masks(draw: Any) -> tuple[BlockMask, tuple[int, int], int]:
 @settings(max_examples=150, deadline=None)
 @given(sparse_masks(), LAYOUTS, st.integers(1, 5), st.booleans())
 def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
-    given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int, general: bool
+    given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int, unaligned: bool
 ) -> None:
     mask, lengths, batch = given_mask
     whole = visible(mask, batch, 2, *lengths)
@@ -65,28 +64,27 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
         rows = LocalRows.of(layout, lengths[0], rank, world_size, batch)
         if not rows.count:
             continue
-        general = general and len(rows.groups) == 1
-        local = of_rows(mask, lengths, rows, general)
+        local = of_rows(mask, lengths, rows, unaligned)
         assert torch.equal(visible(local, batch, 2, rows.count, lengths[1]), shard(whole, layout, rank, world_size))
         assert local.seq_lengths == (rows.count, lengths[1])
         partial, full = listed_blocks(local, batch, 2)
         assert not (partial & full).any(), "kernels would add what is listed twice"
-        tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, True, general)
-        of_mask = tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE
-        if general:
-            shapes = general_shapes(*of_mask, lengths, rows.count, True)
-        else:
-            shapes = table_shapes(*of_mask, lengths[1], rows, True)
-        assert [None if table is None else tuple(table.shape) for table in tables] == list(shapes)
+        tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, True, unaligned)
+        table_batch = batch if len(rows.groups) > 1 else mask.kv_indices.size(0)
+        shapes = table_shapes(
+            tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE, lengths, table_batch,
+            rows.count, True, unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0]),
+        )  # fmt: skip
+        assert [None if table is None else tuple(table.shape) for table in tables] == shapes
         for name, table in zip(Tables._fields, tables, strict=True):
             if table is not None:
-                assert table.dtype == (torch.int8 if name == "kinds" else torch.int32)
+                assert table.dtype == (torch.int8 if name == "block_kinds" else torch.int32)
                 assert table.is_contiguous(), f"kernels take {name} for contiguous"
 
 
 @settings(max_examples=50, deadline=None)
 @given(sparse_masks(), LAYOUTS, st.integers(1, 5))
-def test_tables_of_queries_say_what_those_of_keys_say(
+def test_tables_by_keys_match_those_by_queries(
     given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int
 ) -> None:
     mask, lengths, batch = given_mask
@@ -103,15 +101,15 @@ def test_tables_of_queries_say_what_those_of_keys_say(
 
 @pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 64), (Striped(16), 61), (Contiguous(), 61)])
 def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
-    """Nothing is added to the function, and full blocks stay full."""
+    """`mask_mod` gets no lookup, and full blocks stay full."""
     mask = block_mask(documents, length)
     for rank in range(2):
         rows = LocalRows.of(layout, length, rank, 2, 2)
         tables = local_tables(Tables.of(mask), (8, 8), length, rows, False)
         if layout == Contiguous():  # 31 tokens
-            assert (tables.kinds is None) == (rank == 0)
+            assert (tables.block_kinds is None) == (rank == 0)
             continue
-        assert tables.kinds is None
+        assert tables.block_kinds is None
         blocks = [position // 8 for position in rows.positions(torch.device("cpu"))[::8].tolist()]
         assert torch.equal(tables.full_kv_num_blocks, mask.full_kv_num_blocks[:, :, blocks])
         assert torch.equal(tables.kv_indices, mask.kv_indices[:, :, blocks])
@@ -120,32 +118,32 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
 def test_tables_are_made_once_for_a_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    tables = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
-    assert remembered_tables(Tables.of(mask), (8, 8), 61, rows, True) is tables
-    assert remembered_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 0, 2, 2), True) is not tables
+    tables = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    assert cached_tables(Tables.of(mask), (8, 8), 61, rows, True) is tables
+    assert cached_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 0, 2, 2), True) is not tables
     other = block_mask(window, 61)
-    assert remembered_tables(Tables.of(other), (8, 8), 61, rows, True) is not tables
+    assert cached_tables(Tables.of(other), (8, 8), 61, rows, True) is not tables
 
 
 def test_tables_follow_what_is_written_to_the_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    before = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    before = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
     mask.full_kv_num_blocks.zero_()
-    after = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    after = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
     assert after is not before
     assert after.full_kv_num_blocks.sum() == 0
     mask.full_kv_indices = mask.full_kv_indices.clone()
-    assert remembered_tables(Tables.of(mask), (8, 8), 61, rows, True) is not after
+    assert cached_tables(Tables.of(mask), (8, 8), 61, rows, True) is not after
 
 
 def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     with torch.inference_mode():
         mask = block_mask(window, 61)
-        tables = remembered_tables(Tables.of(mask), (8, 8), 61, rows, True)
+        tables = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
         mask.kv_num_blocks.zero_()
-        assert remembered_tables(Tables.of(mask), (8, 8), 61, rows, True).kv_num_blocks.sum() == 0
+        assert cached_tables(Tables.of(mask), (8, 8), 61, rows, True).kv_num_blocks.sum() == 0
     assert not any(table.is_inference() for table in tables if table is not None)
 
 
@@ -153,13 +151,13 @@ def test_a_mask_that_is_gone_is_forgotten() -> None:
     from cp_dtensor.api.flex import block_mask as flex_tables
 
     gc.collect()
-    before = len(flex_tables.cache)
+    before = len(flex_tables.table_cache)
     mask = block_mask(window, 61)
-    remembered_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 1, 2, 2), True)
-    assert len(flex_tables.cache) == before + 1
+    cached_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 1, 2, 2), True)
+    assert len(flex_tables.table_cache) == before + 1
     del mask
     gc.collect()
-    assert len(flex_tables.cache) == before
+    assert len(flex_tables.table_cache) == before
 
 
 def test_the_order_of_writes_of_a_deterministic_backward_is_made_anew() -> None:
@@ -181,7 +179,7 @@ def test_the_order_of_writes_of_a_deterministic_backward_is_made_anew() -> None:
 def test_there_is_room_for_the_longest_sequence(layout: Layout, length: int, world_size: int) -> None:
     for rank in range(world_size):
         local = layout.local_length(length, rank, world_size)
-        most = most_tokens(layout, local, rank, world_size)
+        most = longest_seq_len(layout, local, rank, world_size)
         assert most >= length
         assert layout.local_length(most, rank, world_size) == local
         assert layout.local_length(most + 1, rank, world_size) > local

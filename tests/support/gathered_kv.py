@@ -1,4 +1,4 @@
-"""What the tests of FlexAttention's keys of all ranks share: every bit of them, and of their gradients."""
+"""Checks of the K/V that FlexAttention gathers, and of their gradients, bit by bit."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import BalancedBlocks, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.api.flex.gather_kv import WholeKeys
+from cp_dtensor.api.flex.gather_kv import KVGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from support.problems import shard
 
 LENGTH = 29
-# Whole blocks with a short one, and ranks without tokens.
-IN_PLACE: list[Layout] = [HeadTail(), BalancedBlocks((5, 1, 1, 4), 8, LENGTH), BalancedBlocks((1,), 32, LENGTH)]
-BY_INDEX: list[Layout] = [Striped(2), MirroredBatch()]
+# Layouts of a few contiguous ranges: even and uneven, and with ranks without tokens.
+IN_RANGES: list[Layout] = [HeadTail(), BalancedBlocks((5, 1, 1, 4), 8, LENGTH), BalancedBlocks((1,), 32, LENGTH)]
+IN_STRIPES: list[Layout] = [Striped(2), MirroredBatch()]
 WIDTHS = [(8, 8), (8, 12), (8, 5), (6, 4)]
 Stored = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,28 +27,28 @@ def drawn(seed: int, width: int, length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(-8, 9, (batch, 2, length, width), generator=generator)
 
 
-def whole_keys(layout: Layout, length: int, rows: int, method: TransportMethod) -> WholeKeys:
+def kv_gather(layout: Layout, length: int, rows: int, method: TransportMethod) -> KVGather:
     """Over all ranks."""
-    return WholeKeys(SequenceRanks.over([dist.group.WORLD]), layout, length, rows, method)
+    return KVGather(SequenceRanks.over([dist.group.WORLD]), layout, length, rows, method)
 
 
 def check(
     rank: int, layout: Layout, stored: Stored, dtype: torch.dtype, widths: tuple[int, int], method: TransportMethod,
     length: int = LENGTH, device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Keys come together and gradients go home."""
+    """Gathers K/V, and sums gradients on the ranks that own the tokens."""
     what, ranks = f"{layout}, {length} tokens, {dtype}, {widths}", dist.get_world_size()
     whole = [drawn(i, width, length).to(device, dtype) for i, width in enumerate(widths)]
-    keys = whole_keys(layout, length, length + 2, method)
+    keys = kv_gather(layout, length, length + 2, method)
     k, v = (stored(shard(x, layout, rank, ranks)) for x in whole)
-    for gathered, expected in zip(keys.gathered(k, v), whole, strict=True):
+    for gathered, expected in zip(keys.gather(k, v), whole, strict=True):
         assert gathered.is_contiguous()
         assert torch.equal(gathered[:, :, :length].double(), expected.double()), what
         assert not gathered[:, :, length:].double().any()
     if dtype.itemsize == 1:
         return  # nothing has gradients of one byte
     grads = [[drawn(10 * r + i, w, length + 2).to(device, dtype) for i, w in enumerate(widths)] for r in range(ranks)]
-    found = keys.gradients(*map(stored, grads[rank]), k.size(2))
+    found = keys.reduce_gradients(*map(stored, grads[rank]), k.size(2))
     for got, of_ranks in zip(found, zip(*grads, strict=True), strict=True):
         total = torch.stack(of_ranks).sum(0)[:, :, :length]
         assert got.dtype == dtype

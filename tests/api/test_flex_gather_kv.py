@@ -1,4 +1,4 @@
-"""Keys and values of all ranks, for FlexAttention: every bit of them, whatever their dtype, widths and memory."""
+"""Gathering K/V for FlexAttention, bit by bit: dtypes, head dims, strides, layouts and transports."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from itertools import product
 
 import pytest
 import torch
-from support.gathered_keys import BY_INDEX, IN_PLACE, LENGTH, WIDTHS, Stored, check, whole_keys
+from support.gathered_kv import IN_RANGES, IN_STRIPES, LENGTH, WIDTHS, Stored, check, kv_gather
 from support.ranks import run_ranks
 from support.shared_memory import shared_memory
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
-from cp_dtensor.api.flex import gather_kv as flex_in_place
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import TransportMethod
 
 RANKS = 3
-each_layout = pytest.mark.parametrize("layout", [*IN_PLACE, *BY_INDEX], ids=repr)
+each_layout = pytest.mark.parametrize("layout", [*IN_RANGES, *IN_STRIPES], ids=repr)
 MEMORY: dict[str, Stored] = {
     "contiguous": lambda x: x,
     "token after token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -31,28 +30,16 @@ MEMORY: dict[str, Stored] = {
 each_memory = pytest.mark.parametrize("memory", MEMORY)
 
 
-class ByStages(AllGather):
-    """All-gather, as if its launches cost nothing: some heads after the others."""
-
-    slows_compute = False
-
-
-@pytest.fixture
-def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", 1)
-    monkeypatch.setattr(flex_in_place, "transport_of_all_rows", lambda *_: ByStages())
-
-
 @each_memory
 @each_layout
-def test_keys_come_together_and_gradients_go_home(layout: Layout, memory: str) -> None:
+def test_kv_are_gathered_and_gradients_summed(layout: Layout, memory: str) -> None:
     check_all_dtypes(layout, memory)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 @each_layout
-def test_ranks_may_keep_them_in_memory_differently(layout: Layout, shares_memory: bool) -> None:
-    """What all do together depends on shapes alone: not on where a rank's rows begin, say."""
+def test_strides_may_differ_between_ranks(layout: Layout, shares_memory: bool) -> None:
+    """Collectives depend on shapes only, not on strides or offsets."""
 
     def body(rank: int) -> None:
         ways = list(MEMORY.values())
@@ -63,20 +50,9 @@ def test_ranks_may_keep_them_in_memory_differently(layout: Layout, shares_memory
         run_ranks(RANKS, body)
 
 
-@pytest.mark.usefixtures("a_stage_for_each_head")
 @each_memory
-@pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
-def test_they_do_so_by_stages(layout: Layout, memory: str) -> None:
-    check_all_dtypes(layout, memory)
-
-
-@pytest.mark.parametrize("stage_bytes", [1, 1 << 20])
-@each_memory
-@pytest.mark.parametrize("layout", IN_PLACE, ids=repr)
-def test_they_do_so_by_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout, memory: str, stage_bytes: int
-) -> None:  # fmt: skip
-    monkeypatch.setattr(flex_in_place, "_STAGE_BYTES", stage_bytes)
+@pytest.mark.parametrize("layout", IN_RANGES, ids=repr)
+def test_kv_are_read_from_shared_memory(layout: Layout, memory: str) -> None:
     with shared_memory() as machine:
         check_all_dtypes(layout, memory, SymmetricMemory())
     assert machine.copies
@@ -108,11 +84,11 @@ def test_lengths_below_the_number_of_ranks_by_every_method(rotate_method: str, s
 @each_layout
 def test_no_batch_rows(layout: Layout) -> None:
     def body(rank: int) -> None:
-        keys = whole_keys(layout, LENGTH, LENGTH, AllGather())
+        keys = kv_gather(layout, LENGTH, LENGTH, AllGather())
         local = layout.local_length(LENGTH, rank, RANKS)
-        k, v = keys.gathered(torch.empty(0, 2, local, 8), torch.empty(0, 2, local, 4))
+        k, v = keys.gather(torch.empty(0, 2, local, 8), torch.empty(0, 2, local, 4))
         assert (k.shape, v.shape) == ((0, 2, LENGTH, 8), (0, 2, LENGTH, 4))
-        grad_k, grad_v = keys.gradients(k, v, local)
+        grad_k, grad_v = keys.reduce_gradients(k, v, local)
         assert (grad_k.shape, grad_v.shape) == ((0, 2, local, 8), (0, 2, local, 4))
 
     run_ranks(RANKS, body)
