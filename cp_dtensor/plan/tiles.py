@@ -126,30 +126,24 @@ class TileMask(ABC):
 
 @dataclass(frozen=True)
 class ShapedMask(TileMask):
-    """A mask that follows from the numbers of rows and columns.
+    """No mask, or the causal triangle of a square tile: row i sees the columns j <= i."""
 
-    `block == 0`: nothing is masked. Otherwise row i sees column j iff `j // block <= i // block`; `block == 1` is the
-    usual causal triangle, larger blocks make a staircase. Every row of a tile sees at least one column.
-    """
-
-    block: int = 0
+    causal: bool
 
     @property
     def is_full(self) -> bool:
-        return self.block == 0
+        return not self.causal
 
     @property
     def is_causal(self) -> bool:
-        return self.block == 1
+        return self.causal
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        if not self.block:
-            return [(0, columns)] * rows
-        return [(0, min((row // self.block + 1) * self.block, columns)) for row in range(rows)]
+        return [(0, row + 1 if self.causal else columns) for row in range(rows)]
 
 
-FULL_TILE = ShapedMask(0)
-CAUSAL_TILE = ShapedMask(1)
+FULL_TILE = ShapedMask(causal=False)
+CAUSAL_TILE = ShapedMask(causal=True)
 
 
 _FEW_SEGMENTS = 16

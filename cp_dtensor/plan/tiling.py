@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
-from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, ShapedMask, Tile, TileMask, joined
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile, TileMask, joined
 from cp_dtensor.spec.layouts import Layout, Segment, Span
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -211,30 +211,11 @@ def _contiguous_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, Ti
 
 
 def _striped_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileMask]]:
-    if (q.block, q.period) != (kv.block, kv.period):
-        raise NotImplementedError(f"causal tiles between stripes of different shape: {q} and {kv}")
-    block = q.block
-    if block == 1:  # row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes
-        ahead = -((q.start - kv.start) // q.period)
-        yield from _contiguous_causal(Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length))
-        return
-    if abs(q.start - kv.start) >= q.period:
-        raise NotImplementedError(f"causal tiles between stripes that start in different periods: {q} and {kv}")
-    if q.start == kv.start:  # equal stripes: row i sees column j iff j <= i
-        diagonal = min(q.length, kv.length)
-        yield (0, diagonal), (0, diagonal), CAUSAL_TILE
-        yield (diagonal, q.length), (0, kv.length), FULL_TILE
-        return
-    # Otherwise whole blocks are seen or not. A stripe ahead of ours shows us block b only from our block b + 1 on.
-    first = block if q.start < kv.start else 0
-    rows = max(q.length - first, 0)
-    columns = min(kv.length, -(-rows // block) * block)
-    stairs = min(rows, -(-columns // block) * block)  # rows beyond see all columns
-    if columns <= block:
-        yield (first, first + stairs), (0, columns), FULL_TILE
-    else:
-        yield (first, first + stairs), (0, columns), ShapedMask(block)
-    yield (first + stairs, q.length), (0, columns), FULL_TILE
+    if not q.block == kv.block == 1 or q.period != kv.period:
+        raise NotImplementedError(f"causal tiles by shape need stripes of one token and of equal periods: {q} and {kv}")
+    # Row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes.
+    ahead = -((q.start - kv.start) // q.period)
+    yield from _contiguous_causal(Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length))
 
 
 def _shift(span: Span, offset: int) -> Span:

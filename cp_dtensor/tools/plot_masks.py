@@ -22,14 +22,12 @@ from matplotlib.patches import Patch
 
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.plan.partition import CallShape, LayoutPartition
-from cp_dtensor.plan.plan import Plan
-from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments, Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail, Layout
 from cp_dtensor.spec.masks import Mask, interval_sets_of, is_plain
 from cp_dtensor.tools.draw_mask import mask_of_text
-from cp_dtensor.tools.plot_schedule import RANK_COLOURS, seen_by
+from cp_dtensor.tools.plot_schedule import RANK_COLOURS, key_positions, seen_by
 
 SEQ_LEN, RANKS = 16, 4
 NOBODY = -1
@@ -88,7 +86,7 @@ def picture(mask: Mask, layout: Layout, seq_len: int, ranks: int, batch_row: int
         key_owner[_positions(group, rank)] = rank
         for number, step in enumerate(plan.forward):
             for tile in step.tiles:
-                pairs = np.ix_(queries[slice(*tile.q)], _key_positions(tile, plan, group)[slice(*tile.kv)])
+                pairs = np.ix_(queries[slice(*tile.q)], key_positions(tile, group, plan.rows)[slice(*tile.kv)])
                 seen = seen_by(tile, batch_row)
                 times[pairs] += seen
                 for array, value in ((owner, rank), (step_of, number)):
@@ -103,18 +101,6 @@ def picture(mask: Mask, layout: Layout, seq_len: int, ranks: int, batch_row: int
 def _positions(group: GroupSegments, rank: int) -> list[int]:
     """Of a rank's keys (and queries), in local order."""
     return [position for segment in group.kv_by_rank[rank] for position in segment.positions()]
-
-
-def _key_positions(tile: Tile, plan: Plan, group: GroupSegments) -> np.ndarray:
-    """Global positions of the rows that `tile.kv` counts in."""
-    if tile.source is not None:
-        return np.array(_positions(group, tile.source))
-    positions = np.full(plan.rows.total, NOBODY)
-    for source, part in plan.rows.places:
-        positions[slice(*plan.rows.span(source, part))] = _positions(group, source)[
-            slice(*plan.rows.local_span(source, part))
-        ]
-    return positions
 
 
 def draw(panels: tuple[str, ...]) -> Figure:

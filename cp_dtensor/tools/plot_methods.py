@@ -30,10 +30,9 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.planner import CallRequest, Decision, NestedRingDecision, RingDecision, UlyssesDecision, decide
 from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
-from cp_dtensor.plan.tiling import gathered_rows
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.plot_schedule import RANK_COLOURS, key_positions, seen_by
+from cp_dtensor.tools.plot_schedule import RANK_COLOURS, causal_masking, key_positions, seen_by
 
 HEADS = 4
 NOBODY = -1
@@ -132,9 +131,12 @@ def _group(rank: int, size: int) -> dist.ProcessGroup:
 
 
 def _request(partition: LayoutPartition, transport: TransportMethod) -> CallRequest:
-    problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS, staircase=False)
+    masking = causal_masking(partition.layout)
+    problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS)
     device = torch.device("cpu")
-    return CallRequest(partition, Causal(), problem, partition.batch_size, 4, device, MathAttention(), transport)
+    return CallRequest(
+        partition, Causal(), problem, partition.batch_size, 4, device, MathAttention(), transport, masking
+    )
 
 
 def _rows(partition: LayoutPartition | MergedPartition, rank: int) -> list[int]:
@@ -179,12 +181,11 @@ def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
 
 
 def _tiles_of_ring(decision: RingDecision, heads: Span) -> Iterator[_Drawn]:
-    groups = decision.shape.partition.groups()
-    (group,) = groups
+    (group,) = decision.shape.partition.groups()
     queries = np.array([p for segment in group.q_by_rank[decision.plan.rank] for p in segment.positions()])
     for number, step in enumerate(decision.plan.forward):
         for tile in step.tiles:
-            keys = key_positions(tile, group, gathered_rows(groups))
+            keys = key_positions(tile, group, decision.plan.rows)
             yield _Drawn(heads, number, NOBODY, queries[slice(*tile.q)], keys[slice(*tile.kv)], seen_by(tile))
 
 

@@ -21,7 +21,7 @@ from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, group_segments
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.masks import Causal
 
@@ -72,12 +72,12 @@ def computed_by(
         here = groups[group]
         queries = np.array([position for segment in here.q_by_rank[rank] for position in segment.positions()])
         partition = LayoutPartition(layout, seq_len, seq_len, 2, ranks)
-        plan = transport.plan(CallShape(partition, Causal(), 2, 1, 1, 1, 1, 1), rank)
+        plan = transport.plan(CallShape(partition, Causal(), 2, 1, 1, 1, 1, 1, causal_masking(layout)), rank)
         for number, step in enumerate(plan.forward):
             for tile in step.tiles:
                 if tile.batch != here.batch:
                     continue
-                keys = key_positions(tile, here, gathered_rows(groups))
+                keys = key_positions(tile, here, plan.rows)
                 pairs = np.ix_(queries[slice(*tile.q)], keys[slice(*tile.kv)])
                 seen = seen_by(tile)
                 owner[pairs] = np.where(seen, rank, owner[pairs])
@@ -90,11 +90,16 @@ def key_positions(tile: Tile, group: GroupSegments, rows: GatheredRows) -> np.nd
     if tile.source is not None:
         return np.array([p for segment in group.kv_by_rank[tile.source] for p in segment.positions()])
     positions = np.full(rows.total, -1)
-    for rank, segments in enumerate(group.kv_by_rank):
-        for part, segment in enumerate(segments):
-            first = rows.starts[rank][part]
-            positions[first : first + segment.length] = list(segment.positions())
+    for source, part in rows.places:
+        shard = [position for segment in group.kv_by_rank[source] for position in segment.positions()]
+        positions[slice(*rows.span(source, part))] = shard[slice(*rows.local_span(source, part))]
     return positions
+
+
+def causal_masking(layout: Layout) -> Masking:
+    """How causal tiles of a layout are masked."""
+    stripes_of_blocks = isinstance(layout, Striped) and layout.block > 1
+    return Masking.INTERVALS if stripes_of_blocks else Masking.BY_SHAPE
 
 
 def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, any_layout, count_covered, gathered_positions, positions
+from support.schedules import Call, any_layout, count_covered, gathered_positions, plain_masks, positions
 
 from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition, Partition
 from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
@@ -56,17 +56,18 @@ def two_axes(
 def cases(draw: st.DrawFn) -> TwoAxes:
     q_len = draw(st.integers(0, 40))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(0, 40)))
-    mask, batch = draw(st.sampled_from((Full(), Causal()))), draw(st.integers(1, 3))
-    return two_axes(draw(any_layout), q_len, kv_len, draw(st.integers(1, 4)), draw(st.integers(1, 4)), mask, batch)
+    layout, batch = draw(any_layout), draw(st.integers(1, 3))
+    mask = draw(plain_masks(layout))
+    return two_axes(layout, q_len, kv_len, draw(st.integers(1, 4)), draw(st.integers(1, 4)), mask, batch)
 
 
 # The ends of stripes are unbroken ranges in some ranks' shards and not in others', or are missing.
 BROKEN_STRIPES = [
     two_axes(Striped(1), 5, 5, 2, 2),
-    two_axes(Striped(3), 13, 13, 2, 2),
-    two_axes(Striped(3), 13, 2, 2, 2),
-    two_axes(Striped(3), 2, 13, 2, 2),
-    two_axes(Striped(2), 9, 1, 3, 2),
+    two_axes(Striped(1), 5, 2, 2, 2),
+    two_axes(Striped(1), 2, 5, 2, 2),
+    two_axes(Striped(3), 13, 13, 2, 2, Full()),
+    two_axes(Striped(2), 9, 1, 3, 2, Full()),
 ]
 
 

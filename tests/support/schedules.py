@@ -43,18 +43,18 @@ any_layout = st.one_of(
 )
 
 
+def plain_masks(layout: Layout) -> st.SearchStrategy[Mask]:
+    """The masks that tiles by shape cover: between stripes of several tokens none but the full one."""
+    stripes_of_blocks = isinstance(layout, Striped) and layout.block > 1
+    return st.just(Full()) if stripes_of_blocks else st.sampled_from((Full(), Causal()))
+
+
 @st.composite
 def calls(draw: st.DrawFn, longest: int = 60) -> Call:
     q_len = draw(st.integers(0, longest))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(0, longest)))
-    return Call(
-        draw(any_layout),
-        q_len,
-        kv_len,
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 8)),
-        draw(st.sampled_from((Full(), Causal()))),
-    )
+    layout = draw(any_layout)
+    return Call(layout, q_len, kv_len, draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(plain_masks(layout)))
 
 
 def positions(segments: tuple[Segment, ...]) -> np.ndarray:

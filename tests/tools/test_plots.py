@@ -13,7 +13,7 @@ from cp_dtensor.engine.planner import RingDecision
 from cp_dtensor.plan.head_partition import HeadPartition
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import group_segments, tiles_against
+from cp_dtensor.plan.tiling import gathered_rows, group_segments, tiles_against
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
 
@@ -49,7 +49,7 @@ def test_schedules_by_rank_and_step(transport: object, _title: str, layout: Layo
 def test_positions_of_keys_in_a_gathered_buffer() -> None:
     """Shards 0 1 14 15, 2 3 12 13, 4 5 10 11 and 6 7 8 9 stand in the order of positions."""
     groups = group_segments(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS)
-    rows = plot_schedule.gathered_rows(groups)
+    rows = gathered_rows(groups)
     tile = Tile(None, (0, 1), (0, 4), (0, 4), tiles_against(groups, 0, 0, Full())[0].mask)
     assert plot_schedule.key_positions(tile, groups[0], rows).tolist() == list(range(SEQ_LEN))
 
@@ -86,7 +86,8 @@ def test_methods_by_hand(layout: Layout) -> None:
 TILES = {  # docs/choosing.md: of ring, Ulysses, hybrid and ring of rings; by alltoall, then by allgather
     Contiguous(): ([(1, 4), (1, 1), (1, 2), (1, 4)], [(1, 2), (1, 1), (1, 2), (1, 4)]),
     HeadTail(): ([(4, 4), (1, 1), (2, 2), (4, 4)], [(2, 3), (1, 1), (2, 2), (4, 5)]),
-    Striped(2): ([(4, 4), (16, 16), (8, 8), (4, 4)], [(4, 4), (16, 16), (8, 8), (4, 4)]),
+    Striped(1): ([(4, 4), (16, 16), (8, 8), (4, 4)], [(4, 4), (16, 16), (8, 8), (4, 4)]),
+    Striped(2): ([(4, 4), (4, 4), (4, 4), (4, 4)], [(4, 4), (4, 4), (4, 4), (4, 4)]),
     MirroredBatch(): ([(5, 5), (8, 8), (5, 5), (5, 5)], [(3, 4), (8, 8), (5, 5), (5, 5)]),
 }
 

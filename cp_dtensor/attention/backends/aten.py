@@ -8,7 +8,6 @@ from cp_dtensor._torch.tensors import laid_out_after
 from cp_dtensor.attention.backends.base import (
     AttentionBackend,
     Problem,
-    additive_mask,
     expand_kv_heads,
     reduce_kv_heads,
 )
@@ -71,8 +70,6 @@ def half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
         return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
     if problem.head_dim % 8 or problem.head_dim > max_head_dim:
         return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
-    if problem.staircase:
-        return "it cannot mask the staircase tiles of this layout (Striped with block > 1)"
     return None
 
 
@@ -134,13 +131,12 @@ def _has_single_row(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.size(2) == 1 or k.size(2) == 1
 
 
-# torch's memory-efficient attention on CUDA: float32, and masks that flash and cuDNN cannot do.
+# torch's memory-efficient attention on CUDA: float32 too.
 
 aten = torch.ops.aten
 
-# The kernels read LSE and bias rows in groups of this many elements.
 _LSE_ALIGNMENT = 32
-_BIAS_ALIGNMENT = 16
+"""The kernels read rows of LSE in groups of so many elements."""
 
 
 class EfficientAttention(AttentionBackend):
@@ -167,7 +163,7 @@ class EfficientAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _stairs(mask, q, k), True, 0.0, mask.is_causal, scale=scale
+            q, k, v, None, True, 0.0, mask.is_causal, scale=scale
         )
         return out, lse[:, :, : q.size(2)]
 
@@ -190,20 +186,10 @@ class EfficientAttention(AttentionBackend):
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
         seed, offset = no_dropout_state(q.device)
         grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, _stairs(mask, q, k), out, lse, seed, offset, 0.0,
+            grad_out, q, k, v, None, out, lse, seed, offset, 0.0,
             [True, True, True, False], mask.is_causal, scale=scale,
         )  # fmt: skip
         return grad_q, reduce_kv_heads(grad_k, kv_heads), reduce_kv_heads(grad_v, kv_heads)
-
-
-def _stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The bias of a staircase tile, expanded over batch and heads, in rows of aligned pitch."""
-    if mask.is_full or mask.is_causal:
-        return None
-    columns = k.size(2)
-    bias = additive_mask(mask, q.size(2), columns + -columns % _BIAS_ALIGNMENT, q)
-    assert bias is not None
-    return bias[:, :columns].expand(q.size(0), q.size(1), -1, -1)
 
 
 # torch's blocked CPU attention (`SDPBackend.FLASH_ATTENTION` on CPU tensors).
@@ -212,7 +198,7 @@ aten = torch.ops.aten
 
 
 class CpuFlashAttention(AttentionBackend):
-    """float64, float32, bfloat16 and float16; GQA and every tile mask natively."""
+    """float64, float32, bfloat16 and float16; GQA natively."""
 
     @property
     def name(self) -> str:
@@ -228,9 +214,7 @@ class CpuFlashAttention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
-        )
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask.is_causal, scale=scale)
         return out, lse
 
     def backward(
@@ -245,12 +229,8 @@ class CpuFlashAttention(AttentionBackend):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
+            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, scale=scale
         )
-
-
-def _cpu_stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    return None if mask.is_causal else additive_mask(mask, q.size(2), k.size(2), q)
 
 
 # Attention in plain torch operations: any device, dtype and head dim. The oracle of the other backends.
@@ -302,5 +282,8 @@ def _widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> torch.Tensor:
     logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
-    bias = additive_mask(mask, q.size(2), k.size(2), logits)
-    return logits if bias is None else logits + bias
+    if mask.is_full:
+        return logits
+    assert mask.is_causal, "tiles masked by intervals have a backend of their own"
+    hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu_(1)
+    return logits.masked_fill_(hidden, float("-inf"))

@@ -8,7 +8,7 @@ import torch
 
 from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.masked import RowMask, attention_backward
-from cp_dtensor.plan.tiles import ShapedMask, TileMask
+from cp_dtensor.plan.tiles import TileMask
 
 _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
 
@@ -18,7 +18,7 @@ class WideGradients(AttentionBackend):
     """Another backend, with gradients in float32 (float64 for float64 inputs).
 
     torch's kernels round gradients to the dtype of their inputs. Where several are added, each rounds once more; the
-    largest of them is best left as it is. Staircases are left to the other backend, too.
+    largest of them is best left as it is.
     """
 
     backend: AttentionBackend
@@ -46,8 +46,6 @@ class WideGradients(AttentionBackend):
         mask: TileMask,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if not isinstance(mask, ShapedMask) or not (mask.is_full or mask.is_causal):
-            return self.backend.backward(grad_out, q, k, v, out, lse, mask, scale)
         rows = _CAUSAL if mask.is_causal else _FULL
         grad_dtype = torch.promote_types(q.dtype, torch.float32)
         dq, dk, dv, _ = attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=grad_dtype)

@@ -308,7 +308,7 @@ class AtenOp:
         if kwargs.get("return_debug_mask"):
             raise NotImplementedError("no rank has the attention weights of the whole sequence: got return_debug_mask")
         check_qkv(query, key, value, True)
-        problem = describe_problem(query, key, value, staircase=False)
+        problem = describe_problem(query, key, value)
         backend = backend_by_name(_BACKENDS[self.name], query.device.type)
         refusal = backend.refusal(problem)
         if refusal is not None:
