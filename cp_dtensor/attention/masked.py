@@ -369,7 +369,7 @@ class TileRows:
         self._keys, self._kv = mask.keys, mask.kv
         self._device = device
         # The mask too: what kernels derive from it is kept unless it is a mask of a CUDA graph.
-        self.mask = _torch.prepared(lambda: self._row_mask(mask.layers))
+        self.mask = _torch.prepared(lambda: self._row_mask(mask.interval_sets))
 
     @cached_property
     def q_positions(self) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
     """`has_single_query`: True if any rank has one query only, of which an attn_mask has one row in any case."""
     if any(facts["compiled"] for facts in by_rank):
         by_rank = [_without_gradients(facts) for facts in by_rank]
-    disagreements = []
+    disagreements: list[str] = []
     for name in by_rank[0]:
         if name == "compiled" and not disagreements:  # no mistake by itself, but maybe the reason of others
             continue

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.spec.layouts import HeadTail, Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, shown_by_both
+from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
 """Ways to split the work over the ranks that share a sequence."""
@@ -292,7 +292,7 @@ def checked_mask(mask: object, is_causal: bool) -> Mask:
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
         raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
-    return shown_by_both(Full() if mask is None else mask, Causal() if is_causal else Full())
+    return mask_intersection(Full() if mask is None else mask, Causal() if is_causal else Full())
 
 
 def checked_dropout_p(dropout_p: float) -> float:

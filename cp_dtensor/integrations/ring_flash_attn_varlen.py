@@ -19,7 +19,7 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     unpacked,
 )
 from cp_dtensor.integrations.ring_flash_attn_sharding import CHUNKS, layout_of_documents
-from cp_dtensor.spec.documents import ascending, refuse_no_edges
+from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 
 # The varlen functions of ring-flash-attention that cut each document over all ranks, by `varlen_attention`. | kind
 # | what each rank has of every document | |---|---| | `ring` | the rank-th of n equal chunks | | `zigzag_ring` |
@@ -116,7 +116,7 @@ class VarlenKind:
                 f"{function} expects the cu_seqlens of one rank, those of the whole divided by the {ranks} ranks; got "
                 f"documents that end at {edges[-1]} for {q.size(0)} tokens of this rank"
             )
-        refuse_no_edges(edges, q.size(0), function, "cu_seqlens")
+        refuse_ids_and_lengths(edges, q.size(0), function, "cu_seqlens")
         chunks = CHUNKS[self.name]
         if any(edge % chunks for edge in edges):
             raise ValueError(

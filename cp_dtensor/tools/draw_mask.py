@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.intervals import IntervalSets, pairs_of
+from cp_dtensor.spec.intervals import IntervalSets, count_pairs
 from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, interval_sets_of
 
 _SHADES = "·░▒▓█"
@@ -48,18 +48,18 @@ def drawn(mask: Mask, q_len: int, kv_len: int | None = None) -> str:
     cell = max(1, -(-max(q_len, kv_len) // _MOST_CELLS))
     by_row = interval_sets_of(mask, q_len, kv_len, mask.batch_size or 1)
     parts = [f"a cell: {cell} x {cell} pairs"] if cell > 1 else []
-    for number, layers in enumerate(by_row):
+    for number, sets in enumerate(by_row):
         parts += [f"batch row {number}:"] if len(by_row) > 1 else []
         for first in range(0, q_len, cell):
             queries = (first, min(first + cell, q_len))
             parts.append(
-                "".join(2 * _shade(layers, queries, (lo, min(lo + cell, kv_len))) for lo in range(0, kv_len, cell))
+                "".join(2 * _shade(sets, queries, (lo, min(lo + cell, kv_len))) for lo in range(0, kv_len, cell))
             )
     return "\n".join(parts)
 
 
-def _shade(layers: IntervalSets, queries: tuple[int, int], keys: tuple[int, int]) -> str:
-    shown, workload = pairs_of(layers, queries, keys), (queries[1] - queries[0]) * (keys[1] - keys[0])
+def _shade(sets: IntervalSets, queries: tuple[int, int], keys: tuple[int, int]) -> str:
+    shown, workload = count_pairs(sets, queries, keys), (queries[1] - queries[0]) * (keys[1] - keys[0])
     if shown in (0, workload):
         return _SHADES[-1 if shown else 0]
     return _SHADES[1 + 3 * shown // workload]

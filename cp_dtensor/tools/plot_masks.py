@@ -123,7 +123,7 @@ def draw(panels: tuple[str, ...]) -> Figure:
     handles = [Patch(color=RANK_COLOURS[rank + 1], label=f"rank {rank}") for rank in range(RANKS)]
     parts[0].legend(handles=handles, loc="lower center", ncol=RANKS, fontsize=14, frameon=False)
     parts[0].suptitle(
-        f"Masks of {SEQ_LEN} tokens on {RANKS} ranks. Left: who sees whom; shades are layers of intervals.\n"
+        f"Masks of {SEQ_LEN} tokens on {RANKS} ranks. Left: who sees whom; shades are interval sets.\n"
         "Squares: the colour is the rank that computes a (query, key) pair, the number the step in which it does "
         "(0: with its own keys).\n"
         "Below them, for each rank: the keys that it owns, and those that come to it, with their rows in its buffer.",
@@ -138,8 +138,8 @@ def draw(panels: tuple[str, ...]) -> Figure:
 def _draw_mask(axis: Axes, mask: Mask, batch_row: int) -> None:
     seen = np.zeros((SEQ_LEN, SEQ_LEN), dtype=int)
     of_row = interval_sets_of(mask, SEQ_LEN, SEQ_LEN, mask.batch_size or 1)[batch_row if mask.batch_size else 0]
-    for number, layer in enumerate(of_row, start=1):
-        for band in layer:
+    for number, bands in enumerate(of_row, start=1):
+        for band in bands:
             for query in range(band.first, band.last):
                 seen[query, slice(*band.keys(query))] = number
     axis.imshow(seen, cmap=ListedColormap(LAYER_COLOURS), vmin=0, vmax=len(LAYER_COLOURS) - 1)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, calls, count_covered, positions
+from support.schedules import Call, calls, count_covered, gathered_rows, positions
 
 from cp_dtensor.plan.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
-from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling, gathered_rows
+from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling
 from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
 from cp_dtensor.spec.masks import Causal, Full
 

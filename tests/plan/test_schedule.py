@@ -6,17 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, calls, count_covered, gathered_positions
+from support.schedules import (
+    Call,
+    calls,
+    count_covered,
+    gathered_positions,
+    gathered_rows,
+    gathered_tiles,
+    recv_parts,
+    tiles_against,
+)
 
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile, without_long_triangles
 from cp_dtensor.plan.tiling import (
     GatheredRows,
     GroupSegments,
-    gathered_rows,
-    gathered_tiles,
     group_segments,
-    recv_parts,
-    tiles_against,
 )
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full

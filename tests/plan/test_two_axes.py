@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, any_layout, count_covered, gathered_positions, plain_masks, positions
+from support.schedules import (
+    Call,
+    any_layout,
+    count_covered,
+    gathered_positions,
+    gathered_tiles,
+    plain_masks,
+    positions,
+    tiles_against,
+)
 
 from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition, Partition
 from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, gathered_tiles, tiles_against
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full, Mask
 

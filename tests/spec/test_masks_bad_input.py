@@ -179,7 +179,7 @@ OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
         {"attn_mask": torch.ones(2, 1, 1, 8).bool()}, rf"{COLUMNS}.*the same for all queries is passed whole"
     ),
     "a mask for three rows": ({"mask": Batched([Full(), Causal(), Full()])}, "of 3 batch rows, got a batch of 2"),
-    "two layers of three rows": (
+    "two masks of three rows": (
         {"mask": Batched([Full(), Causal(), Full()]) & SlidingWindow(3, 0)},
         "of 3 batch rows, got a batch of 2",
     ),

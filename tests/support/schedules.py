@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
 from cp_dtensor.plan.tiles import Tile, TileMask
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, group_segments, rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -35,6 +35,22 @@ class Call:
         """Which (query, key) pairs the mask allows, as 0 and 1."""
         pairs = np.ones((self.q_len, self.kv_len), dtype=np.int64)
         return np.tril(pairs) if self.mask == Causal() else pairs
+
+
+def tiles_against(groups: Sequence[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[Tile, ...]:
+    return ShapeTiling(tuple(groups), mask).tiles_against(rank, source)
+
+
+def gathered_tiles(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tuple[Tile, ...]:
+    return ShapeTiling(tuple(groups), mask).gathered_tiles(rank)
+
+
+def recv_parts(groups: Sequence[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[int, ...]:
+    return ShapeTiling(tuple(groups), mask).wanted(rank, source)
+
+
+def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
+    return rows_in_order(groups[0].kv_by_rank)
 
 
 any_layout = st.one_of(

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support.schedules import gathered_rows, tiles_against
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
@@ -13,7 +14,7 @@ from cp_dtensor.engine.planner import RingDecision
 from cp_dtensor.plan.head_partition import HeadPartition
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import gathered_rows, group_segments, tiles_against
+from cp_dtensor.plan.tiling import group_segments
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
 

@@ -101,11 +101,11 @@ def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
     [[0, 0, 1], [1, 2, 3]]
 
     Raises:
-        ValueError: a mask of which some query sees nothing, or of several layers.
+        ValueError: a mask of which some query sees nothing, or of several interval sets.
     """
-    (layer,) = clipped_interval_sets(mask, seq_len, seq_len)
+    (bands,) = clipped_interval_sets(mask, seq_len, seq_len)
     seen = torch.zeros(2, seq_len, dtype=torch.int64)
-    for band in layer:
+    for band in bands:
         query = torch.arange(band.first, band.last)
         seen[0, band.first : band.last] = (query - band.left).clamp(min=band.lo)
         seen[1, band.first : band.last] = (query + band.right + 1).clamp(max=band.hi)
