@@ -179,10 +179,10 @@ def odd_ones(said: list[int]) -> str:
 
 
 def global_length(lengths: list[int], layout: Layout, what: str) -> int:
-    """The global length whose division over the ranks gives `lengths`.
+    """Returns the global length that a layout divides into these local `lengths`.
 
     Raises:
-        ValueError: on every rank alike, if the layout divides no length so.
+        ValueError: on every rank alike, if there is none.
     """
     world_size = len(lengths)
     total = sum(lengths) if layout.only_length is None else layout.only_length
@@ -196,10 +196,10 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 
 def checked_only_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
-    """The length of a layout for one length, of which this rank's shard must be a part.
+    """Returns the only length of a layout, if this rank's shard fits it.
 
     Raises:
-        ValueError: a shard that is not.
+        ValueError: a shard of another length.
     """
     assert layout.only_length is not None
     expected = layout.local_length(layout.only_length, rank, world_size)
@@ -216,16 +216,16 @@ def checked_only_length(local_length: int, layout: Layout, rank: int, world_size
 def known_length(
     local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int
 ) -> int | None:
-    """The declared global length that this rank's shard belongs to, or None if the ranks have to exchange lengths.
+    """Returns the declared global length that fits this rank's shard, or None if the ranks have to exchange lengths.
 
-    All ranks must come to the same answer, each from its own local length. So None where some length could look like
-    one declared length on one rank and like another elsewhere; and a length that is not declared is refused where it
-    may look like a declared one on other ranks.
+    All ranks must return the same, each from its own local length. So the result is None if there is a length that
+    fits one declared length on one rank and another declared length on another rank.
 
     Raises:
-        ValueError: such a length, and one that is not the layout's only one.
+        ValueError: a shard of an undeclared length that may fit a declared one on other ranks, which then would not
+            exchange; or a shard that does not fit the layout's only length.
     """
-    if layout.only_length is not None:  # known without any exchange
+    if layout.only_length is not None:
         return checked_only_length(local_length, layout, rank, world_size)
     look_alikes = {length: _look_alikes(length, layout, world_size) for length in sorted(declared)}
     if any(one[1] >= next_one[0] for one, next_one in pairwise(look_alikes.values())):
@@ -248,7 +248,7 @@ def known_length(
 
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
-    """The smallest and the largest global length of which some rank owns as many tokens as of `length`."""
+    """Returns the smallest and the largest global length that cannot be told from `length` on some rank."""
     spans = [
         _lengths_with_share(layout.local_length(length, rank, world_size), layout, rank, world_size)
         for rank in range(world_size)
@@ -257,7 +257,7 @@ def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int
 
 
 def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size: int) -> range:
-    """The global lengths of which `rank` owns `local_length` tokens; shares grow with the length in every layout."""
+    """Returns the global lengths of which `rank` owns `local_length` tokens; shards grow with the global length."""
 
     def share(length: int) -> int:
         return layout.local_length(length, rank, world_size)
@@ -276,7 +276,7 @@ def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:
-    """Refuses queries of a whole buffer's length on every rank: the context sees a sequence of so many copies of it.
+    """Refuses queries of a whole buffer's length on every rank, which are probably not sharded.
 
     Raises:
         ValueError: on every rank alike.

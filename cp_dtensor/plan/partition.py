@@ -31,12 +31,12 @@ class Partition(ABC):
     @property
     @abstractmethod
     def lengths(self) -> tuple[int, int]:
-        """Global numbers of queries and keys, even if these ranks have only a part of the sequence."""
+        """Queries and keys of the whole sequence, which masks speak of; these ranks may have but a part of it."""
 
 
 @dataclass(frozen=True)
 class LayoutPartition(Partition):
-    """Partition by a layout."""
+    """Queries and keys divided by a layout."""
 
     layout: Layout
     q_len: int
@@ -54,7 +54,7 @@ class LayoutPartition(Partition):
 
 @dataclass(frozen=True)
 class CallShape:
-    """Facts of a call that its plan and cost depend on; equal on every rank."""
+    """What plans and costs of a call depend on; equal on every rank."""
 
     partition: Partition
     mask: Mask
@@ -69,23 +69,23 @@ class CallShape:
 
     @property
     def tiling(self) -> Tiling:
-        """The tiles of every rank."""
+        """Which tiles each rank computes."""
         return tiling_of(self.partition.groups(), self.mask, self.masking, self.partition.lengths)
 
     def flops(self, groups: Sequence[GroupSegments]) -> float:
-        """Returns the FLOPs of forward of all ranks together, without masked pairs."""
+        """Operations of forward, all ranks together; what is masked does not count."""
         q_len, kv_len = (
             sum(segment.length for segments in by_rank for segment in segments)
             for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
         )
         pairs = float(self.mask.pairs(*self.partition.lengths))
-        if (q_len, kv_len) != self.partition.lengths:  # a part of the sequence: in proportion
+        if (q_len, kv_len) != self.partition.lengths:  # a part of the sequence: as if it were like the rest
             pairs *= q_len * kv_len / max(self.partition.lengths[0] * self.partition.lengths[1], 1)
         return 2.0 * self.batch_size * self.q_heads * pairs * (self.head_dim + self.v_head_dim)
 
     @property
     def busiest_rank(self) -> int | None:
-        """The rank with the largest workload; None for cross-attention and for stripes, where counting takes long."""
+        """The rank whose queries see the most keys; None for cross attention, and where it would take long to say."""
         groups, (q_len, kv_len) = self.partition.groups(), self.partition.lengths
         segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
         if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
@@ -100,7 +100,7 @@ class CallShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of K and V of one token and head, all batch rows together."""
+        """Bytes of the key and the value of one token and head, all batch rows."""
         return self.batch_size * (self.head_dim + self.v_head_dim) * self.itemsize
 
 

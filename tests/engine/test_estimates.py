@@ -75,7 +75,7 @@ def test_bytes_of_a_ring_by_hand() -> None:
 
 
 def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
-    """A ring of rings brings K/V into a node once for all its ranks; a hybrid brings them by heads."""
+    """A nested ring sends K/V into a node once for all its ranks; a hybrid sends them by heads."""
     slow, fast = axis(2, link_speed=20e9, shares_memory=False), axis(4)
     flat = ring_estimate(shape(32768), axis(8, link_speed=20e9, shares_memory=False), ROTATE_METHODS["alltoall"])
     for found in of_two_axes(32768, slow, fast).values():

@@ -194,7 +194,7 @@ def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
     assert [positions(segments).tolist() for segments in second.kv_by_rank] == [[6, 7, 4, 5], [2, 3, 0, 1]]
 
 
-# A ring of rings
+# Nested ring
 
 
 def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> Plan:
