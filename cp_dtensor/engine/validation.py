@@ -49,8 +49,8 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_shares_sequence, names)))):
-        sequence = [name for name in names if _shares_sequence(name)][-2:] or list(names[-1:])
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
+        sequence = [name for name in names if _SEQUENCE_AXIS.fullmatch(name)][-2:] or list(names[-1:])
         hint = (
             f"mesh[{', '.join(map(repr, sequence))}]"
             if sequence
@@ -92,17 +92,8 @@ def inner_axis(mesh: DeviceMesh) -> int:
 
 def is_ulysses_axis(name: str) -> bool:
     """True if a name begins with the word "ulysses"."""
-    return _first_word(name) == "ulysses"
-
-
-def _shares_sequence(name: str) -> bool:
-    return _first_word(name) is not None
-
-
-def _first_word(name: str) -> str | None:
-    """Returns the word that marks a name as that of a sequence axis, None for other names."""
     found = _SEQUENCE_AXIS.fullmatch(name)
-    return found and found[1]
+    return found is not None and found[1] == "ulysses"
 
 
 def checked_method(method: str) -> str:

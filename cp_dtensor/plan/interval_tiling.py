@@ -60,7 +60,7 @@ class IntervalTiling(Tiling):
     def __init__(
         self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool, run: int = 1
     ) -> None:
-        self._groups, self._unbroken, self._run = groups, unbroken, run
+        self.groups, self._unbroken, self._run = groups, unbroken, run
         by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
         count = max(map(len, by_row))
         padded = [(*sets, *[()] * (count - len(sets))) for sets in by_row]
@@ -68,14 +68,6 @@ class IntervalTiling(Tiling):
         """`_sets[index]`: the index-th interval set of every batch row, or one for all rows."""
         self._seen: dict[tuple[int, int], list[Span]] = {}
         self._pieces_of: dict[tuple[int, int], list[list[Segment]]] = {}
-
-    @property
-    def groups(self) -> Sequence[GroupSegments]:
-        return self._groups
-
-    @property
-    def world_size(self) -> int:
-        return self._groups[0].world_size
 
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
         parts = range(len(self._cuts[source]) - 1) if rank == source else self.wanted(rank, source)
@@ -95,7 +87,7 @@ class IntervalTiling(Tiling):
 
     def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
         """Yields tiles against parts of shards; `starts` has their first rows, in the order of rows."""
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             pieces = chain.from_iterable(
                 _placed(self._pieces(index, owner, part), start) for (owner, part), start in starts.items()
             )
@@ -109,7 +101,7 @@ class IntervalTiling(Tiling):
         """Returns the segments of a part of a shard in a batch group."""
         found = self._pieces_of.get((index, owner))
         if found is None:
-            found = self._pieces_of[index, owner] = _divided(self._groups[index].kv_by_rank[owner], self._cuts[owner])
+            found = self._pieces_of[index, owner] = _divided(self.groups[index].kv_by_rank[owner], self._cuts[owner])
         return found[part]
 
     @cached_property
@@ -120,7 +112,7 @@ class IntervalTiling(Tiling):
         return tuple((*rows, *[rows[-1]] * (most - len(rows))) for rows in cuts)
 
     def _cuts_of(self, owner: int) -> list[int]:
-        shards = [group.kv_by_rank[owner] for group in self._groups]
+        shards = [group.kv_by_rank[owner] for group in self.groups]
         cuts = {row for segments in shards for row in accumulate((s.length for s in segments), initial=0)}
         whole = sorted({0, max(cuts)})
         # Shards of more segments than there may be parts travel whole. Stripes are not cut: a cut inside of a stripe
@@ -133,7 +125,7 @@ class IntervalTiling(Tiling):
         """Yields rows of a shard where the keys that another rank attends to begin or end, in a batch group."""
         readers = [reader for reader in range(self.world_size) if reader != owner]
         row = 0
-        for segment in self._groups[index].kv_by_rank[owner]:
+        for segment in self.groups[index].kv_by_rank[owner]:
             for reader in readers:
                 for edge in _edges_inside(self._spans_seen(reader, index), segment):
                     yield row + edge - segment.start
@@ -152,7 +144,7 @@ class IntervalTiling(Tiling):
             for part in range(len(self._cuts[owner]) - 1)
             if any(
                 _meets(self._spans_seen(reader, index), (piece.start, piece.last + 1))
-                for index in range(len(self._groups))
+                for index in range(len(self.groups))
                 for piece in self._pieces(index, owner, part)
             )
         )
@@ -176,7 +168,7 @@ class IntervalTiling(Tiling):
         """Returns the ranges of key positions that a rank's queries see in a batch group, joined."""
         found = self._seen.get((rank, index))
         if found is None:
-            group = self._groups[index]
+            group = self.groups[index]
             spans = [
                 self._of_whole_runs(entry.band.key_range)
                 for sets in self._sets

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
 
 from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, clipped_bands, count_pairs
 from cp_dtensor.spec.layouts import Segment, Span
@@ -105,47 +106,24 @@ def _continues(before: Segment, segment: Segment, unbroken: bool) -> bool:
     return before.last < segment.start
 
 
-class TileMask(ABC):
-    """A mask over the rows and columns of one tile."""
-
-    @property
-    @abstractmethod
-    def is_full(self) -> bool:
-        """True if every row is known to see every column."""
-
-    @property
-    @abstractmethod
-    def is_causal(self) -> bool:
-        """True if the tile is known to be a causal triangle, which is always square."""
-
-    @abstractmethod
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        """Returns the columns that each row of a tile of that size sees; empty if the end is not beyond the start.
-
-        Slow, since row by row: for pictures and tests.
-        """
-
-
 @dataclass(frozen=True)
-class ShapedMask(TileMask):
+class ShapedMask:
     """No mask, or the causal triangle of a square tile: row i sees the columns j <= i."""
 
-    causal: bool
+    is_causal: bool
 
     @property
     def is_full(self) -> bool:
-        return not self.causal
-
-    @property
-    def is_causal(self) -> bool:
-        return self.causal
+        """True if every row sees every column."""
+        return not self.is_causal
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        return [(0, row + 1 if self.causal else columns) for row in range(rows)]
+        """Returns the columns that each row of a tile of that size sees, for pictures and tests."""
+        return [(0, row + 1 if self.is_causal else columns) for row in range(rows)]
 
 
-FULL_TILE = ShapedMask(causal=False)
-CAUSAL_TILE = ShapedMask(causal=True)
+FULL_TILE = ShapedMask(is_causal=False)
+CAUSAL_TILE = ShapedMask(is_causal=True)
 
 
 _FEW_SEGMENTS = 16
@@ -153,7 +131,7 @@ _FEW_SEGMENTS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class IntervalMask(TileMask):
+class IntervalMask:
     """Row i of a tile sees the columns whose keys are in the interval of its query: columns lo_i <= j < hi_i.
 
     Compared by identity, since tables on devices are cached by mask object.
@@ -168,15 +146,11 @@ class IntervalMask(TileMask):
     kv: Span
     """The tile's columns, counted in rows of `keys`."""
 
-    @property
-    def is_full(self) -> bool:
-        return False
-
-    @property
-    def is_causal(self) -> bool:
-        return False
+    is_full: ClassVar[bool] = False
+    is_causal: ClassVar[bool] = False
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
+        """Returns the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
         bands = self.interval_sets[batch_row if len(self.interval_sets) > 1 else 0]
         positions = [position for segment in self.queries for position in segment.positions()]
         seen = []
@@ -212,6 +186,9 @@ def _density(segment: Segment) -> float:
     return segment.length / (segment.last + 1 - segment.start)
 
 
+TileMask = ShapedMask | IntervalMask
+
+
 # Tiles
 
 
@@ -230,33 +207,23 @@ class Tile:
 
 
 def joined(tiles: list[Tile]) -> list[Tile]:
-    """Returns fewer and larger tiles that cover the same pairs."""
-    return _join_rows(_join_columns(tiles))
+    """Returns fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
+    return sorted(_joined_along("q", _joined_along("kv", tiles)), key=attrgetter("q", "kv"))
 
 
-def _join_columns(tiles: list[Tile]) -> list[Tile]:
-    """Joins full tiles of the same queries whose keys are adjacent."""
-    wider: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.q, tile.kv)):
-        last = wider[-1] if wider else None
-        if last and last.mask.is_full and tile.mask.is_full and last.q == tile.q and last.kv[1] == tile.kv[0]:
-            wider[-1] = replace(last, kv=(last.kv[0], tile.kv[1]))
+def _joined_along(dim: Literal["q", "kv"], tiles: list[Tile]) -> list[Tile]:
+    other = "kv" if dim == "q" else "q"
+    found: list[Tile] = []
+    for tile in sorted(tiles, key=attrgetter(other, dim)):
+        last = found[-1] if found else tile
+        (start, end), (begin, stop) = getattr(last, dim), getattr(tile, dim)
+        is_adjacent = end == begin and getattr(last, other) == getattr(tile, other)
+        if is_adjacent and last.mask.is_full and tile.mask.is_full:
+            span: Any = {dim: (start, stop)}
+            found[-1] = replace(last, **span)
         else:
-            wider.append(tile)
-    return wider
-
-
-def _join_rows(tiles: list[Tile]) -> list[Tile]:
-    """Joins full tiles of the same keys whose queries are adjacent."""
-    wider: list[Tile] = []
-    for _, same_kv in groupby(sorted(tiles, key=lambda tile: (tile.kv, tile.q)), key=lambda tile: tile.kv):
-        for tile in same_kv:
-            last = wider[-1] if wider else None
-            if last and last.kv == tile.kv and last.mask.is_full and tile.mask.is_full and last.q[1] == tile.q[0]:
-                wider[-1] = replace(last, q=(last.q[0], tile.q[1]))
-            else:
-                wider.append(tile)
-    return sorted(wider, key=lambda tile: (tile.q, tile.kv))
+            found.append(tile)
+    return found
 
 
 def without_long_triangles(tiles: Iterable[Tile], longest: int) -> tuple[Tile, ...]:

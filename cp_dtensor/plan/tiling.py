@@ -192,15 +192,13 @@ class Masking(Enum):
 class Tiling(ABC):
     """Tiles of all ranks of an axis, and the K/V rows that they read; the same on every rank."""
 
-    @property
-    @abstractmethod
-    def groups(self) -> Sequence[GroupSegments]:
-        """Segments of all ranks, by batch groups."""
+    groups: tuple[GroupSegments, ...]
+    """Segments of all ranks, by batch groups."""
 
     @property
-    @abstractmethod
     def world_size(self) -> int:
         """Number of ranks."""
+        return self.groups[0].world_size
 
     @abstractmethod
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
@@ -227,21 +225,13 @@ class Tiling(ABC):
 class ShapeTiling(Tiling):
     """Rectangles and triangles of a plain mask; parts are segments. Gathered buffers have the rows of all ranks."""
 
-    _groups: tuple[GroupSegments, ...]
+    groups: tuple[GroupSegments, ...]
     mask: Mask
-
-    @property
-    def groups(self) -> Sequence[GroupSegments]:
-        return self._groups
-
-    @property
-    def world_size(self) -> int:
-        return self._groups[0].world_size
 
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
         return tuple(
             replace(tile, source=source, batch=group.batch)
-            for group in self._groups
+            for group in self.groups
             for tile in joined(_tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask))
         )
 
@@ -249,7 +239,7 @@ class ShapeTiling(Tiling):
         """See `Tiling`. Causal attention in a head-tail layout takes two tiles with any number of ranks."""
         rows = self.gathered_rows(rank)
         tiles: list[Tile] = []
-        for group in self._groups:
+        for group in self.groups:
             tiles += joined(
                 [
                     replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
@@ -261,16 +251,16 @@ class ShapeTiling(Tiling):
         return tuple(tiles)
 
     def gathered_rows(self, rank: int) -> GatheredRows:
-        return rows_in_order(self._groups[0].kv_by_rank)
+        return rows_in_order(self.groups[0].kv_by_rank)
 
     def wanted(self, rank: int, source: int) -> tuple[int, ...]:
         if rank == source:
             return ()
         return tuple(
             part
-            for part in range(len(self._groups[0].kv_by_rank[source]))
+            for part in range(len(self.groups[0].kv_by_rank[source]))
             if any(
                 _tiles_between(group.q_by_rank[rank], (group.kv_by_rank[source][part],), self.mask)
-                for group in self._groups
+                for group in self.groups
             )
         )

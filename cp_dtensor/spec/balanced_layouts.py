@@ -23,14 +23,20 @@ class OneLength(CachedHash, Layout):
     Subclasses are frozen dataclasses.
     """
 
+    seq_len: int
+
+    @property
+    def only_length(self) -> int:
+        return self.seq_len
+
     @abstractmethod
     def blocks(self, world_size: int) -> list[list[Span]]:
         """Returns the ranges of positions that each rank owns: ascending, not empty, no two of them adjacent."""
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        if seq_len != self.only_length:
+        if seq_len != self.seq_len:
             raise ValueError(
-                f"this {type(self).__name__} divides sequences of {self.only_length} tokens only, got {seq_len} tokens"
+                f"this {type(self).__name__} divides sequences of {self.seq_len} tokens only, got {seq_len} tokens"
             )
         return _segments(self, world_size)[rank]
 
@@ -39,7 +45,7 @@ class OneLength(CachedHash, Layout):
 def _segments(layout: OneLength, world_size: int) -> tuple[tuple[Segment, ...], ...]:
     by_rank = layout.blocks(world_size)
     most = max(1, *map(len, by_rank))
-    nothing = [(layout.only_length or 0,) * 2]
+    nothing = [(layout.seq_len,) * 2]
     return tuple(
         tuple(Segment.contiguous(*block) for block in blocks + nothing * (most - len(blocks))) for blocks in by_rank
     )
@@ -82,10 +88,6 @@ class PerDocument(OneLength):
             raise ValueError(f"PerDocument expects seq_len >= {edges[-1]}, where the documents end; got {length!r}")
         object.__setattr__(self, "cu_seqlens", edges)
         object.__setattr__(self, "seq_len", length)
-
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
 
     def blocks(self, world_size: int) -> list[list[Span]]:
         by_rank: list[list[Span]] = [[] for _ in range(world_size)]
@@ -172,10 +174,6 @@ class Balanced(OneLength):
         check_tolerance("Balanced", self.tolerance)
         workload_of(self.mask, self.seq_len)
 
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
-
     def blocks(self, world_size: int) -> list[list[Span]]:
         lengths = tuple(chunk_length(self.seq_len, world_size, rank) for rank in range(world_size))
         return BalancedPartition(workload_of(self.mask, self.seq_len), lengths, self.tolerance).blocks()
@@ -260,10 +258,6 @@ class BalancedBlocks(OneLength):
         """Deprecated name of `BalancedBlocks(block_mask)`."""
         warn("BalancedBlocks.of(block_mask) is now BalancedBlocks(block_mask)", DeprecationWarning, stacklevel=2)
         return cls(block_mask, tolerance=tolerance)
-
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
 
     @property
     def alignment(self) -> int:
