@@ -149,7 +149,7 @@ class ExchangedGrads(GradTransfers):
             contributions = []
             by_place: dict[tuple[int, Span], list[int]] = {}
             for reader in transfer.readers(plan.rank, plan.world_size):
-                for place in _pieces(transfer, plan.given[reader], plan.rank, plan):
+                for place in _pieces(transfer, plan.send_parts[reader], plan.rank, plan):
                     by_place.setdefault(place, []).append(reader)
             for (slot, rows), readers in by_place.items():
                 stack = self._buffer.new_empty(len(readers), rows[1] - rows[0], self._buffer.size(1))
@@ -194,7 +194,7 @@ def remote_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
     """Where in a transfer's buffer the rows lie that this rank wants of each other rank."""
     places = _no_places(transfer, plan)
     for source in transfer.sources(plan.rank, plan.world_size):
-        for slot, (start, stop) in _pieces(transfer, plan.wanted[source], source, plan, in_buffer=True):
+        for slot, (start, stop) in _pieces(transfer, plan.recv_parts[source], source, plan, in_buffer=True):
             places[slot][source] = rows[start:stop]
     return places
 
@@ -203,7 +203,7 @@ def own_places(rows: torch.Tensor, transfer: Transfer, plan: Plan) -> Places:
     """Which of this rank's rows go to each other rank."""
     places = _no_places(transfer, plan)
     for reader in transfer.readers(plan.rank, plan.world_size):
-        for slot, (start, stop) in _pieces(transfer, plan.given[reader], plan.rank, plan):
+        for slot, (start, stop) in _pieces(transfer, plan.send_parts[reader], plan.rank, plan):
             places[slot][reader] = rows[start:stop]
     return places
 

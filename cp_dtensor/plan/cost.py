@@ -142,8 +142,8 @@ def _transfer_rows(transfer: Transfer, plan: Plan) -> int:
     """Returns the rows that the rank receives or sends, whichever are more."""
     sources = transfer.sources(plan.rank, plan.world_size)
     readers = transfer.readers(plan.rank, plan.world_size)
-    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.wanted[source])
-    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.given[reader])
+    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.recv_parts[source])
+    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.send_parts[reader])
     return max(incoming, outgoing)
 
 

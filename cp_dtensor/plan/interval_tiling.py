@@ -70,7 +70,7 @@ class IntervalTiling(Tiling):
         self._pieces_of: dict[tuple[int, int], list[list[Segment]]] = {}
 
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
-        parts = range(len(self._cuts[source]) - 1) if rank == source else self.wanted(rank, source)
+        parts = range(len(self._cuts[source]) - 1) if rank == source else self.recv_parts(rank, source)
         starts = {(source, part): self._cuts[source][part] for part in parts}
         return tuple(self._tiles(rank, starts, source))
 
@@ -82,7 +82,7 @@ class IntervalTiling(Tiling):
     def gathered_rows(self, rank: int) -> GatheredRows:
         return self._rows[rank]
 
-    def wanted(self, rank: int, source: int) -> tuple[int, ...]:
+    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
         return self._wanted[rank][source]
 
     def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:

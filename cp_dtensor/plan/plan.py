@@ -85,12 +85,12 @@ class Plan:
     """Parts of all shards, and their places in this rank's gathered buffer."""
     most_rows: int
     """Rows of the longest gathered buffer of any rank."""
-    wanted: tuple[tuple[int, ...], ...]
-    """`wanted[source]`: the parts of its shard that this rank receives."""
-    given: tuple[tuple[int, ...], ...]
-    """`given[reader]`: the parts of this rank's shard that it sends."""
-    given_at: tuple[tuple[int, ...], ...]
-    """`given_at[reader]`: the first row of each of these parts in the reader's gathered buffer."""
+    recv_parts: tuple[tuple[int, ...], ...]
+    """`recv_parts[source]`: the parts of its shard that this rank receives."""
+    send_parts: tuple[tuple[int, ...], ...]
+    """`send_parts[reader]`: the parts of this rank's shard that it sends."""
+    send_starts: tuple[tuple[int, ...], ...]
+    """`send_starts[reader]`: the first row of each of these parts in the reader's gathered buffer."""
     forward: Steps
     backward: Steps
 
@@ -106,9 +106,9 @@ class Plan:
         return sum(sum(self.rows.lengths[source]) for source in transfer.sources(self.rank, self.world_size))
 
     @cached_property
-    def given_spans(self) -> tuple[Span, ...]:
+    def send_spans(self) -> tuple[Span, ...]:
         """Few ranges of rows of this rank's shard that cover all rows it sends."""
-        parts = sorted({part for given in self.given for part in given})
+        parts = sorted({part for sent in self.send_parts for part in sent})
         spans: list[Span] = []
         for start, stop in (self.rows.local_span(self.rank, part) for part in parts):
             if start < stop and spans and spans[-1][1] == start:
@@ -122,7 +122,7 @@ class Plan:
         """All copies into the gathered buffer."""
         pulls = []
         for peer in self._peers:
-            for part in self.wanted[peer]:
+            for part in self.recv_parts[peer]:
                 start, stop = self.rows.span(peer, part)
                 if start < stop:
                     pulls.append(Pull(peer, start, self.rows.local_span(peer, part)[0], stop - start))
@@ -133,7 +133,7 @@ class Plan:
         """For each part that this rank sends, the places of its gradients."""
         places: dict[int, list[tuple[int, int]]] = {}
         for peer in self._peers:
-            for part, start in zip(self.given[peer], self.given_at[peer], strict=True):
+            for part, start in zip(self.send_parts[peer], self.send_starts[peer], strict=True):
                 places.setdefault(part, []).append((peer, start))
         spans = {part: self.rows.local_span(self.rank, part) for part in sorted(places)}
         return tuple(
@@ -199,8 +199,8 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
 def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
     ranks = range(tiling.world_size)
     rows = tiling.gathered_rows(rank)
-    wanted = tuple(tiling.wanted(rank, source) for source in ranks)
-    given = tuple(tiling.wanted(reader, rank) for reader in ranks)
+    recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
+    send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
     batches = [group.batch for group in tiling.groups]
 
     def marked(steps: Steps) -> Steps:
@@ -208,7 +208,7 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
             replace(
                 step,
                 is_last=not any(_share_heads(step, later) for later in steps[index + 1 :]),
-                has_gaps=_has_gaps(step, rank, rows, wanted, batches),
+                has_gaps=_has_gaps(step, rank, rows, recv_parts, batches),
             )
             for index, step in enumerate(steps)
         )
@@ -217,10 +217,10 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
         rank=rank,
         rows=rows,
         most_rows=tiling.most_rows(),
-        wanted=wanted,
-        given=given,
-        given_at=tuple(
-            tuple(tiling.gathered_rows(reader).starts[rank][part] for part in given[reader]) for reader in ranks
+        recv_parts=recv_parts,
+        send_parts=send_parts,
+        send_starts=tuple(
+            tuple(tiling.gathered_rows(reader).starts[rank][part] for part in send_parts[reader]) for reader in ranks
         ),
         forward=marked(
             tuple(replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in forward)
@@ -234,13 +234,13 @@ def _share_heads(step: Step, other: Step) -> bool:
 
 
 def _has_gaps(
-    step: Step, rank: int, rows: GatheredRows, wanted: Sequence[Sequence[int]], batches: Sequence[Span]
+    step: Step, rank: int, rows: GatheredRows, recv_parts: Sequence[Sequence[int]], batches: Sequence[Span]
 ) -> bool:
     if step.transfer is None:
         return False
     rows_of = rows.span if step.transfer.hop is None else rows.local_span
     sources = step.transfer.sources(rank, rows.world_size)
-    brought = [rows_of(source, part) for source in sources for part in wanted[source]]
+    brought = [rows_of(source, part) for source in sources for part in recv_parts[source]]
     return any(
         not _covers([tile.kv for tile in step.tiles if tile.batch == batch], rows_of_part)
         for batch in batches

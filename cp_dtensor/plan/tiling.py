@@ -213,7 +213,7 @@ class Tiling(ABC):
         """Returns the gathered buffer of `rank`. Lengths of parts are the same for all ranks."""
 
     @abstractmethod
-    def wanted(self, rank: int, source: int) -> tuple[int, ...]:
+    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
         """Returns the parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
 
     def most_rows(self) -> int:
@@ -253,7 +253,7 @@ class ShapeTiling(Tiling):
     def gathered_rows(self, rank: int) -> GatheredRows:
         return rows_in_order(self.groups[0].kv_by_rank)
 
-    def wanted(self, rank: int, source: int) -> tuple[int, ...]:
+    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
         if rank == source:
             return ()
         return tuple(

@@ -91,7 +91,7 @@ def picture(mask: Mask, layout: Layout, seq_len: int, ranks: int, batch_row: int
                 times[pairs] += seen
                 for array, value in ((owner, rank), (step_of, number)):
                     array[pairs] = np.where(seen, value, array[pairs])
-        for source, parts in enumerate(plan.wanted):
+        for source, parts in enumerate(plan.recv_parts):
             for part in parts:
                 keys = _positions(group, source)[slice(*plan.rows.local_span(source, part))]
                 buffer_row[rank, keys] = range(*plan.rows.span(source, part))

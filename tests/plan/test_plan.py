@@ -48,10 +48,12 @@ def brought(plan: Plan, transfer: Transfer) -> list[tuple[int, int, Span]]:
     """(source, part, rows in the transfer's buffer) of all that this rank wants of it."""
     if transfer.hop is None:
         return [
-            (source, part, plan.rows.span(source, part)) for source, parts in enumerate(plan.wanted) for part in parts
+            (source, part, plan.rows.span(source, part))
+            for source, parts in enumerate(plan.recv_parts)
+            for part in parts
         ]
     source = (plan.rank - transfer.hop) % plan.world_size
-    return [(source, part, plan.rows.local_span(source, part)) for part in plan.wanted[source]]
+    return [(source, part, plan.rows.local_span(source, part)) for part in plan.recv_parts[source]]
 
 
 @each_pass
@@ -108,8 +110,8 @@ def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> N
     call, _, plans = case
     for plan in plans:
         assert plan.rows == gathered_rows(call.groups)
-        assert plan.wanted[plan.rank] == plan.given[plan.rank] == ()
-        assert [plans[source].given[plan.rank] for source in range(call.ranks)] == list(plan.wanted)
+        assert plan.recv_parts[plan.rank] == plan.send_parts[plan.rank] == ()
+        assert [plans[source].send_parts[plan.rank] for source in range(call.ranks)] == list(plan.recv_parts)
 
 
 @given(planned())
@@ -226,9 +228,9 @@ def test_head_tail_causal_by_hand() -> None:
         rank=1,
         rows=GatheredRows(lengths=((2, 2), (2, 2)), starts=((0, 6), (2, 4))),
         most_rows=8,
-        wanted=((0,), ()),
-        given=((0, 1), ()),
-        given_at=((2, 4), ()),
+        recv_parts=((0,), ()),
+        send_parts=((0, 1), ()),
+        send_starts=((2, 4), ()),
         forward=(
             Step((0, 3), None, local),
             Step((0, 2), Transfer((0, 2), None), remote, is_last=True),

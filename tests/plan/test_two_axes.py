@@ -238,7 +238,7 @@ def test_inner_tiles_read_only_rows_that_the_outer_ring_has_brought(case: TwoAxe
                 transfer = plan.forward[hop].transfer
                 assert transfer is not None
                 assert transfer.sources(outer_rank, case.outer) == (source,)
-                brought = {part: set(range(*plan.rows.local_span(source, part))) for part in plan.wanted[source]}
+                brought = {part: set(range(*plan.rows.local_span(source, part))) for part in plan.recv_parts[source]}
                 read = {
                     row
                     for reader in range(inner)
@@ -270,7 +270,7 @@ def test_between_outer_ranks_what_one_wants_the_other_gives(case: TwoAxes) -> No
     for inner_rank in range(case.inner):
         plans = [outer_plan(case, outer_rank, inner_rank) for outer_rank in range(case.outer)]
         for plan in plans:
-            assert [other.given[plan.rank] for other in plans] == list(plan.wanted)
+            assert [other.send_parts[plan.rank] for other in plans] == list(plan.recv_parts)
 
 
 @with_examples
@@ -290,7 +290,7 @@ def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
         for rank in range(size):
             plan = gathered_plan(ShapeTiling(groups, case.call.mask), rank, 1, stages, stages)
             buffer = gathered_positions(groups[0], plan.rows)
-            for source, parts in enumerate(plan.wanted):
+            for source, parts in enumerate(plan.recv_parts):
                 assert all(buffer[slice(*plan.rows.span(source, part))].size for part in parts)
             assert ring_plan(ShapeTiling(groups, case.call.mask), rank, 1).rows == plan.rows
 
@@ -298,8 +298,8 @@ def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
 def test_a_ring_of_rings_by_hand() -> None:
     """Contiguous chunks of two tokens on 2 x 2 ranks: under a causal mask, the second node reads all of the first."""
     case = two_axes(Contiguous(), 8, 8, 2, 2)
-    assert [outer_plan(case, 0, inner_rank).wanted for inner_rank in range(2)] == [((), ()), ((), ())]
-    assert [outer_plan(case, 1, inner_rank).wanted for inner_rank in range(2)] == [((0,), ()), ((0,), ())]
+    assert [outer_plan(case, 0, inner_rank).recv_parts for inner_rank in range(2)] == [((), ()), ((), ())]
+    assert [outer_plan(case, 1, inner_rank).recv_parts for inner_rank in range(2)] == [((0,), ()), ((0,), ())]
     within = InnerPartition(case.whole, 2, outer_rank=1, source=0).groups()
     for rank in range(2):
         assert ring(within, rank, Causal()) == tuple(
