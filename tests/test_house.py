@@ -17,7 +17,8 @@ from support.import_rules import FLOORS, FORBIDDEN_TORCH, TRITON, WITHOUT_TORCH
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cp_dtensor"
 
-DOOR = "_torch"  # the only room that may touch torch's private names
+# The room, and the files of other rooms, that may touch torch's private names.
+DOORS = ("_torch", "integrations.torch_experimental.private", "tools.bench.torch_private")
 
 ATTENTION_OP = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+(\.\w+)?")
 NAMEDTUPLE_API = {"_asdict", "_fields", "_make", "_replace"}
@@ -156,6 +157,24 @@ def test_imports_point_downward(module: str) -> None:
     report(module, violations, f"{room(module)} is on floor {floor} and imports lower floors only (import_rules.py):")
 
 
+@each_module
+def test_integrations_import_public_names(module: str) -> None:
+    if room(module) != "integrations":
+        return
+    exported = {
+        f"{prefix}.{name}"
+        for prefix in ("cp_dtensor", "cp_dtensor.api.extension")
+        for name in importlib.import_module(prefix).__all__
+    }
+    violations = [
+        (line, name)
+        for line, _, name in imports(module, parse(module))
+        if name.split(".")[0] == "cp_dtensor" and not starts_with(name, ("cp_dtensor.integrations",))
+        if name not in exported
+    ]
+    report(module, violations, "integrations import what cp_dtensor and cp_dtensor.api.extension export only:")
+
+
 def test_no_file_circles() -> None:
     """Files that import each other in a loop, function-level imports included."""
     reaches = {module: {target for _, target in our_imports(module)} - {module} for module in MODULES}
@@ -204,7 +223,7 @@ def test_triton_stays_in_its_rooms(module: str) -> None:
 
 @each_module
 def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
-    if room(module) == DOOR:
+    if starts_with(module, DOORS):
         return
     tree = parse(module)
     may_call_attention = starts_with(module, ("attention.backends", "api.dtensor"))
@@ -218,7 +237,7 @@ def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
         attention_op = may_call_attention and name.startswith("_scaled_dot_product_")
         if is_private(name) and name not in allowed and not attention_op:
             violations.append((line, f".{name}, which this module does not define"))
-    report(module, violations, f"private names of torch or of another module, outside of cp_dtensor.{DOOR}:")
+    report(module, violations, f"private names of torch or of another module, outside of {', '.join(DOORS)}:")
 
 
 @each_module
@@ -249,11 +268,12 @@ assert not any(name.startswith("cp_dtensor.tools") for name in sys.modules), "th
     assert done.returncode == 0, done.stderr
 
 
-def test_public_names_have_docstrings() -> None:
-    package = importlib.import_module("cp_dtensor")
+@pytest.mark.parametrize("package_name", ["cp_dtensor", "cp_dtensor.api.extension"])
+def test_public_names_have_docstrings(package_name: str) -> None:
+    package = importlib.import_module(package_name)
     exported = getattr(package, "__all__", None)
-    assert exported, "cp_dtensor has no __all__"
-    assert package.__doc__, "cp_dtensor has no docstring"
+    assert exported, f"{package_name} has no __all__"
+    assert package.__doc__, f"{package_name} has no docstring"
     undocumented = []
     for name in exported:
         public = getattr(package, name)

@@ -28,7 +28,6 @@ from cp_dtensor._torch.dtensor import (
     run_locally,
     tensor_inputs,
 )
-from cp_dtensor._torch.experimental import experimental_context_parallel_settings
 from cp_dtensor._torch.flex import (
     FLEX_ATTENTION_IS_KNOWN,
     WHOLE_BLOCK,
@@ -92,7 +91,6 @@ __all__ = [
     "dtensor_dispatcher",
     "dtensor_tables",
     "expand_strategies",
-    "experimental_context_parallel_settings",
     "flex_attention_redirected",
     "get_thread_state",
     "group_of_name",

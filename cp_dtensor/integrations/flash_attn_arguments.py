@@ -2,78 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.api.varlen import Window, bottom_right_mask, heads_before_rows
-from cp_dtensor.engine.validation import Mesh
-from cp_dtensor.spec.masks import Mask, is_integer
+from cp_dtensor.api.extension import Mesh, is_integer
 
 AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
-"""out, or (out, lse, None) where `return_attn_probs` was given."""
+"""out, or (out, lse, None) with `return_attn_probs`."""
 
 
-@dataclass(frozen=True)
-class FlashAttnOptions:
-    """Options of flash-attn's functions that have a value here which must not be ignored."""
+class PackedForms(ABC):
+    """A flash-attn function of q, k and v together with its `kvpacked` and `qkvpacked` forms."""
 
-    window_size: Sequence[int]
-    softcap: float
-    alibi_slopes: torch.Tensor | None
+    leading_dims = "batch, sequence"
+    """The dims of q before (heads, head_dim)."""
 
-    def check(self) -> None:
-        """Refuses what attention over sequence shards cannot do.
+    @abstractmethod
+    def func(self, *args: Any, **kwargs: Any) -> AttentionResult:
+        """Computes attention of separate q, k and v."""
 
-        Raises:
-            NotImplementedError: what was received, and what is expected.
-        """
-        if self.softcap:
-            raise NotImplementedError(
-                f"capped logits are not supported on sequence shards yet: got softcap={self.softcap}, expected 0.0"
-            )
-        if self.alibi_slopes is not None:
-            received = f"a tensor of shape {tuple(self.alibi_slopes.shape)}"
-            raise NotImplementedError(
-                f"ALiBi is not supported on sequence shards yet: got alibi_slopes, {received}, expected None"
-            )
+    def kvpacked_func(self, q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> AttentionResult:
+        """Calls the function without `kvpacked`; kv is k and v stacked before (heads, head_dim)."""
+        return self.func(q, *unpacked("kv", kv, 2, self.leading_dims), *args, **kwargs)
 
-    @property
-    def window(self) -> Window:
-        """`window_size`, with None for -1.
-
-        Raises:
-            ValueError: no pair of numbers of keys.
-        """
-        ends = tuple(self.window_size) if isinstance(self.window_size, (tuple, list)) else ()
-        if len(ends) != 2 or not all(is_integer(end) and end >= -1 for end in ends):
-            raise ValueError(
-                "expected window_size to be a pair (left, right) of numbers of keys, -1 for no limit; got "
-                f"{self.window_size!r}"
-            )
-        left, right = (None if end == -1 else end for end in ends)
-        return left, right
-
-    def mask(self, causal: bool) -> Mask:
-        """What flash-attn lets queries see: where lengths differ, the last query stands at the last key."""
-        return bottom_right_mask(causal, self.window)
+    def qkvpacked_func(self, qkv: torch.Tensor, *args: Any, **kwargs: Any) -> AttentionResult:
+        """Calls the function without `qkvpacked`; qkv is q, k and v stacked before (heads, head_dim)."""
+        return self.func(*unpacked("qkv", qkv, 3, self.leading_dims), *args, **kwargs)
 
 
-def heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views (B, H, S, D) of q, k and v (B, S, H, D), where H may be a multiple of k's heads.
-
-    Raises:
-        TypeError: not tensors.
-        ValueError: shapes that do not fit; the message has all three.
-    """
-    return heads_before_rows(q, k, v, 1, "q, k and v of four dims (batch, sequence, heads, head_dim)")
-
-
-def unpacked(name: str, packed: torch.Tensor, count: int, leading: str = "batch, sequence") -> tuple[torch.Tensor, ...]:
-    """The `count` tensors (B, S, H, D) of a packed (B, S, count, H, D), as views; with other dims if others lead.
+def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "batch, sequence") -> tuple[Any, ...]:
+    """Returns `count` views (B, S, H, D) of `packed` (B, S, count, H, D), or of one with other leading dims.
 
     Raises:
         TypeError: not a tensor.
@@ -81,18 +44,51 @@ def unpacked(name: str, packed: torch.Tensor, count: int, leading: str = "batch,
     """
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"expected {name} to be a torch.Tensor, got {type(packed).__name__}")
-    dim = len(leading.split(","))
+    dim = len(leading_dims.split(","))
     if packed.dim() != dim + 3 or packed.size(dim) != count:
-        raise ValueError(f"expected {name} of shape ({leading}, {count}, heads, head_dim), got {tuple(packed.shape)}")
+        shape = f"({leading_dims}, {count}, heads, head_dim)"
+        raise ValueError(f"expected {name} of shape {shape}, got {tuple(packed.shape)}")
     return packed.unbind(dim)
 
 
-def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> None:
-    """Refuses a `max_seqlen` that is less than the longest document, which flash-attn would cut off.
+def refuse_unsupported(softcap: float, alibi_slopes: torch.Tensor | None) -> None:
+    """Refuses options of flash-attn that attention over sequence shards cannot compute.
 
     Raises:
-        TypeError: no number.
-        ValueError: too small a number.
+        NotImplementedError: a soft cap or ALiBi slopes.
+    """
+    if softcap:
+        raise NotImplementedError(
+            f"capped logits are not supported on sequence shards yet: got softcap={softcap}, expected 0.0"
+        )
+    if alibi_slopes is not None:
+        received = f"a tensor of shape {tuple(alibi_slopes.shape)}"
+        raise NotImplementedError(
+            f"ALiBi is not supported on sequence shards yet: got alibi_slopes, {received}, expected None"
+        )
+
+
+def window_of(window_size: Sequence[int]) -> tuple[int | None, int | None]:
+    """Returns flash-attn's `window_size` as (left, right), with None for -1.
+
+    Raises:
+        ValueError: not a pair of numbers of keys.
+    """
+    ends = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
+    if len(ends) != 2 or not all(is_integer(end) and end >= -1 for end in ends):
+        raise ValueError(
+            f"expected window_size to be a pair (left, right) of numbers of keys, -1 for no limit; got {window_size!r}"
+        )
+    left, right = (None if end == -1 else end for end in ends)
+    return left, right
+
+
+def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> None:
+    """Refuses a `max_seqlen` below the longest document, which flash-attn would truncate.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: too small.
     """
     if not hasattr(max_seqlen, "__index__"):
         raise TypeError(f"{function} expects {name} to be an integer, got {type(max_seqlen).__name__}")
@@ -101,7 +97,7 @@ def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> No
 
 
 def group_or_default(group: Mesh | None) -> Mesh:
-    """`group`, or the default process group.
+    """Returns `group`, or the default process group if None.
 
     Raises:
         ValueError: there is no default process group.
@@ -112,9 +108,3 @@ def group_or_default(group: Mesh | None) -> Mesh:
     if world is None:
         raise ValueError("expected a group, or torch.distributed.init_process_group() before; got group=None")
     return world
-
-
-def flash_attn_result(out: torch.Tensor, lse: torch.Tensor, return_attn_probs: bool) -> AttentionResult:
-    """What flash-attn's functions return, from (B, H, S, D) and (B, H, S): contiguous, for callers that view it."""
-    out = out.transpose(1, 2).contiguous()
-    return (out, lse, None) if return_attn_probs else out

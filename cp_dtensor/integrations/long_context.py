@@ -1,4 +1,20 @@
-"""How long-context-attention (yunchang, USP) divides a sequence over a ring and Ulysses axes, and the mesh of both."""
+"""Attention layers of long-context-attention (yunchang, USP): change the import and pass the mesh.
+
+    mesh = set_seq_parallel_pg(ulysses_degree, ring_degree, rank, world_size)
+    attention = LongContextAttention(ring_impl_type="zigzag", mesh=mesh)
+    out = attention(q, k, v, causal=True)  # this rank's shards, (batch, sequence, heads, head_dim)
+
+The one difference in calls: the process groups are a mesh that layers take, not state of the process. The layout of the
+ring divides the sequence over the ring ranks, and the Ulysses axis divides the tokens of each into adjacent parts:
+
+| `ring_impl_type` | layout of the ring |
+|---|---|
+| `"basic"` | `Contiguous()` |
+| `"zigzag"` | `HeadTail()` |
+| `"strip"` | `Striped(1)` |
+
+Source: USP (arXiv 2405.07719).
+"""
 
 from __future__ import annotations
 
@@ -7,26 +23,24 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor.api.functional import context_parallel_attention
-from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, take_shard
-from cp_dtensor.integrations.flash_attn_arguments import FlashAttnOptions, heads_first, unpacked
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Segment, Span, Striped, chunk_length, chunk_start
-
-# The attention layers of feifeibear's long-context-attention (yunchang, USP), by `context_parallel_attention`. mesh
-# = set_seq_parallel_pg(ulysses_degree, ring_degree, rank, world_size) attention =
-# LongContextAttention(ring_impl_type="zigzag", mesh=mesh) out = attention(q, k, v, causal=True) # (batch, sequence,
-# heads, head dim), this rank's shards The one difference in calls: the process groups are a value that layers are
-# given, and no state of the process. Each ring rank has some tokens of the sequence, by the ring's layout; the
-# Ulysses axis cuts these into adjacent parts: | `ring_impl_type` | layout of the ring | |---|---| | `"basic"` |
-# `Contiguous()` | | `"zigzag"` | `HeadTail()` | | `"strip"` | `Striped(1)` | `shard` and `unshard` divide whole
-# tensors so, and `EXTRACT_FUNC_DICT` too, which needs no process group. Source: USP (arXiv 2405.07719).
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    Striped,
+    context_parallel_attention,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
+from cp_dtensor.api.extension import Segment, bottom_right_mask, heads_before_rows, take_shard
+from cp_dtensor.integrations.flash_attn_arguments import refuse_unsupported, unpacked, window_of
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
@@ -41,7 +55,7 @@ __all__ = [
 
 
 class AttnType(Enum):
-    """Kernels, by that package's names. The exact ones may be asked for; `sdpa_kernel` decides which one computes."""
+    """Names of kernels in yunchang."""
 
     AITER = "aiter"
     FA = "fa"
@@ -57,10 +71,10 @@ class AttnType(Enum):
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
-        """The member of a name such as "fa".
+        """Returns the member with a value such as "fa".
 
         Raises:
-            ValueError: there is none.
+            ValueError: no such member.
         """
         return cls(s)
 
@@ -69,21 +83,21 @@ _EXACT = (AttnType.AITER, AttnType.FA, AttnType.FA3, AttnType.FLASHINFER, AttnTy
 
 
 class LongContextAttention(nn.Module):
-    """Attention of this rank's queries to the keys of all ranks: Ulysses over one axis, a ring over the other.
+    """Attention by Ulysses over one axis and a ring over the other.
 
     Args:
         scatter_idx, gather_idx: 2 and 1, the dims of heads and of the sequence.
-        ring_impl_type: which tokens each rank has: "basic", "zigzag" or "strip" (the table above).
-        use_pack_qkv: changes nothing: q, k and v travel together in any case.
-        use_sync: changes nothing: streams are ordered where they must be, and the host does not wait.
-        attn_type: an exact kernel, by that package's enum, by `AttnType` or by name; `torch.nn.attention.sdpa_kernel`
-            decides which one computes. Quantized and sparse ones are refused.
-        attn_processor: None; others are refused.
-        mesh: as from `set_seq_parallel_pg`, of the axes "ring" and "ulysses".
+        ring_impl_type: layout of the ring, "basic", "zigzag" or "strip" (the table above).
+        use_pack_qkv: no effect: q, k and v always travel together.
+        use_sync: no effect: CUDA streams are ordered by events, and the host does not wait.
+        attn_type: an exact kernel, as yunchang's enum, `AttnType` or a name; `torch.nn.attention.sdpa_kernel` chooses
+            the backend. Quantized and sparse kernels are refused.
+        attn_processor: None; other values are refused.
+        mesh: the result of `set_seq_parallel_pg`, or another mesh with the axes "ring" and "ulysses".
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: what is refused above.
+        NotImplementedError: options refused above.
 
     Source: USP (arXiv 2405.07719).
     """
@@ -122,23 +136,24 @@ class LongContextAttention(nn.Module):
         *,
         seq_len: int | tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the sequence of all ranks; differentiable.
+        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
 
         Args:
             query: (B, S, H, D), this rank's queries.
-            key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA), and neither need be a
-                multiple of the Ulysses degree.
+            key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); neither has to be a multiple
+                of the Ulysses degree.
             value: (B, T, Hkv, Dv), this rank's values.
-            dropout_p: probability that a weight of the softmax is dropped, as for `context_parallel_attention`.
+            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
             softmax_scale: factor of the logits, 1 / sqrt(D) if None.
-            causal: the last query sees all keys, the one before all but the last, and so on, by global position.
-            window_size: (left, right), how many keys to the left and to the right of its own place a query sees, -1 for
-                all of them; the last query stands at the last key. With `causal`, right is 0.
+            causal: True for a causal mask by global position, aligned bottom-right: the last query sees all keys, the
+                one before all but the last, and so on.
+            window_size: (left, right), numbers of keys to the left and right of its own position that a query sees, -1
+                for no limit; the last query is aligned with the last key. With `causal`, right is 0.
             softcap: 0.0; other values are refused.
-            alibi_slopes: None; others are refused.
-            deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
-            return_attn_probs: changes nothing: that package's layer returns the output alone, too.
-            seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
+            alibi_slopes: None; other values are refused.
+            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
+            return_attn_probs: no effect: yunchang's layer returns the output alone too.
+            seq_len: the global number of tokens, or the pair of those of queries and keys. If None, the ranks exchange
                 their local lengths.
 
         Returns:
@@ -146,14 +161,15 @@ class LongContextAttention(nn.Module):
 
         Raises:
             TypeError, ValueError: arguments that do not fit.
-            NotImplementedError: what is refused above, before any collective.
+            NotImplementedError: options refused above, before any collective.
         """
-        options = FlashAttnOptions(window_size, softcap, alibi_slopes)
-        q, k, v = heads_first(query, key, value)
-        options.check()
+        shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
+        q, k, v = heads_before_rows(query, key, value, 1, shapes)
+        refuse_unsupported(softcap, alibi_slopes)
         out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, method="hybrid", mask=options.mask(causal), dropout_p=dropout_p,
-            scale=softmax_scale, enable_gqa=True, layout=self.layout, deterministic=deterministic, seq_len=seq_len,
+            q, k, v, mesh=self.mesh, method="hybrid", mask=bottom_right_mask(causal, window_of(window_size)),
+            dropout_p=dropout_p, scale=softmax_scale, enable_gqa=True, layout=self.layout, deterministic=deterministic,
+            seq_len=seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2).contiguous()
@@ -171,7 +187,7 @@ class LongContextAttentionQKVPacked(nn.Module):
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: kernels that are not exact.
+        NotImplementedError: quantized and sparse kernels.
     """
 
     def __init__(
@@ -190,26 +206,9 @@ class LongContextAttentionQKVPacked(nn.Module):
             ring_impl_type=ring_impl_type, use_sync=use_sync, attn_type=attn_type, mesh=mesh
         )
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *,
-        seq_len: int | None = None,
-    ) -> torch.Tensor:
-        """`LongContextAttention.forward` of qkv: (B, S, 3, H, D), this rank's queries, keys and values; see there."""
-        q, k, v = unpacked("qkv", qkv, 3)
-        return self.attention(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, seq_len=seq_len,
-        )  # fmt: skip
+    def forward(self, qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Calls `LongContextAttention.forward` with q, k and v from qkv: (B, S, 3, H, D), this rank's shard."""
+        return self.attention(*unpacked("qkv", qkv, 3), *args, **kwargs)
 
 
 def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:
@@ -232,11 +231,11 @@ def _check_kernel(attn_type: Enum | str, attn_processor: nn.Module | None) -> No
 
 @dataclass(frozen=True)
 class UlyssesCut(Layout):
-    """The tokens of each ring rank, cut into adjacent parts for its Ulysses axis; rank = ring rank * degree + part.
+    """Adjacent parts of each ring rank's tokens, one for each Ulysses rank; rank = ring rank * degree + Ulysses rank.
 
     Args:
-        ring_layout: the layout of the ring: one of contiguous segments, or `Striped(1)`.
-        ulysses_degree: ranks of the Ulysses axis.
+        ring_layout: layout of the ring, with contiguous segments or `Striped(1)`.
+        ulysses_degree: number of ranks of the Ulysses axis.
 
     >>> layout = UlyssesCut(HeadTail(), ulysses_degree=2)
     >>> [[p for s in layout.segments(8, rank, 4) for p in s.positions()] for rank in range(4)]
@@ -250,21 +249,21 @@ class UlyssesCut(Layout):
         ring_rank, part = divmod(rank, self.ulysses_degree)
         whole = self.ring_layout.segments(seq_len, ring_rank, world_size // self.ulysses_degree, group)
         rows = sum(segment.length for segment in whole)
-        start = chunk_start(rows, self.ulysses_degree, part)
-        stop = start + chunk_length(rows, self.ulysses_degree, part)
+        (chunk,) = Contiguous().segments(rows, part, self.ulysses_degree)
+        start, stop = chunk.start, chunk.start + chunk.length
         cut = []
         for segment in whole:
             cut.append(_cut(segment, start, stop))
             start, stop = start - segment.length, stop - segment.length
         return tuple(cut)
 
-    def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
+    def batch_groups(self, batch_size: int) -> tuple[tuple[int, int], ...]:
         return self.ring_layout.batch_groups(batch_size)
 
     def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
         ring_rank, part = divmod(rank, self.ulysses_degree)
         rows = self.ring_layout.local_length(seq_len, ring_rank, world_size // self.ulysses_degree)
-        return chunk_length(rows, self.ulysses_degree, part)
+        return Contiguous().local_length(rows, part, self.ulysses_degree)
 
     @property
     def only_length(self) -> int | None:
@@ -276,9 +275,9 @@ class UlyssesCut(Layout):
 
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
-    """What `segment` has of its tokens `start, ..., stop - 1`."""
+    """Returns the local tokens `start, ..., stop - 1` of a segment."""
     start, stop = (min(max(index, 0), segment.length) for index in (start, stop))
-    if segment.block == 1:  # stripes stay stripes, however short
+    if segment.block == 1:
         return Segment(segment.start + start * segment.period, stop - start, 1, segment.period)
     if not segment.is_contiguous:
         raise NotImplementedError(f"expected contiguous segments or blocks of 1 token, got {segment}")
@@ -306,21 +305,21 @@ def set_seq_parallel_pg(
     *,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """The ranks that share a sequence, as the mesh that layers are given. A collective over all ranks.
+    """Makes the mesh of the ranks that share a sequence. A collective over all ranks.
 
     Args:
-        sp_ulysses_degree: ranks of the Ulysses axis.
-        sp_ring_degree: ranks of the ring. Consecutive ulysses * ring ranks share a sequence; with more ranks in all,
-            there are several such groups (data parallelism).
+        sp_ulysses_degree: number of ranks of the Ulysses axis.
+        sp_ring_degree: number of ranks of the ring. Each ulysses * ring consecutive ranks share a sequence; with a
+            larger world there are several such groups (data parallelism).
         rank, world_size: those of the default process group.
-        use_ulysses_low: neighbours in rank, which are often on one node, are neighbours in the Ulysses axis.
-        device_type: "cuda" or "cpu"; if None, "cuda" where there is a GPU.
+        use_ulysses_low: True if adjacent ranks, which are often on one node, are adjacent on the Ulysses axis.
+        device_type: "cuda" or "cpu"; if None, "cuda" if there is a GPU.
 
     Returns:
         this rank's mesh with the axes "ring" and "ulysses".
 
     Raises:
-        ValueError: degrees that do not divide the world; a rank or world size that is not the process group's.
+        ValueError: degrees whose product does not divide the world size; another rank or world size than the group's.
     """
     actual = (dist.get_rank(), dist.get_world_size())
     if (rank, world_size) != actual:
@@ -342,7 +341,7 @@ def set_seq_parallel_pg(
 
 
 def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
-    """Which tokens each rank of a mesh has.
+    """Returns the layout of a mesh's ranks.
 
     Raises:
         TypeError, ValueError: an unknown type; a mesh without the two axes.
@@ -356,12 +355,12 @@ def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
 
 
 def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
-    """This rank's shard of a tensor that every rank has whole.
+    """Returns this rank's shard of a tensor that every rank has whole.
 
     Args:
         tensor: of any dtype and shape: q, k, v, packed ones, token ids.
         ring_impl_type: "basic", "zigzag" or "strip".
-        mesh: as from `set_seq_parallel_pg`.
+        mesh: the result of `set_seq_parallel_pg`.
         dim: the sequence dim, negative counts from the end.
 
     Returns:
@@ -383,7 +382,7 @@ def unshard(
     *,
     grad: Literal["replicated", "partial"] = "replicated",
 ) -> torch.Tensor:
-    """The whole tensor, on every rank, from the ranks' shards: the inverse of `shard`.
+    """Returns the whole tensor on every rank from the ranks' shards: the inverse of `shard`.
 
     Args:
         tensor: this rank's shard.
@@ -395,7 +394,7 @@ def unshard(
         a new tensor, differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; shards whose lengths are not the layout's.
+        TypeError, ValueError: arguments that do not fit; shards of other lengths than the layout's.
     """
     (whole,) = context_parallel_unshard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh), grad=grad)
     return whole
@@ -412,7 +411,7 @@ def _extract_local(
 EXTRACT_FUNC_DICT: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {name: partial(_extract_local, name) for name in _RING_LAYOUTS}
 )
-"""By `ring_impl_type`, `(value, rank, world_size, rd, ud, dim=1)` to a rank's shard of a whole tensor.
+"""By `ring_impl_type`, functions `(value, rank, world_size, rd, ud, dim=1)` to a rank's shard of a whole tensor.
 
-`rd` and `ud` are the degrees of the ring and of Ulysses, `rank` is ring rank * ud + Ulysses rank (`use_ulysses_low`).
+`rd` and `ud` are the ring and Ulysses degrees; `rank` is ring rank * ud + Ulysses rank (`use_ulysses_low`).
 """

@@ -1,4 +1,21 @@
-"""Arguments in flash-attn's style, (batch, sequence, heads, head dim): what the integrations that take them share."""
+"""Drop-in functions of zhuzilin's ring-flash-attention: change the import and keep the calls.
+
+Functions take this rank's shards as (batch, sequence, heads, head_dim). The kinds differ in their layout:
+
+| kind | layout |
+|---|---|
+| `ring` | `Contiguous()` |
+| `zigzag_ring` | `HeadTail()` |
+| `stripe` | `Striped(1)` |
+| `step` | `MirroredBatch()`; ring-flash-attention has no such kind |
+
+Each kind has `{kind}_flash_attn_func`, `{kind}_flash_attn_kvpacked_func` and `{kind}_flash_attn_qkvpacked_func`. K/V
+travel as `cp_dtensor.set_rotate_method` says. Unlike in ring-flash-attention, every kind computes attention that is not
+causal, windows and dropout, for any length on any number of ranks, on CPUs, in float32 and float64.
+
+Packed documents: `ring` and `zigzag_ring` from `ring_flash_attn_varlen`, `llama3` from `llama3_flash_attn_varlen`.
+`shard`, `unshard`, `shard_varlen` and `unshard_varlen` convert between whole tensors and shards.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +25,23 @@ from typing import Literal
 
 import torch
 
-from cp_dtensor.api.functional import ring_attention
-from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard
-from cp_dtensor.engine.validation import Mesh
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+    context_parallel_shard,
+    context_parallel_unshard,
+    ring_attention,
+)
+from cp_dtensor.api.extension import Mesh, bottom_right_mask, heads_before_rows
 from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
-    FlashAttnOptions,
-    flash_attn_result,
+    PackedForms,
     group_or_default,
-    heads_first,
-    unpacked,
+    refuse_unsupported,
+    window_of,
 )
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -25,44 +49,19 @@ from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
 )
-from cp_dtensor.integrations.ring_flash_attn_sharding import (
-    shard_varlen,
-    unshard_varlen,
-)
 from cp_dtensor.integrations.ring_flash_attn_varlen import (
     ring_flash_attn_varlen_func,
     ring_flash_attn_varlen_kvpacked_func,
     ring_flash_attn_varlen_qkvpacked_func,
+    shard_varlen,
+    unshard_varlen,
     zigzag_ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from cp_dtensor.spec.layouts import (
-    Contiguous,
-    HeadTail,
-    Layout,
-    MirroredBatch,
-    Striped,
-)
-
-# The functions of zhuzilin's ring-flash-attention: change the import and keep the calls. They take this rank's
-# shards as (batch, sequence, heads, head dim). Kinds differ in which tokens a rank has, and in how keys and values
-# travel: | kind | layout | keys and values | |---|---|---| | `ring` | `Contiguous()` | as `set_rotate_method` says
-# | | `zigzag_ring` | `HeadTail()` | as `set_rotate_method` says | | `stripe` | `Striped(1)` | as
-# `set_rotate_method` says | | `step` | `MirroredBatch()` | as `set_rotate_method` says | | `llama3` |
-# `Contiguous()` | gathered from all ranks | | `zigzag_llama3` | `HeadTail()` | gathered from all ranks | Each kind
-# has `{kind}_flash_attn_func`, `{kind}_flash_attn_kvpacked_func` and `{kind}_flash_attn_qkvpacked_func`. They also
-# do what that package does not: attention that is not causal in every kind, windows, dropout, any length on any
-# number of ranks, CPUs, float32 and float64. That package has no `step`, and `llama3` for packed documents only.
-# `shard` and `unshard` divide whole tensors as a kind expects, like the `extract_local` functions of its tests. For
-# packed documents, `ring`, `zigzag_ring` and `llama3` have `{kind}_flash_attn_varlen_func` with its packed forms
-# (`ring_flash_attn_varlen`, `llama3_flash_attn_varlen`), and `shard_varlen` and `unshard_varlen`.
 
 __all__ = [
-    "llama3_flash_attn_func",
-    "llama3_flash_attn_kvpacked_func",
     "llama3_flash_attn_prepare_cu_seqlens",
-    "llama3_flash_attn_qkvpacked_func",
     "llama3_flash_attn_varlen_func",
     "llama3_flash_attn_varlen_kvpacked_func",
     "llama3_flash_attn_varlen_qkvpacked_func",
@@ -82,9 +81,6 @@ __all__ = [
     "stripe_flash_attn_qkvpacked_func",
     "unshard",
     "unshard_varlen",
-    "zigzag_llama3_flash_attn_func",
-    "zigzag_llama3_flash_attn_kvpacked_func",
-    "zigzag_llama3_flash_attn_qkvpacked_func",
     "zigzag_ring_flash_attn_func",
     "zigzag_ring_flash_attn_kvpacked_func",
     "zigzag_ring_flash_attn_qkvpacked_func",
@@ -95,11 +91,10 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class AttentionKind:
-    """Functions that differ in nothing but how the sequence is divided and how keys and values travel."""
+class _Kind(PackedForms):
+    """The functions of one layout."""
 
     layout: Layout
-    rotate_method: str | None = None
 
     def func(
         self,
@@ -118,97 +113,53 @@ class AttentionKind:
         softcap: float = 0.0,
         seq_len: int | tuple[int, int] | None = None,
     ) -> AttentionResult:
-        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the sequence of all ranks; differentiable.
+        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
 
         Args:
-            q: (B, S, H, D), this rank's queries, in the order of the kind's layout (the table above).
+            q: (B, S, H, D), this rank's queries in the kind's layout (the table above).
             k: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA).
             v: (B, T, Hkv, Dv), this rank's values.
-            dropout_p: probability that a weight of the softmax is dropped, as for `context_parallel_attention`.
+            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
             softmax_scale: factor of the logits, 1 / sqrt(D) if None.
-            causal: the last query sees all keys, the one before all but the last, and so on, by global position.
-            window_size: (left, right), how many keys to the left and to the right of its own place a query sees, -1 for
-                all of them; the last query stands at the last key. With `causal`, right is 0.
-            alibi_slopes: None; others are refused.
-            deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
-            return_attn_probs: also return the log-sum-exp.
-            group: the context-parallel axis, a process group or a DeviceMesh of one dim, or of two for a ring of rings;
-                the default group if None.
+            causal: True for a causal mask by global position, aligned bottom-right: the last query sees all keys, the
+                one before all but the last, and so on.
+            window_size: (left, right), numbers of keys to the left and right of its own position that a query sees, -1
+                for no limit; the last query is aligned with the last key. With `causal`, right is 0.
+            alibi_slopes: None; other values are refused.
+            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
+            return_attn_probs: True to return the log-sum-exp too.
+            group: the context-parallel axis: a process group, a DeviceMesh of one dim, or one of two dims for a nested
+                ring; the default group if None.
             softcap: 0.0; other values are refused.
-            seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
-                their local lengths in one small collective (on the host where the group has a CPU backend).
+            seq_len: the global number of tokens, or the pair of those of queries and keys. If None, the ranks exchange
+                their local lengths in one small collective (on the host if the group has a CPU backend).
 
         Returns:
             out: (B, S, H, Dv), contiguous. With `return_attn_probs`, (out, lse, None), where lse: (B, H, S) is the
             natural log of the softmax denominator in float32 (float64 for float64 inputs); not differentiable.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit, before keys and values travel; lengths that are no
-                division of any global length in the layout, on every rank alike.
-            NotImplementedError: what is refused above, before any collective.
+            TypeError, ValueError: arguments that do not fit, before K/V travel; on every rank alike, local lengths
+                that are not those of any global length in the layout.
+            NotImplementedError: options refused above, before any collective.
         """
-        options = FlashAttnOptions(window_size, softcap, alibi_slopes)
-        heads_first_qkv = heads_first(q, k, v)
-        options.check()
+        shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
+        q, k, v = heads_before_rows(q, k, v, 1, shapes)
+        refuse_unsupported(softcap, alibi_slopes)
+        mask = bottom_right_mask(causal, window_of(window_size))
         out, lse = ring_attention(
-            *heads_first_qkv, mesh=group_or_default(group), mask=options.mask(causal), dropout_p=dropout_p,
-            scale=softmax_scale, enable_gqa=True, layout=self.layout, rotate_method=self.rotate_method,
-            deterministic=deterministic, return_lse=True, seq_len=seq_len,
+            q, k, v, mesh=group_or_default(group), mask=mask, dropout_p=dropout_p, scale=softmax_scale, enable_gqa=True,
+            layout=self.layout, deterministic=deterministic, return_lse=True, seq_len=seq_len,
         )  # fmt: skip
-        return flash_attn_result(out, lse, return_attn_probs)
-
-    def kvpacked_func(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: Mesh | None = None,
-        *,
-        softcap: float = 0.0,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> AttentionResult:
-        """`func` of q: (B, S, H, D) and kv: (B, T, 2, Hkv, D), this rank's keys and values; see there."""
-        k, v = unpacked("kv", kv, 2)
-        return self.func(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs,
-            group, softcap=softcap, seq_len=seq_len,
-        )  # fmt: skip
-
-    def qkvpacked_func(
-        self,
-        qkv: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: Mesh | None = None,
-        *,
-        softcap: float = 0.0,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> AttentionResult:
-        """`func` of qkv: (B, S, 3, H, D), this rank's queries, keys and values; see there."""
-        q, k, v = unpacked("qkv", qkv, 3)
-        return self.func(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs,
-            group, softcap=softcap, seq_len=seq_len,
-        )  # fmt: skip
+        out = out.transpose(1, 2).contiguous()
+        return (out, lse, None) if return_attn_probs else out
 
 
-_RING = AttentionKind(Contiguous())
-_ZIGZAG_RING = AttentionKind(HeadTail())
-_STRIPE = AttentionKind(Striped(1))
-_STEP = AttentionKind(MirroredBatch())
-_LLAMA3 = AttentionKind(Contiguous(), "allgather")
-_ZIGZAG_LLAMA3 = AttentionKind(HeadTail(), "allgather")
+_RING = _Kind(Contiguous())
+_ZIGZAG_RING = _Kind(HeadTail())
+_STRIPE = _Kind(Striped(1))
+_STEP = _Kind(MirroredBatch())
+_KINDS = {"ring": _RING, "zigzag_ring": _ZIGZAG_RING, "stripe": _STRIPE, "step": _STEP}
 
 ring_flash_attn_func = _RING.func
 ring_flash_attn_kvpacked_func = _RING.kvpacked_func
@@ -222,20 +173,14 @@ stripe_flash_attn_qkvpacked_func = _STRIPE.qkvpacked_func
 step_flash_attn_func = _STEP.func
 step_flash_attn_kvpacked_func = _STEP.kvpacked_func
 step_flash_attn_qkvpacked_func = _STEP.qkvpacked_func
-llama3_flash_attn_func = _LLAMA3.func
-llama3_flash_attn_kvpacked_func = _LLAMA3.kvpacked_func
-llama3_flash_attn_qkvpacked_func = _LLAMA3.qkvpacked_func
-zigzag_llama3_flash_attn_func = _ZIGZAG_LLAMA3.func
-zigzag_llama3_flash_attn_kvpacked_func = _ZIGZAG_LLAMA3.kvpacked_func
-zigzag_llama3_flash_attn_qkvpacked_func = _ZIGZAG_LLAMA3.qkvpacked_func
 
 
 def shard(tensor: torch.Tensor, kind: str, group: Mesh | None = None, dim: int = 1) -> torch.Tensor:
-    """This rank's shard, as functions of `kind` expect it, of a tensor that every rank has whole.
+    """Returns this rank's shard of a tensor that every rank has whole, for the functions of `kind`.
 
     Args:
         tensor: of any dtype and shape: q, k, v, packed ones, token ids. `"step"` takes dim 0 as the batch.
-        kind: "ring", "zigzag_ring", "stripe", "step", "llama3" or "zigzag_llama3".
+        kind: "ring", "zigzag_ring", "stripe" or "step".
         group: as for the functions.
         dim: the sequence dim, negative counts from the end.
 
@@ -258,7 +203,7 @@ def unshard(
     *,
     grad: Literal["replicated", "partial"] = "replicated",
 ) -> torch.Tensor:
-    """The whole tensor, on every rank, from the ranks' shards: the inverse of `shard`.
+    """Returns the whole tensor on every rank from the ranks' shards: the inverse of `shard`.
 
     Args:
         tensor: this rank's shard.
@@ -270,24 +215,13 @@ def unshard(
         a new tensor, differentiable.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; shards whose lengths are not the layout's, on all ranks alike.
+        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards of other lengths than the layout's.
     """
     (whole,) = context_parallel_unshard(group_or_default(group), [tensor], [dim], _layout(kind), grad=grad)
     return whole
 
 
 def _layout(kind: str) -> Layout:
-    kinds = {
-        "ring": _RING,
-        "zigzag_ring": _ZIGZAG_RING,
-        "stripe": _STRIPE,
-        "step": _STEP,
-        "llama3": _LLAMA3,
-        "zigzag_llama3": _ZIGZAG_LLAMA3,
-    }
-    if kind not in kinds:
-        raise ValueError(f"expected kind to be one of {', '.join(map(repr, kinds))}; got {kind!r}")
-    return kinds[kind].layout
-
-
-# How ring-flash-attention divides packed documents over the ranks, and whole tensors for its varlen functions.
+    if kind not in _KINDS:
+        raise ValueError(f"expected kind to be one of {', '.join(map(repr, _KINDS))}; got {kind!r}")
+    return _KINDS[kind].layout

@@ -1,41 +1,64 @@
-"""Packed documents that are cut into adjacent parts, as each rank is told of its own: made, remembered, found again."""
+"""Varlen functions of ring-flash-attention that divide every document over all ranks.
+
+| kind | this rank's part of every document |
+|---|---|
+| `ring` | the rank-th of n equal chunks |
+| `zigzag_ring` | chunks rank and 2n-1-rank of 2n equal chunks, the first before the second |
+
+Tensors are (tokens, heads, head_dim), document after document. As in ring-flash-attention, `cu_seqlens` and
+`max_seqlen` are those of one rank: those of the whole sequence, divided by the number of ranks. So the length of every
+document is a multiple of n (2n for `zigzag_ring`), and all ranks have equally many tokens.
+
+Documents of 4 and 8 tokens on 2 ranks: `cu_seqlens` is [0, 2, 6] on both. With `ring`, rank 0 has the positions 0 1 and
+4 5 6 7, rank 1 has 2 3 and 8 9 10 11; with `zigzag_ring` they have 0 3 and 4 5 10 11, 1 2 and 6 7 8 9.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
-from cp_dtensor.api.varlen import heads_first_of_packed, varlen_attention
-from cp_dtensor.engine.validation import Mesh, sequence_ranks
+from cp_dtensor import (
+    Contiguous,
+    Layout,
+    PerDocument,
+    context_parallel_shard,
+    context_parallel_unshard,
+    varlen_attention,
+)
+from cp_dtensor.api.extension import (
+    CachedHash,
+    Mesh,
+    Segment,
+    ascending,
+    heads_first_of_packed,
+    refuse_ids_and_lengths,
+    sequence_ranks,
+)
 from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
-    FlashAttnOptions,
+    PackedForms,
     check_longest,
     group_or_default,
-    unpacked,
+    refuse_unsupported,
+    window_of,
 )
-from cp_dtensor.integrations.ring_flash_attn_sharding import CHUNKS, layout_of_documents
-from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 
-# The varlen functions of ring-flash-attention that cut each document over all ranks, by `varlen_attention`. | kind
-# | what each rank has of every document | |---|---| | `ring` | the rank-th of n equal chunks | | `zigzag_ring` |
-# chunks rank and 2n-1-rank of 2n equal ones, the first before the second | Tensors are (tokens, heads, head dim),
-# document after document. As there, `cu_seqlens` and `max_seqlen` are those of one rank: those of the whole,
-# divided by the number of ranks. So the length of every document is a multiple of the ranks (of twice as many for
-# `zigzag_ring`), and all ranks have equally many tokens. Documents of 4 and 8 tokens on 2 ranks: `cu_seqlens` is
-# [0, 2, 6] on both. In `ring`, rank 0 has the positions 0 1 and 4 5 6 7, rank 1 has 2 3 and 8 9 10 11; in
-# `zigzag_ring` they have 0 3 and 4 5 10 11, 1 2 and 6 7 8 9.
+_CHUNKS: Mapping[str, int] = MappingProxyType({"ring": 1, "zigzag_ring": 2})
+"""Chunks of every document on each rank, by kind."""
 
 
 @dataclass(frozen=True)
-class VarlenKind:
-    """Functions that differ in nothing but how each document is divided."""
+class _Kind(PackedForms):
+    """The functions of "ring" or "zigzag_ring"."""
 
     name: str
+    leading_dims = "tokens"
 
     def func(
         self,
@@ -56,54 +79,56 @@ class VarlenKind:
         softcap: float = 0.0,
         debug: bool = False,
     ) -> AttentionResult:
-        """This rank's rows of softmax(softmax_scale q k^T + mask) v, each over its document; differentiable.
+        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v within each document; differentiable.
 
         Args:
-            q: (T, H, D), this rank's queries: its chunks of the first document, those of the second, and so on.
+            q: (T, H, D), this rank's queries: its chunks of the first document, of the second, and so on.
             k: (T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA).
             v: (T, Hkv, Dv), this rank's values.
-            cu_seqlens: where documents begin and end on this rank, the same on every rank; integers or a tensor (of one
-                on a GPU the numbers are read, which waits for the GPU). Tokens behind the last document are padding:
-                their output and gradients are zero.
-            max_seqlen: of the longest document on this rank, or more.
-            dropout_p: probability that a weight of the softmax is dropped, as for `context_parallel_attention`.
+            cu_seqlens: (documents + 1,), first and last position of documents on this rank, equal on every rank;
+                integers or a tensor (reading one on a GPU waits for the GPU). Tokens after the last document are
+                padding: their output and gradients are zero.
+            max_seqlen: the length of the longest document on this rank, or more.
+            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
             softmax_scale: factor of the logits, 1 / sqrt(D) if None.
-            causal: query i sees keys j <= i of its document, by their positions there.
-            window_size: (left, right), how many keys to the left and to the right of it a query sees in its document,
-                on whichever rank they are; -1 for all. With `causal`, right is 0.
-            alibi_slopes: None; others are refused.
-            deterministic: equal inputs give equal bits on GPUs too, as for `context_parallel_attention`.
-            return_attn_probs: also return the log-sum-exp.
+            causal: True if query i sees keys j <= i of its document, by their positions in the document.
+            window_size: (left, right), numbers of keys to the left and right of its own position in the document that
+                a query sees, -1 for no limit. With `causal`, right is 0.
+            alibi_slopes: None; other values are refused.
+            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
+            return_attn_probs: True to return the log-sum-exp too.
             group: the ranks that share the sequence, as for the functions without documents.
             softcap: 0.0; other values are refused.
-            debug: let the ranks exchange and compare lengths, documents and all else that must agree. Otherwise ranks
-                tell each other nothing, as in that package.
+            debug: True to compare lengths, documents and all other arguments between ranks. Otherwise ranks exchange no
+                metadata, as in ring-flash-attention.
 
         Returns:
             out: (T, H, Dv), contiguous. With `return_attn_probs`, (out, lse, None), where lse: (H, T) is the natural
             log of the softmax denominator in float32 (float64 for float64 inputs); not differentiable.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit, before any collective; with `debug`, ranks whose lengths
-                or documents differ, on every rank alike.
-            NotImplementedError: what is refused above, before any collective.
+            TypeError, ValueError: arguments that do not fit, before any collective; with `debug`, lengths or documents
+                that differ between ranks, on every rank alike.
+            NotImplementedError: options refused above, before any collective.
         """
-        options = FlashAttnOptions(window_size, softcap, alibi_slopes)
         heads_first_of_packed(q, k, v)
-        options.check()
+        refuse_unsupported(softcap, alibi_slopes)
+        window = window_of(window_size)
         mesh = group_or_default(group)
         ranks = sequence_ranks(mesh).size
-        edges = self._edges(q, k, cu_seqlens, max_seqlen, ranks)
+        edges = self._global_edges(q, k, cu_seqlens, max_seqlen, ranks)
         seq_len = ranks * q.size(0)
         result = varlen_attention(
-            q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window=options.window, method="ring",
-            dropout_p=dropout_p, scale=softmax_scale, layout=layout_of_documents(self.name, edges, seq_len),
-            deterministic=deterministic, return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
+            q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window=window, method="ring", dropout_p=dropout_p,
+            scale=softmax_scale, layout=_layout(self.name, edges, seq_len), deterministic=deterministic,
+            return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
         )  # fmt: skip
         return (*result, None) if isinstance(result, tuple) else result
 
-    def _edges(self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: Any, max_seqlen: int, ranks: int) -> tuple[int, ...]:
-        """Where documents begin and end in the whole sequence."""
+    def _global_edges(
+        self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: Any, max_seqlen: int, ranks: int
+    ) -> tuple[int, ...]:
+        """Returns the cu_seqlens of the whole sequence from those of one rank."""
         function = f"{self.name}_flash_attn_varlen_func"
         edges = ascending(cu_seqlens, function, "cu_seqlens")
         if q.size(0) != k.size(0):
@@ -117,7 +142,7 @@ class VarlenKind:
                 f"documents that end at {edges[-1]} for {q.size(0)} tokens of this rank"
             )
         refuse_ids_and_lengths(edges, q.size(0), function, "cu_seqlens")
-        chunks = CHUNKS[self.name]
+        chunks = _CHUNKS[self.name]
         if any(edge % chunks for edge in edges):
             raise ValueError(
                 f"{function} has {chunks} chunks of every document on each rank and expects cu_seqlens of one rank to "
@@ -127,58 +152,9 @@ class VarlenKind:
         check_longest(function, "max_seqlen", max_seqlen, longest)
         return tuple(ranks * edge for edge in edges)
 
-    def kvpacked_func(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        cu_seqlens: Any,
-        max_seqlen: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: Mesh | None = None,
-        *,
-        softcap: float = 0.0,
-        debug: bool = False,
-    ) -> AttentionResult:
-        """`func` of q: (T, H, D) and kv: (T, 2, Hkv, D), this rank's keys and values; see there."""
-        k, v = unpacked("kv", kv, 2, "tokens")
-        return self.func(
-            q, k, v, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, group, softcap=softcap, debug=debug,
-        )  # fmt: skip
 
-    def qkvpacked_func(
-        self,
-        qkv: torch.Tensor,
-        cu_seqlens: Any,
-        max_seqlen: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: Mesh | None = None,
-        *,
-        softcap: float = 0.0,
-        debug: bool = False,
-    ) -> AttentionResult:
-        """`func` of qkv: (T, 3, H, D), this rank's queries, keys and values; see there."""
-        q, k, v = unpacked("qkv", qkv, 3, "tokens")
-        return self.func(
-            q, k, v, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, group, softcap=softcap, debug=debug,
-        )  # fmt: skip
-
-
-_RING = VarlenKind("ring")
-_ZIGZAG_RING = VarlenKind("zigzag_ring")
+_RING = _Kind("ring")
+_ZIGZAG_RING = _Kind("zigzag_ring")
 
 ring_flash_attn_varlen_func = _RING.func
 ring_flash_attn_varlen_kvpacked_func = _RING.kvpacked_func
@@ -188,10 +164,125 @@ zigzag_ring_flash_attn_varlen_kvpacked_func = _ZIGZAG_RING.kvpacked_func
 zigzag_ring_flash_attn_varlen_qkvpacked_func = _ZIGZAG_RING.qkvpacked_func
 
 
-# The llama3 functions of ring-flash-attention for packed documents, by `varlen_attention`. The packed sequence is
-# cut into adjacent parts, one for each rank, wherever documents begin and end; keys and values are gathered. What a
-# rank passes, as `llama3_flash_attn_prepare_cu_seqlens` gives it, says of its own queries which keys they see. Who
-# sees this rank's keys is as much a part of a plan, so the whole picture is needed: the tensors remember from which
-# documents they were made. Of tensors that do not (copies, or such as somebody else made), the ranks find the
-# documents together, in two small collectives, and the tensors remember them from then on. So either all ranks pass
-# tensors that remember, or none does. In compiled programs these functions run uncompiled, between graphs.
+@dataclass(frozen=True)
+class ContiguousPerDocument(CachedHash, Layout):
+    """Rank r owns the r-th of n adjacent chunks of every document; chunk lengths differ by at most one.
+
+    Tokens before the first and after the last document are divided in the same way.
+
+    Args:
+        cu_seqlens: (documents + 1,), ascending positions where documents begin and end.
+        seq_len: global number of tokens.
+
+    >>> layout = ContiguousPerDocument((0, 2, 6), seq_len=6)
+    >>> [[list(segment.positions()) for segment in layout.segments(6, rank, 2)] for rank in range(2)]
+    [[[0], [2, 3]], [[1], [4, 5]]]
+    """
+
+    cu_seqlens: tuple[int, ...]
+    seq_len: int
+    __hash__ = CachedHash.__hash__
+
+    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
+        if seq_len != self.seq_len:
+            raise ValueError(f"this layout divides sequences of {self.seq_len} tokens only, got {seq_len}")
+        if world_size == 1:
+            return (Segment.contiguous(0, seq_len),)
+        parts = []
+        for first, last in pairwise((0, *self.cu_seqlens, self.seq_len)):
+            if first < last:
+                (chunk,) = Contiguous().segments(last - first, rank, world_size)
+                start = first + chunk.start
+                parts.append(Segment.contiguous(start, start + chunk.length))
+        return tuple(parts) or (Segment.contiguous(0, 0),)
+
+    def batch_groups(self, batch_size: int) -> tuple[tuple[int, int], ...]:
+        return ((0, batch_size),)
+
+    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
+        return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
+
+    @property
+    def only_length(self) -> int:
+        return self.seq_len
+
+    @property
+    def alignment(self) -> int:
+        return 1
+
+
+def shard_varlen(
+    tensor: torch.Tensor, kind: str, cu_seqlens: Any, group: Mesh | None = None, dim: int = 0
+) -> torch.Tensor:
+    """Returns this rank's shard of a packed tensor that every rank has whole, for the varlen functions of `kind`.
+
+    Args:
+        tensor: of any dtype and shape: q, k, v, packed ones, token ids.
+        kind: "ring", "zigzag_ring" or "llama3".
+        cu_seqlens: (documents + 1,), positions where documents begin and end in the whole sequence (the functions of
+            "ring" and "zigzag_ring" take cu_seqlens // ranks). Tokens before the first and after the last document are
+            divided like a document.
+        group: as for the functions.
+        dim: the sequence dim, negative counts from the end.
+
+    Returns:
+        a new tensor. Differentiable: gradients of other ranks' tokens are zero here, so that the sum over ranks is the
+        gradient of the whole tensor.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; documents whose lengths are not multiples of the number of
+            ranks (for "zigzag_ring", of twice this number).
+    """
+    mesh = group_or_default(group)
+    layout = _checked_layout(kind, cu_seqlens, tensor.size(dim), mesh)
+    return context_parallel_shard(mesh, [tensor], [dim], layout)[0]
+
+
+def unshard_varlen(
+    tensor: torch.Tensor,
+    kind: str,
+    cu_seqlens: Any,
+    group: Mesh | None = None,
+    dim: int = 0,
+    *,
+    grad: Literal["replicated", "partial"] = "replicated",
+) -> torch.Tensor:
+    """Returns the whole packed tensor on every rank from the ranks' shards: the inverse of `shard_varlen`.
+
+    Args:
+        tensor: this rank's shard. With "ring" and "zigzag_ring", all ranks have equally many tokens.
+        kind, cu_seqlens, group, dim: as for `shard_varlen`.
+        grad: as for `unshard`.
+
+    Returns:
+        a new tensor, differentiable.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards of other lengths than the layout's.
+    """
+    mesh = group_or_default(group)
+    layout = _checked_layout(kind, cu_seqlens, tensor.size(dim) * sequence_ranks(mesh).size, mesh)
+    return context_parallel_unshard(mesh, [tensor], [dim], layout, grad=grad)[0]
+
+
+def _layout(kind: str, cu_seqlens: tuple[int, ...], seq_len: int) -> Layout:
+    """Returns the layout of "ring" or "zigzag_ring" for documents of the whole sequence."""
+    if kind == "ring":
+        return ContiguousPerDocument(cu_seqlens, seq_len)
+    return PerDocument(cu_seqlens, seq_len=seq_len)
+
+
+def _checked_layout(kind: str, cu_seqlens: Any, seq_len: int, mesh: Mesh) -> Layout:
+    if kind == "llama3":
+        return Contiguous()
+    if kind not in _CHUNKS:
+        raise ValueError(f"expected kind to be one of {', '.join(map(repr, _CHUNKS))}, 'llama3'; got {kind!r}")
+    edges = ascending(cu_seqlens, "shard_varlen", "cu_seqlens")
+    ranks = sequence_ranks(mesh).size
+    multiple = _CHUNKS[kind] * ranks
+    if edges[-1] > seq_len or seq_len % ranks or any(edge % multiple for edge in edges):
+        raise ValueError(
+            f"{kind!r} expects cu_seqlens of the whole sequence, multiples of {multiple}, and a multiple of {ranks} "
+            f"tokens; got {list(edges)} and {seq_len} tokens"
+        )
+    return _layout(kind, edges, seq_len)

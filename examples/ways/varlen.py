@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from check import error, make_mesh, run
 
 from cp_dtensor import Balanced, Causal, Documents, context_parallel_shard, varlen_attention
-from cp_dtensor.integrations.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
-from cp_dtensor.integrations.ring_flash_attn_sharding import shard_varlen
+from cp_dtensor.integrations.ring_flash_attn import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+    shard_varlen,
+)
 
 
 def documents() -> list[int]:

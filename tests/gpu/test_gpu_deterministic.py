@@ -12,10 +12,7 @@ from support.processes import Processes
 
 from cp_dtensor.attention.masked import IntervalAttention
 from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
-from cp_dtensor.integrations.ring_flash_attn import (
-    zigzag_llama3_flash_attn_qkvpacked_func,
-    zigzag_ring_flash_attn_qkvpacked_func,
-)
+from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_qkvpacked_func
 
 pytestmark = pytest.mark.gpu(2)
 WORLD_SIZE, LENGTH = 2, 1024
@@ -25,7 +22,6 @@ def _entries(rank: int) -> dict[str, Any]:
     mesh = set_seq_parallel_pg(WORLD_SIZE, 1, rank, WORLD_SIZE, device_type="cuda")
     return {
         "zigzag": zigzag_ring_flash_attn_qkvpacked_func,
-        "llama3": zigzag_llama3_flash_attn_qkvpacked_func,
         "ulysses": LongContextAttentionQKVPacked(ring_impl_type="zigzag", mesh=mesh),
     }
 

@@ -16,13 +16,13 @@ from support.ranks import run_ranks
 from cp_dtensor.integrations import long_context, ring_flash_attn
 from cp_dtensor.integrations.long_context import LongContextAttention, set_seq_parallel_pg
 
-KINDS = ("ring", "zigzag_ring", "stripe", "step", "llama3", "zigzag_llama3")
+KINDS = ("ring", "zigzag_ring", "stripe", "step")
 TYPES = ("basic", "zigzag", "strip")
 Way = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[..., Any]]
 
 
 def by_function(kind: str, rank: int, ranks: int) -> Way:
-    """How to shard whole tensors, and how to attend."""
+    """Returns a function that shards whole tensors, and the attention function."""
     return lambda tensor: ring_flash_attn.shard(tensor, kind), getattr(ring_flash_attn, f"{kind}_flash_attn_func")
 
 
@@ -61,7 +61,7 @@ _ends = st.one_of(st.none(), st.integers(0, 12))
 
 @each_way
 def test_windows_and_causal_masks_are_those_of_flash_attn(name: str) -> None:
-    """Also between queries and keys of different lengths, where the last query stands at the last key."""
+    """Also with different lengths of queries and keys, where the last query is aligned with the last key."""
 
     @settings(max_examples=8, deadline=None)
     @given(st.integers(1, 5), st.integers(1, 24), st.integers(1, 24), st.booleans(), st.booleans(), _ends, _ends)
@@ -97,7 +97,7 @@ def test_dropout_is_that_of_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     "window_size", [(-2, 0), (3,), (1, 2, 3), 5, None, (1.5, 0), (True, 0), ("1", 0)], ids=lambda value: str(value)
 )
-def test_windows_that_are_none(window_size: Any) -> None:
+def test_values_that_are_not_windows(window_size: Any) -> None:
     q = torch.randn(1, 4, 2, 8)
 
     def body(rank: int) -> None:
@@ -110,7 +110,7 @@ def test_windows_that_are_none(window_size: Any) -> None:
 
 
 @pytest.mark.parametrize(("options", "exchanges"), [({}, 1), ({"seq_len": 8}, 0), ({"seq_len": (8, 8)}, 0)])
-def test_ranks_tell_each_other_only_what_nobody_has_told_them(options: dict[str, Any], exchanges: int) -> None:
+def test_ranks_exchange_lengths_only_without_seq_len(options: dict[str, Any], exchanges: int) -> None:
     q = torch.randn(1, 4, 2, 8)
     with recorded_collectives() as collectives:
         run_ranks(2, lambda rank: ring_flash_attn.ring_flash_attn_func(q, q, q, causal=True, **options))

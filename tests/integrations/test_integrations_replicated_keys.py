@@ -1,4 +1,4 @@
-"""Attention modes where keys, or all of attention, are whole on every rank, and recomputation of such attention."""
+"""`replicated_keys` and `disable` of attention modes, with and without recomputation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_attention_that_is_whole_on_every_rank() -> None:
     run_ranks(2, body)
 
 
-def test_the_innermost_word_holds() -> None:
+def test_the_innermost_context_holds() -> None:
     problem = Problem(12, 12, is_causal=True)
     q, k, v, _ = whole = problem.draw(0)
     expected = reference(problem, *whole)[0]
@@ -107,7 +107,7 @@ def test_the_innermost_word_holds() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recompute_after_the_mode_is_left(use_reentrant: bool) -> None:
-    """One checkpointed function has sharded and whole keys inside of it, another is called where keys are whole."""
+    """One checkpointed function uses sharded and whole keys; another is called inside of `replicated_keys`."""
     problem = Problem(16, 16, q_heads=4, kv_heads=4, is_causal=True)
     q, _, _, grad_out = whole = problem.draw(0)
     text = Problem(5, 5, q_heads=4, kv_heads=4).draw(1)[0]

@@ -1,4 +1,4 @@
-"""Drop-in functions of ring-flash-attention: those of one device, gradients too, and refusals instead of surprises."""
+"""Drop-in functions of ring-flash-attention: out and gradients equal those of one device; refusals."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.problems import Problem, reference
 from support.problems import shard as shard_by_positions
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.integrations import ring_flash_attn
 from cp_dtensor.integrations.ring_flash_attn import shard, unshard
 
@@ -26,8 +24,6 @@ KINDS: dict[str, Layout] = {
     "zigzag_ring": HeadTail(),
     "stripe": Striped(1),
     "step": MirroredBatch(),
-    "llama3": Contiguous(),
-    "zigzag_llama3": HeadTail(),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -129,7 +125,7 @@ def test_shard_and_unshard(kind: str) -> None:
 
 
 def test_a_group_and_an_axis_of_a_mesh() -> None:
-    """Ranks 0 and 1 are one ring, 2 and 3 another, with another problem."""
+    """Ranks 0 and 1 form one ring; ranks 2 and 3 form another, with other tensors."""
     problem = Problem(12, 12, is_causal=True)
 
     def body(rank: int) -> None:
@@ -145,7 +141,7 @@ def test_a_group_and_an_axis_of_a_mesh() -> None:
 
 
 @each_kind
-def test_a_ring_of_rings(kind: str) -> None:
+def test_nested_ring(kind: str) -> None:
     problem = Problem(21, 21, batch=2, is_causal=True)
     *qkv, _ = whole = problem.draw(0)
     out = heads_last(reference(problem, *whole)[0])
@@ -165,10 +161,13 @@ def test_positional_arguments_are_in_that_package_s_order() -> None:
         "group",
     ]  # fmt: skip
     for kind in KINDS:
-        for packing, tensors in {"": ["q", "k", "v"], "kvpacked_": ["q", "kv"], "qkvpacked_": ["qkv"]}.items():
+        for packing, tensors in {
+            "": ["q", "k", "v", *options],
+            "kvpacked_": ["q", "kv"],
+            "qkvpacked_": ["qkv"],
+        }.items():
             parameters = inspect.signature(function(kind, packing)).parameters.values()
-            positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-            assert positional == tensors + options
+            assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == tensors
 
 
 def test_all_names_are_exported_documented_and_can_be_pickled() -> None:
@@ -187,20 +186,6 @@ def test_all_names_are_exported_documented_and_can_be_pickled() -> None:
             public.__name__,
             getattr(public, "__self__", None),
         )
-
-
-@pytest.mark.parametrize("kind", ["llama3", "zigzag_llama3"])
-def test_llama3_gathers_keys_and_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered = []
-    start_kv = AllGather.start_kv
-
-    def recorded(self: AllGather, *args: Any) -> Any:
-        gathered.append(dist.get_rank())
-        return start_kv(self, *args)
-
-    monkeypatch.setattr(AllGather, "start_kv", recorded)
-    check(kind, "", Problem(12, 12))
-    assert set(gathered) == set(range(WORLD))
 
 
 REFUSED = {
@@ -272,7 +257,7 @@ def test_groups_and_kinds_that_do_not_fit() -> None:
     run_ranks(2, body)
 
 
-def test_lengths_that_are_no_division_are_refused_on_every_rank() -> None:
+def test_lengths_that_no_layout_gives_are_refused_on_every_rank() -> None:
     def body(rank: int) -> None:
         q = torch.randn(1, 4 + 3 * rank, 2, 8)
         with pytest.raises(ValueError, match="query"):

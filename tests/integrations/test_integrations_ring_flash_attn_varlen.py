@@ -1,4 +1,4 @@
-"""Varlen functions of ring-flash-attention whose documents lie across all ranks: those of one device, gradients too."""
+"""Varlen functions that divide each document over all ranks: out and gradients equal those of one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Documents, PerDocument
 from cp_dtensor.integrations import ring_flash_attn
-from cp_dtensor.integrations.ring_flash_attn_sharding import ContiguousPerDocument, shard_varlen, unshard_varlen
+from cp_dtensor.integrations.ring_flash_attn_varlen import ContiguousPerDocument, shard_varlen, unshard_varlen
 
 CHUNKS = {"ring": 1, "zigzag_ring": 2}
 PACKINGS = ("", "kvpacked_", "qkvpacked_")
@@ -41,7 +41,7 @@ def packed(packing: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> l
 
 
 def extracted(kind: str, tensor: torch.Tensor, edges: tuple[int, ...], rank: int, ranks: int) -> torch.Tensor:
-    """What a rank has, document after document, and its share of the padding behind them."""
+    """Returns a rank's tokens of each document, then its part of the padding."""
     parts = []
     for start, stop in pairwise(edges):
         if start < stop:
@@ -89,7 +89,7 @@ _ends = st.one_of(st.none(), st.integers(0, 9))
 @each_packing
 @each_kind
 def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> None:
-    """Of documents of any length that the ranks divide, also empty ones, with padding behind them."""
+    """Documents of any length that the ranks divide evenly, also empty ones, with padding after them."""
 
     @settings(max_examples=12, deadline=None)
     @given(
@@ -117,7 +117,7 @@ def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> N
 
 
 @each_kind
-def test_a_ring_of_rings(kind: str) -> None:
+def test_nested_ring(kind: str) -> None:
     problem = PackedProblem((0, 8, 24), is_causal=True)
     *qkv, _ = whole = problem.draw(0)
     expected = problem.reference(*whole)[0]
@@ -179,10 +179,13 @@ def test_positional_arguments_are_in_that_package_s_order() -> None:
         "deterministic", "return_attn_probs", "group",
     ]  # fmt: skip
     for kind in CHUNKS:
-        for packing, tensors in {"": ["q", "k", "v"], "kvpacked_": ["q", "kv"], "qkvpacked_": ["qkv"]}.items():
+        for packing, tensors in {
+            "": ["q", "k", "v", *options],
+            "kvpacked_": ["q", "kv"],
+            "qkvpacked_": ["qkv"],
+        }.items():
             parameters = inspect.signature(function(kind, packing)).parameters.values()
-            positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-            assert positional == tensors + options
+            assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == tensors
 
 
 PROBLEM = PackedProblem((0, 8, 16))
@@ -226,8 +229,8 @@ def test_no_argument_is_ignored(kind: str, packing: str) -> None:
         for each in found:
             assert isinstance(each, error)
             assert re.search(message, str(each)), argument
-    named = inspect.signature(function(kind, packing)).parameters
-    tested = {*CHANGES, *REFUSED, "deterministic", "return_attn_probs", "debug", "q", "k", "v", "kv", "qkv"}
+    named = inspect.signature(function(kind)).parameters
+    tested = {*CHANGES, *REFUSED, "deterministic", "return_attn_probs", "debug", "q", "k", "v"}
     assert set(named) <= tested
 
 
@@ -280,7 +283,7 @@ def test_ranks_that_differ_are_refused_on_every_rank(kind: str, differ: str) -> 
 
 
 @each_kind
-def test_ranks_tell_each_other_nothing_but_for_debugging(kind: str) -> None:
+def test_ranks_exchange_metadata_only_with_debug(kind: str) -> None:
     q = torch.randn(8, 2, 8)
     for options, exchanges in (({}, 0), ({"debug": True}, 2)):
         with recorded_collectives() as collectives:

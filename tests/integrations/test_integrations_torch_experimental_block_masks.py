@@ -20,7 +20,7 @@ def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def test_block_masks_by_either_way_of_calling() -> None:
-    """The mesh as sixth argument, as until torch 2.14, or after the blocks; shards of masks keep their blocks."""
+    """The mesh is the sixth argument before torch 2.15, and follows BLOCK_SIZE since; shards keep the block size."""
     size, wide, fine = (1, 1, 512, 512), (128, 128), (64, 32)
 
     def body(rank: int) -> None:

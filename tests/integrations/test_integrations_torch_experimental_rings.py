@@ -33,7 +33,7 @@ def _fresh_options() -> Iterator[None]:
 
 
 class OwnOp:
-    """Attention in float64, as a program brings it; remembers how it was called."""
+    """Attention in float64 as an op of a program; records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, bool]] = []
@@ -173,6 +173,8 @@ def test_refusals() -> None:
             _templated_ring_attention(world, 2, CPU_FLASH, *local, dropout_p=0.1)
         with pytest.raises(NotImplementedError, match="attn_mask"):
             _templated_ring_attention(world, 2, CPU_FLASH, *local, attn_bias=torch.zeros(1))
+        with pytest.raises(NotImplementedError, match=r"CUDNN_ATTENTION, the only .*(.|\n)*are on cpu, not cuda"):
+            _templated_ring_attention(world, 2, aten._scaled_dot_product_cudnn_attention, *local)
         with pytest.raises(NotImplementedError, match="seq_dim=1"):
             _templated_ring_attention(world, 1, OwnOp(), *local, is_causal=True)
         with pytest.raises(NotImplementedError, match="as many queries as keys"):

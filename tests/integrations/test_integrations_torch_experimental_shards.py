@@ -134,7 +134,7 @@ def test_unshard_without_a_balancer_knows_the_order_or_refuses() -> None:
         kept = tokens.clone()
         with context_parallel(mesh, buffers=[kept], buffer_seq_dims=[0], no_restore_buffers={kept}):
             pass
-        with pytest.raises(ValueError, match=r"Contiguous\(\), HeadTail\(\); say which"):
+        with pytest.raises(ValueError, match=r"Contiguous\(\), HeadTail\(\); pass the right one"):
             context_parallel_unshard(mesh, [kept], [0])
         balancer = _HeadTailLoadBalancer(16, 2, "cpu")
         assert torch.equal(context_parallel_unshard(mesh, [kept], [0], balancer)[0], tokens)

@@ -1,4 +1,4 @@
-"""Attention modes: SDPA of shards is that of one device, gradients too; what shards cannot have is refused."""
+"""Attention modes: SDPA of shards equals that of one device, gradients too; refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_other_layouts_any_length_and_sharded_cross_attention(mode: Callable[...
 
 
 def test_a_batch_axis_is_left_alone() -> None:
-    """Ranks 0 to 3 have one sequence, 4 to 7 another."""
+    """Ranks 0 to 3 share one sequence, ranks 4 to 7 another."""
     problem = Problem(16, 16, q_heads=4, is_causal=True)
 
     def body(rank: int) -> None:

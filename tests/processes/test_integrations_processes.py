@@ -15,7 +15,7 @@ from cp_dtensor.integrations import long_context, ring_flash_attn
 from cp_dtensor.integrations.unified import RingAttnMode, UlyssesAttnMode
 
 WORLD_SIZE = 2
-KINDS = ("ring", "zigzag_ring", "stripe", "step", "llama3", "zigzag_llama3")
+KINDS = ("ring", "zigzag_ring", "stripe", "step")
 PROBLEM = Problem(48, 48, batch=2, q_heads=4, kv_heads=2, head_dim=64, is_causal=True)
 
 

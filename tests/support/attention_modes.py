@@ -1,4 +1,4 @@
-"""Attention modes in all the ways to make them, shared by their tests."""
+"""Attention modes of every kind and mesh, shared by their tests."""
 
 from __future__ import annotations
 

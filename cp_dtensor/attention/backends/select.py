@@ -49,6 +49,11 @@ def allowed_backends() -> Allowed:
     )
 
 
+def only_backend(name: str) -> Allowed:
+    """Allows one backend, by its `SDPBackend` name, whatever `sdpa_kernel` and the flags allow."""
+    return Allowed(tuple(each == name for each in _BACKENDS), None, torch.are_deterministic_algorithms_enabled())
+
+
 def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> bool:
     """Whether kernels must be such that equal inputs give equal bits: torch is to be so, or the call has asked for it.
 

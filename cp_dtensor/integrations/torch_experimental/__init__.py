@@ -1,16 +1,15 @@
-"""The names of torch's experimental context parallel, by cp_dtensor.
+"""Drop-in names of torch's experimental context parallel.
 
     from cp_dtensor.integrations.torch_experimental import context_parallel, set_rotate_method
     # was: from torch.distributed.tensor.experimental import context_parallel
     # and: from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-or, with the program left as it is, `redirect_imports()` before its own imports. Signatures are those of torch 2.11 to
-2.15, underscores included, since that is what programs import.
+Or leave the program unchanged and call `redirect_imports()` before its own imports. Names and signatures are those of
+torch 2.11 to 2.15, underscores included, because programs import them.
 """
 
-from cp_dtensor._torch.experimental import flex_cp_allgather
-from cp_dtensor.integrations.torch_experimental.block_masks import _create_cp_block_mask
 from cp_dtensor.integrations.torch_experimental.context import (
+    _ContextParallel,
     _disable_context_parallel_dispatcher,
     _enable_context_parallel_dispatcher,
     context_parallel,
@@ -29,7 +28,7 @@ from cp_dtensor.integrations.torch_experimental.options import (
     _RotateMethod,
     set_rotate_method,
 )
-from cp_dtensor.integrations.torch_experimental.parallel_style import _ContextParallel
+from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather
 from cp_dtensor.integrations.torch_experimental.redirection import redirect_imports
 from cp_dtensor.integrations.torch_experimental.ring_ops import _SDPAMerger
 from cp_dtensor.integrations.torch_experimental.rings import (
@@ -37,7 +36,11 @@ from cp_dtensor.integrations.torch_experimental.rings import (
     _templated_ring_attention,
     _templated_ring_attention_backward,
 )
-from cp_dtensor.integrations.torch_experimental.sharding import _context_parallel_shard, context_parallel_unshard
+from cp_dtensor.integrations.torch_experimental.sharding import (
+    _context_parallel_shard,
+    _create_cp_block_mask,
+    context_parallel_unshard,
+)
 
 __all__ = [
     "_AttentionOp",

@@ -1,4 +1,4 @@
-"""Load balancers: which permutation of the sequence, cut into equal parts, gives the ranks equal work."""
+"""Load balancers: permutations of the sequence whose equal parts give the ranks equal work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
+from cp_dtensor import Contiguous, HeadTail, Layout
 
 
 class _LoadBalancer(ABC):
@@ -17,15 +17,15 @@ class _LoadBalancer(ABC):
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> torch.Tensor | None:
-        """`x[indices]` is the balanced order; with `restore`, `x[indices][restored]` is x again.
+        """Returns indices so that `x[indices]` is in balanced order; with `restore`, those of the inverse permutation.
 
         Returns:
-            (1, S), or (B, S) where rows of the batch differ; None for no permutation.
+            (1, S), or (B, S) if batch rows differ; None for no permutation.
         """
 
 
 class _HeadTailLoadBalancer(_LoadBalancer):
-    """The order of `HeadTail()`: rank r of n has chunks r and 2n - 1 - r. Any length.
+    """The order of `HeadTail()`, for any length: rank r of n has chunks r and 2n - 1 - r.
 
     >>> _HeadTailLoadBalancer(8, 2, "cpu")._generate_indices().tolist()
     [[0, 1, 6, 7, 2, 3, 4, 5]]
@@ -42,15 +42,15 @@ class _HeadTailLoadBalancer(_LoadBalancer):
 
 
 class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
-    """Head-tail within each of several documents that stand one after the other; every rank has its part of each.
+    """Head-tail order within each of several packed documents.
 
     Args:
-        seq_length_per_doc: lengths of the documents, one list for all rows of the batch or one for each row.
+        seq_length_per_doc: lengths of the documents, one list for all batch rows or one for each row.
         world_size: number of ranks.
         device: of the indices.
 
     Raises:
-        ValueError: on use, documents whose length is no multiple of twice the number of ranks.
+        ValueError: on use, documents whose length is not a multiple of twice the number of ranks.
 
     >>> _PerDocumentHeadTailLoadBalancer([[4, 8]], 2, "cpu")._generate_indices().tolist()
     [[0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]]
@@ -84,13 +84,13 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
 
 
 class _PTRRLoadBalancer(_LoadBalancer):
-    """Blocks of queries are dealt to the ranks by the number of key blocks that they read.
+    """Blocks of queries, assigned to ranks by their workload: the number of key blocks that they see.
 
-    The heaviest blocks go first, one to each rank, and each round runs in the reverse order of the one before.
+    The blocks with the largest workload come first, one for each rank; each further round has the reverse rank order.
 
     Args:
-        block_mask: the mask, (B or 1, 1, S, S), with square blocks.
-        world_size: number of ranks, which divides the number of blocks.
+        block_mask: (B or 1, 1, S, S), with square blocks.
+        world_size: number of ranks; it must divide the number of blocks.
 
     Raises:
         ValueError: on use, a mask that does not fit.
@@ -102,11 +102,11 @@ class _PTRRLoadBalancer(_LoadBalancer):
 
     @staticmethod
     def ptrr_scheduling(process_time: torch.Tensor, group_size: int) -> torch.Tensor:
-        """Deals tasks to groups.
+        """Assigns tasks to groups.
 
         Args:
-            process_time: (tasks,), the cost of each.
-            group_size: number of groups, which divides the number of tasks.
+            process_time: (tasks,), the cost of each task.
+            group_size: number of groups; it must divide the number of tasks.
 
         Returns:
             (groups, tasks / groups), the indices of each group's tasks, ascending.
@@ -133,7 +133,7 @@ class _PTRRLoadBalancer(_LoadBalancer):
         rows, columns = self.block_mask.BLOCK_SIZE
         if counts.size(1) != 1 or rows != columns:
             raise ValueError(
-                f"expected a mask that is alike for all heads, of square blocks; got {counts.size(1)} heads and blocks "
+                f"expected a mask of one head for all heads, with square blocks; got {counts.size(1)} heads and blocks "
                 f"of {rows} x {columns}"
             )
         blocks = torch.stack([self.ptrr_scheduling(row[0], self.world_size).flatten() for row in counts])
@@ -142,17 +142,17 @@ class _PTRRLoadBalancer(_LoadBalancer):
 
 
 def layout_positions(layout: Layout, length: int, world_size: int, device: Any) -> torch.Tensor:
-    """(S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
+    """Returns (S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
     segments = [segment for rank in range(world_size) for segment in layout.segments(length, rank, world_size)]
     parts = [torch.arange(segment.start, segment.start + segment.length, device=device) for segment in segments]
     return torch.cat(parts)
 
 
 def balancer_indices(balancer: Any, length: int, restore: bool = False) -> torch.Tensor | None:
-    """A balancer's permutation, of our kinds, of torch's or of the program's own.
+    """Returns the permutation of a balancer: one of these classes, of torch's or of the program's own.
 
     Raises:
-        TypeError: no balancer.
+        TypeError: not a load balancer.
         ValueError: a permutation of another length.
     """
     if not hasattr(balancer, "_generate_indices"):
@@ -167,7 +167,7 @@ def balancer_indices(balancer: Any, length: int, restore: bool = False) -> torch
 
 
 def balancer_layout(balancer: Any, length: int, world_size: int) -> Layout | None:
-    """The layout that describes a balancer's order, None if there is none.
+    """Returns the layout that has a balancer's order, None if no layout has it.
 
     Raises:
         TypeError, ValueError: as `balancer_indices`; a balancer for another number of ranks.

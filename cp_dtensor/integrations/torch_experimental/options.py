@@ -1,4 +1,4 @@
-"""The settings that programs set, and what is remembered of the order in which shards are."""
+"""Settings of the process (`_cp_options`) and the recorded order of shards."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor.comm.select import set_rotate_method as set_process_default
-from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
-
-Mesh = DeviceMesh | dist.ProcessGroup
+from cp_dtensor import Contiguous, HeadTail, Layout
+from cp_dtensor import set_rotate_method as set_process_default
+from cp_dtensor.api.extension import Mesh, default_rotate_method
 
 
 class _RotateMethod(Enum):
-    """How keys and values travel."""
+    """KV transports, as in torch."""
 
     ALL_TO_ALL = auto()
     ALL_GATHER = auto()
@@ -26,7 +24,7 @@ _NAMES = {"ALL_TO_ALL": "alltoall", "ALL_GATHER": "allgather"}
 
 
 class _CausalBehavior(Enum):
-    """What a rank does with another rank's keys under a causal mask: the value is `is_causal` of that call."""
+    """Attention call of a rank on another rank's keys under a causal mask; the value is `is_causal` of this call."""
 
     SKIP = None
     NOT_IS_CAUSAL = False
@@ -34,42 +32,42 @@ class _CausalBehavior(Enum):
 
 
 class ShardOrders:
-    """In which order this process has sharded sequences, by group and global length.
+    """The layouts in which this process has sharded sequences, by group and global length.
 
-    torch keeps one flag for the process, which shard helpers flip for everybody; here the facts are kept apart.
+    In torch it is one flag of the process, which shard helpers change for all attention.
     """
 
     def __init__(self) -> None:
-        # The keys are in the order of their latest use. A layout of None is an order that no layout describes.
+        # Keys are ordered by their latest use. None is the order of a load balancer that no layout describes.
         self._noted: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, Layout | None], None]] = WeakKeyDictionary()
 
     def note(self, group: dist.ProcessGroup, length: int, layout: Layout | None) -> None:
-        """Says that a sequence of `length` tokens is sharded so now."""
+        """Records the layout of a sequence of `length` tokens."""
         noted = self._noted.setdefault(group, {})
         noted.pop((length, layout), None)
         noted[length, layout] = None
 
     def of_length(self, group: dist.ProcessGroup, length: int) -> list[Layout | None]:
-        """The orders that sequences of this length were sharded in, the latest last."""
+        """Returns the layouts in which sequences of this length were sharded, the latest last."""
         return [layout for noted, layout in self._noted.get(group, {}) if noted == length]
 
     def of_group(self, group: dist.ProcessGroup) -> list[tuple[int, Layout | None]]:
-        """All lengths and orders, the latest last."""
+        """Returns all (length, layout), the latest last."""
         return list(self._noted.get(group, {}))
 
     def forget(self) -> None:
-        """Forgets everything: the program has said anew what it wants."""
+        """Deletes all records; called when the program sets `enable_load_balance`."""
         self._noted.clear()
 
 
 class _ContextParallelOptions:
-    """What programs set on `_cp_options`; it holds for what begins afterwards, and for nothing that has begun.
+    """Settings of contexts and calls that begin afterwards; active contexts and calls keep theirs.
 
     Attributes:
-        enable_load_balance: head-tail order where twice the number of ranks divides the length, which is the default.
+        enable_load_balance: True, the default, for head-tail order if twice the number of ranks divides the length.
         rotate_method: a `_RotateMethod`; the process default of `cp_dtensor.set_rotate_method`, whose other methods
             read as ALL_GATHER.
-        convert_to_f32: sums are in float32 (float64 for float64) whatever it is.
+        convert_to_f32: no effect: sums are always in float32 (float64 for float64).
     """
 
     __slots__ = ("_enable_load_balance", "convert_to_f32", "orders")
@@ -81,7 +79,7 @@ class _ContextParallelOptions:
 
     @property
     def enable_load_balance(self) -> bool:
-        """Whether sequences are divided in head-tail order where that divides evenly."""
+        """True for head-tail order where it divides evenly."""
         return self._enable_load_balance
 
     @enable_load_balance.setter
@@ -91,13 +89,13 @@ class _ContextParallelOptions:
 
     @property
     def rotate_method(self) -> _RotateMethod:
-        """How keys and values travel."""
-        is_ring = transport_by_name(None).name == "alltoall"
+        """The default KV transport of the process."""
+        is_ring = default_rotate_method() == "alltoall"
         return _RotateMethod.ALL_TO_ALL if is_ring else _RotateMethod.ALL_GATHER
 
     @rotate_method.setter
     def rotate_method(self, value: _RotateMethod) -> None:
-        name = getattr(value, "name", None)  # also of torch's own enum, imported before
+        name = getattr(value, "name", None)  # torch's own enum is accepted too
         if name not in _NAMES:
             raise ValueError(f"expected rotate_method to be a _RotateMethod, got {value!r}")
         set_process_default(_NAMES[name])
@@ -113,11 +111,11 @@ _cp_options = _ContextParallelOptions()
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Sets how K/V travel by default in this process.
+    """Sets the default KV transport of this process.
 
     Args:
-        rotate_method: "allgather" or "alltoall", as in torch; also "symm_mem" or "auto", which is what holds as long
-            as nothing is set (see `cp_dtensor.set_rotate_method`).
+        rotate_method: "allgather" or "alltoall", as in torch; also "symm_mem" or "auto", the initial default (see
+            `cp_dtensor.set_rotate_method`).
 
     Raises:
         NotImplementedError: anything else.
@@ -129,7 +127,7 @@ def set_rotate_method(rotate_method: str) -> None:
 
 
 def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """What `rank` does with the keys of rank - i, under `_cp_options.enable_load_balance`."""
+    """Returns the call of `rank` on the keys of rank - i, under `_cp_options.enable_load_balance`."""
     if not is_causal:
         return _CausalBehavior.NOT_IS_CAUSAL
     if i == 0:
@@ -139,7 +137,7 @@ def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> 
 
 
 def axis_group(mesh: Mesh) -> dist.ProcessGroup:
-    """The group of a context-parallel axis.
+    """Returns the process group of a context-parallel axis.
 
     Raises:
         TypeError: neither a DeviceMesh nor a process group.
@@ -157,16 +155,16 @@ def axis_group(mesh: Mesh) -> dist.ProcessGroup:
 
 
 def default_layout(length: int, world_size: int) -> Layout:
-    """The order of a context: head-tail where torch has it, so that its shards and other helpers' are in one order."""
+    """Returns the layout of a context: torch's, so that its shards fit those of other helpers."""
     balanced = _cp_options.enable_load_balance and length % (2 * world_size) == 0
     return HeadTail() if balanced else Contiguous()
 
 
 def assumed_layout(group: dist.ProcessGroup, length: int) -> Layout:
-    """The order that shards of a sequence are in when the caller does not say.
+    """Returns the layout of shards for calls that do not name one.
 
     Raises:
-        ValueError: it cannot be known: they have been sharded in several orders, or in one that no layout describes.
+        ValueError: sequences of this length were sharded in several orders, or in one that no layout describes.
     """
     orders = _cp_options.orders.of_length(group, length)
     if not orders:
@@ -174,7 +172,7 @@ def assumed_layout(group: dist.ProcessGroup, length: int) -> Layout:
     if len(orders) > 1 or orders[0] is None:
         said = ", ".join("a load balancer's" if order is None else repr(order) for order in orders)
         raise ValueError(
-            f"sequences of {length} tokens have been sharded in this order: {said}; say which one is meant with "
-            "load_balancer=, or pass it to the cp_dtensor function of the same name as layout="
+            f"sequences of {length} tokens have been sharded in this order: {said}; pass the right one as "
+            "load_balancer=, or as layout= of the cp_dtensor function of the same name"
         )
     return orders[0]

@@ -1,17 +1,17 @@
-"""`redirect_imports`: programs that import torch's experimental context parallel get this one."""
+"""`redirect_imports`: imports of torch's experimental context parallel get the names of this package."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType, TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 
-from cp_dtensor._torch.experimental import experimental_module, names_replaced
-from cp_dtensor.api.interception import SharedInstallation
+from cp_dtensor.api.extension import SharedInstallation
 from cp_dtensor.integrations.torch_experimental.rings import watched
 
-_EVERYTHING = ("_attention", "_context_parallel", "_context_parallel._attention")
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
+_ALL_NAMES = ("_attention", "_context_parallel", "_context_parallel._attention")
 _BALANCERS = "_context_parallel._load_balancer"
 _PUBLIC = ""  # torch.distributed.tensor.experimental itself
 
@@ -21,15 +21,35 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
     names = {name: getattr(ours, name) for name in ours.__all__ if name != "redirect_imports"}
     chosen = {
         _PUBLIC: {"context_parallel": names["context_parallel"]},
-        **dict.fromkeys(_EVERYTHING, names),
+        **dict.fromkeys(_ALL_NAMES, names),
         _BALANCERS: {name: value for name, value in names.items() if name.endswith("LoadBalancer")},
     }
     for name, replaced in chosen.items():
-        module = experimental_module(name)
-        if module is not None:
-            yield names_replaced(module, replaced)
-            if name in _EVERYTHING:
-                yield _watching(module)
+        try:
+            module = importlib.import_module(f"{_EXPERIMENTAL}.{name}".rstrip("."))
+        except ModuleNotFoundError:  # in this version of torch
+            continue
+        yield _names_replaced(module, replaced)
+        if name in _ALL_NAMES:
+            yield _watching(module)
+
+
+@contextmanager
+def _names_replaced(module: ModuleType, names: Mapping[str, object]) -> Iterator[None]:
+    """Sets names of a module while open. On exit restores them, except those that others have replaced since."""
+    missing = object()
+    before = {name: vars(module).get(name, missing) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        for name, ours in names.items():
+            if vars(module).get(name, missing) is not ours:
+                continue
+            if before[name] is missing:
+                delattr(module, name)
+            else:
+                setattr(module, name, before[name])
 
 
 @contextmanager
@@ -44,37 +64,17 @@ def _watching(module: ModuleType) -> Iterator[None]:
 _installation = SharedInstallation(_parts)
 
 
-class Redirection:
-    """What `redirect_imports` returns: takes it back on exit of a `with` block, or on `close()`."""
+def redirect_imports() -> ExitStack:
+    """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
 
-    def __init__(self) -> None:
-        _installation.acquire()
-        self._is_open = True
-
-    def close(self) -> None:
-        """Takes the redirection back; again does nothing."""
-        is_open, self._is_open = self._is_open, False
-        if is_open:
-            _installation.release()
-
-    def __enter__(self) -> Redirection:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def redirect_imports() -> Redirection:
-    """From now on, imports from `torch.distributed.tensor.experimental` and its private modules get our names.
-
-        redirect_imports()  # before anything imports them
+        redirect_imports()  # before other imports of these names
         import accelerate
 
-    The modules stay torch's, and so do the names in them that this package does not have. A program that has imported
-    a name before keeps torch's. May be called several times; what is returned takes one call back:
-    `with redirect_imports(): ...`, or `.close()`. After the last one the modules are as before, but for names that
-    somebody else has replaced meanwhile.
+    The modules stay torch's, and so do names in them that this package does not have. Code that imported a name before
+    keeps torch's. It may be called several times; `close()` of the result, or the end of a `with` block over it, takes
+    one call back. After the last one the modules are as before, except for names that others replaced meanwhile.
     """
-    return Redirection()
+    _installation.acquire()
+    redirection = ExitStack()
+    redirection.callback(_installation.release)  # unlike an entered context, not called when the result is collected
+    return redirection

@@ -1,151 +1,30 @@
-"""Ring attention on aten ops, and the merge of partial results, as torch's private templates expect them."""
+"""torch's fused SDPA ops on a ring, and the merge of partial results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import _torch
-from cp_dtensor._torch.experimental import aten_name
-from cp_dtensor._torch.tensors import no_autocast
-from cp_dtensor.attention.backends.select import backend_by_name
-from cp_dtensor.attention.merge import merge
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.autograd import Attention
-from cp_dtensor.engine.planner import CallRequest, decide_ring, describe_problem
-from cp_dtensor.engine.ring import RingCall, ring_backward
-from cp_dtensor.engine.validation import check_qkv, positive_scale, refuse_unsupported_sdpa, softmax_scale
-from cp_dtensor.plan.partition import LayoutPartition
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
-from cp_dtensor.spec.masks import Causal, Full
-
-
-class Part(NamedTuple):
-    """What of a rank's queries and of another's keys one call is about."""
-
-    first_query: int
-    """Queries from here on."""
-    keys: int | None
-    """That many of the first keys; None for all."""
-    is_causal: bool
-
-
-def part_of(rank: int, source: int, length: int, layout: Layout | None, world_size: int) -> Part | None:
-    """What `rank` computes against the keys of `source`; None for nothing.
-
-    Args:
-        rank: of the queries.
-        source: of the keys.
-        length: global length.
-        layout: `Contiguous()` or `HeadTail()` under a causal mask, None without a mask.
-        world_size: number of ranks.
-    """
-    if layout is None:
-        return Part(0, None, False)
-    if rank == source:
-        return Part(0, None, True)
-    if layout != HeadTail():
-        return Part(0, None, False) if source < rank else None
-    if source < rank:  # all of our rows are behind its head, and none behind its tail
-        return Part(0, layout.segments(length, source, world_size)[0].length, False)
-    return Part(layout.segments(length, rank, world_size)[0].length, None, False)
-
-
-class Shipment:
-    """Tensors that go to one rank while others of the same shapes come from another; either may be nothing."""
-
-    def __init__(
-        self,
-        outgoing: Sequence[torch.Tensor],
-        to_rank: int | None,
-        like: Sequence[torch.Tensor],
-        from_rank: int | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._like = like
-        device = like[0].device
-        # As bytes, since groups do not know every dtype.
-        sent = [tensor.contiguous().flatten().view(torch.uint8) for tensor in outgoing]
-        self._sent = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in like) if from_rank is not None else 0
-        self._received = torch.empty(size, dtype=torch.uint8, device=device)
-        splits_in, splits_out = [0] * group.size(), [0] * group.size()
-        if from_rank is not None:
-            splits_in[from_rank] = size
-        if to_rank is not None:
-            splits_out[to_rank] = self._sent.numel()
-        self._work = dist.all_to_all_single(
-            self._received, self._sent, splits_in, splits_out, group=group, async_op=True
-        )
-
-    def arrived(self) -> list[torch.Tensor]:
-        """Waits; the tensors that came, contiguous. None if none were to come."""
-        self._work.wait()
-        if not self._received.numel():
-            return []
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self._like]
-        pieces = self._received.split(sizes)
-        return [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, self._like, strict=True)]
-
-
-def keys_and_values(
-    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(source rank, its keys, its values), the own ones first and then rank - 1, ...; the next are always on their way.
-
-    They go straight from their owner, not from rank to rank.
-    """
-    rank, world_size = group.rank(), group.size()
-    own = key.contiguous(), value.contiguous()
-
-    def start(hop: int) -> Shipment | None:
-        if hop == world_size:
-            return None
-        return Shipment(own, (rank + hop) % world_size, own, (rank - hop) % world_size, group)
-
-    on_its_way = start(1)
-    yield rank, own[0], own[1]
-    for hop in range(1, world_size):
-        assert on_its_way is not None
-        source_key, source_value = on_its_way.arrived()
-        on_its_way = start(hop + 1)
-        yield (rank - hop) % world_size, source_key, source_value
-
-
-def refuse_different_shapes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Refuses keys of different shapes on the ranks, where the group can compare them on the host.
-
-    Raises:
-        ValueError: on every rank alike.
-    """
-    # Elsewhere it would stall a GPU's launches.
-    if group.size() == 1 or not (_torch.has_cpu_backend(group) or tensors[0].device.type == "cpu"):
-        return
-    mine = torch.tensor([size for tensor in tensors for size in tensor.shape], device="cpu")
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    said = [other.tolist() for other in everyone]
-    if any(other != said[0] for other in said):
-        raise ValueError(
-            "expected tensors of the same shapes on every rank, got the sizes "
-            + ", ".join(f"{sizes} on rank {rank}" for rank, sizes in enumerate(said))
-        )
+from cp_dtensor import Causal, Contiguous, Full, Layout
+from cp_dtensor.api.extension import (
+    merge,
+    refuse_unsupported_sdpa,
+    ring_attention_backward,
+    ring_attention_by_backend,
+)
 
 
 class _SDPAMerger:
-    """Merges results of attention calls over different keys.
+    """Merges the results of attention calls over different keys.
 
     Args:
-        convert_to_f32: sums are in float32 (float64 for float64 results) whatever it is.
-        seq_dim: the sequence dim of `out`, of which calls with `partial` concern the last rows.
+        convert_to_f32: no effect: sums are always in float32 (float64 for float64 results).
+        seq_dim: the sequence dim of `out`; calls with `partial` are about its last rows.
 
-    Rows that saw no key (lse -inf) count nothing, and stay zero where none of the calls saw one.
+    Rows that saw no key (lse -inf) do not count; they are zero if no call saw a key.
     """
 
     def __init__(self, convert_to_f32: bool, seq_dim: int) -> None:
@@ -158,10 +37,10 @@ class _SDPAMerger:
         """Adds the result of a call.
 
         Args:
-            out: (B, H, S, D) in torch's own calls; any shape whose last dim is not of the sequence.
-            lse: out's shape without its last dim, or with 1 instead of it; longer in dim 2 as padded by the efficient
-                backend. Natural log of the softmax denominator.
-            partial: the result is of the last rows only.
+            out: (B, H, S, D) in torch's own calls; otherwise any shape whose last dim is not the sequence.
+            lse: natural log of the softmax denominator, in out's shape without its last dim or with a last dim of 1;
+                longer in dim 2 if padded by the efficient backend.
+            partial: True if the result is about the last rows only.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -171,15 +50,14 @@ class _SDPAMerger:
             raise RuntimeError("expected the first result to be of all rows, got partial=True")
         self._dtypes = (out.dtype, lse.dtype)
         self._lse_has_last_dim = lse.dim() == out.dim()
-        lse = lse.squeeze(-1) if self._lse_has_last_dim else lse
-        lse = without_padding(lse, out)
-        state_dtype = torch.promote_types(lse.dtype, torch.float32)
+        lse = _without_padding(lse.squeeze(-1) if self._lse_has_last_dim else lse, out)
         if self._state is None:
-            # Contiguous copies: what ops return is theirs.
-            self._state = (
-                out.to(state_dtype, copy=True, memory_format=torch.contiguous_format),
-                lse.to(state_dtype, copy=True, memory_format=torch.contiguous_format),
+            state_dtype = torch.promote_types(lse.dtype, torch.float32)
+            # Copies: the tensors that ops return stay theirs.
+            total_out, total_lse = (
+                x.to(state_dtype, copy=True, memory_format=torch.contiguous_format) for x in (out, lse)
             )
+            self._state = total_out, total_lse
             return
         total_out, total_lse = self._state
         if partial:
@@ -192,10 +70,10 @@ class _SDPAMerger:
         merge(total_out, total_lse, total_out, total_lse, [((0, out.size(2)), out, lse.contiguous())])
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(out, lse)` over all keys, shaped as they came and in the dtypes of the last call.
+        """Returns `(out, lse)` over all keys, in the form and dtypes of the last call.
 
         Raises:
-            RuntimeError: there has been no call.
+            RuntimeError: no call was merged.
         """
         if self._state is None:
             raise RuntimeError("expected at least one result to have been merged")
@@ -203,8 +81,8 @@ class _SDPAMerger:
         return out, lse.unsqueeze(-1) if self._lse_has_last_dim else lse
 
 
-def without_padding(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """(B, H, S) of an LSE that the efficient backend has padded to a multiple of 32 rows.
+def _without_padding(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Returns (B, H, S) of an LSE that the efficient backend may have padded to a multiple of 32 rows.
 
     Raises:
         ValueError: any other shape.
@@ -216,23 +94,30 @@ def without_padding(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return lse
 
 
+_CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
+_CUDNN = "_scaled_dot_product_cudnn_attention"
 _BACKENDS = {
     "_scaled_dot_product_flash_attention": "FLASH_ATTENTION",
-    "_scaled_dot_product_flash_attention_for_cpu": "FLASH_ATTENTION",
-    "_scaled_dot_product_efficient_attention": "EFFICIENT_ATTENTION",
-    "_scaled_dot_product_cudnn_attention": "CUDNN_ATTENTION",
+    _CPU_FLASH: "FLASH_ATTENTION",
+    _EFFICIENT: "EFFICIENT_ATTENTION",
+    _CUDNN: "CUDNN_ATTENTION",
 }
 
 
-_SUFFIX = "_backward"
+def as_aten_op(op: Any) -> AtenOp | None:
+    """Returns the fused SDPA op of an aten op with or without overload, forward or backward; None for other ops."""
+    namespace, _, name = str(op).partition(".")
+    name = name.partition(".")[0].removesuffix("_backward")
+    return AtenOp(name) if namespace == "aten" and name in _BACKENDS else None
 
 
 @dataclass(frozen=True)
 class AtenOp:
-    """A fused SDPA op or its backward: the ring is ours, tiles are computed by the op's backend."""
+    """A fused SDPA op: the backend of a ring attention and the form of its results."""
 
     name: str
-    """Without the suffix of backwards."""
+    """In `torch.ops.aten`, of the forward op."""
 
     def forward(
         self,
@@ -243,26 +128,27 @@ class AtenOp:
         value: torch.Tensor,
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        """Everything that the op returns; there is no random state without dropout. Differentiable.
+        """Returns the results of the op; differentiable. There is no random state, since there is no dropout.
 
         Args:
             group: the ranks of the ring.
-            layout: the order of the tokens under a causal mask, None without a mask.
+            layout: the layout under a causal mask, None without a mask.
             query, key, value: (B, H, S, D), of equal shapes on all ranks.
             kwargs: those of the op.
 
         Raises:
             TypeError, ValueError: tensors that do not fit.
-            NotImplementedError: masks, dropout, and what the backend refuses.
+            NotImplementedError: masks, dropout, and problems that the backend refuses.
         """
-        query, call = self._call(group, layout, query, key, value, kwargs)
-        out, lse, _ = Attention.apply(query, key, value, None, None, NO_MODIFIERS, call, True)
-        if self.name == "_scaled_dot_product_flash_attention_for_cpu":
+        out, lse = ring_attention_by_backend(
+            _BACKENDS[self.name], query, key, value, **_arguments(group, layout, query, key, kwargs)
+        )
+        if self.name == _CPU_FLASH:
             return out, lse
         state = query.new_empty(0, dtype=torch.int64)
-        if self.name == "_scaled_dot_product_efficient_attention":
+        if self.name == _EFFICIENT:
             return out, lse, state, state
-        if self.name == "_scaled_dot_product_cudnn_attention":
+        if self.name == _CUDNN:
             lse = lse.unsqueeze(-1)
         return out, lse, None, None, query.size(2), key.size(2), state, state, query.new_empty(0)
 
@@ -278,58 +164,33 @@ class AtenOp:
         lse: torch.Tensor,
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        """Everything that the op's backward returns.
+        """Returns the results of the op's backward.
 
         Raises:
             as `forward`.
         """
-        with torch.enable_grad():  # a scale of zero or less goes into the queries, and has a derivative
-            given = query.detach().requires_grad_()
-            scaled, call = self._call(group, layout, given, key, value, kwargs)
-        lse = without_padding(lse.squeeze(-1) if lse.dim() == out.dim() else lse, out)
-        with torch.no_grad(), no_autocast(query):
-            grad_q, grad_k, grad_v = ring_backward(grad_out, scaled.detach(), key, value, out, lse.contiguous(), call)
-        if scaled is not given:
-            (grad_q,) = torch.autograd.grad(scaled, given, grad_q)
-        grads = grad_q, grad_k, grad_v
-        return (*grads, None) if self.name == "_scaled_dot_product_efficient_attention" else grads
-
-    def _call(
-        self,
-        group: dist.ProcessGroup,
-        layout: Layout | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, RingCall]:
-        mask = next((kwargs[name] for name in ("attn_bias", "attn_mask") if kwargs.get(name) is not None), None)
-        refuse_unsupported_sdpa(mask, kwargs.get("dropout_p") or 0.0)
-        if kwargs.get("return_debug_mask"):
-            raise NotImplementedError("no rank has the attention weights of the whole sequence: got return_debug_mask")
-        check_qkv(query, key, value, True)
-        problem = describe_problem(query, key, value)
-        backend = backend_by_name(_BACKENDS[self.name], query.device.type)
-        refusal = backend.refusal(problem)
-        if refusal is not None:
-            raise NotImplementedError(f"{self.name} cannot compute this attention ({problem}): {refusal}")
-        lengths = (query.size(2) * group.size(), key.size(2) * group.size())
-        request = CallRequest(
-            partition=LayoutPartition(layout or Contiguous(), *lengths, query.size(0), group.size()),
-            mask=Full() if layout is None else Causal(),
-            problem=problem,
-            batch_size=query.size(0),
-            itemsize=query.element_size(),
-            device=query.device,
-            backend=backend,
-            transport=transport_by_name(None),
-        )
-        query, scale = positive_scale(query, softmax_scale(query, kwargs.get("scale")))
-        ranks = SequenceRanks(group) if group.size() > 1 else None
-        return query, decide_ring(request, group if ranks else None, group.rank() if ranks else 0).call(ranks, scale)
+        lse = _without_padding(lse.squeeze(-1) if lse.dim() == out.dim() else lse, out).contiguous()
+        arguments = _arguments(group, layout, query, key, kwargs)
+        grads = ring_attention_backward(_BACKENDS[self.name], grad_out, query, key, value, out, lse, **arguments)
+        return (*grads, None) if self.name == _EFFICIENT else grads
 
 
-def as_aten_op(op: Any) -> AtenOp | None:
-    """The fused SDPA op that `op` is, with or without overload, forward or backward; None for anything else."""
-    name = (aten_name(op) or "").removesuffix(_SUFFIX)
-    return AtenOp(name) if name in _BACKENDS else None
+def _arguments(
+    group: dist.ProcessGroup, layout: Layout | None, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a ring attention from those of the op, except tensors.
+
+    Raises:
+        NotImplementedError: masks, dropout, and a request for the attention weights.
+    """
+    mask = next((kwargs[name] for name in ("attn_bias", "attn_mask") if kwargs.get(name) is not None), None)
+    refuse_unsupported_sdpa(mask, kwargs.get("dropout_p") or 0.0)
+    if kwargs.get("return_debug_mask"):
+        raise NotImplementedError("no rank has the attention weights of the whole sequence: got return_debug_mask")
+    return {
+        "mesh": group,
+        "mask": Full() if layout is None else Causal(),
+        "layout": layout or Contiguous(),
+        "scale": kwargs.get("scale"),
+        "seq_len": (query.size(2) * group.size(), key.size(2) * group.size()),
+    }

@@ -1,40 +1,27 @@
-"""Causal attention of DTensors whose shards are not in the order of the sequence.
+"""`_templated_ring_attention` and its backward: ring attention by an op that the caller passes.
 
-A DTensor knows nothing of a load balancer: that its shards are reordered is what `_context_parallel_shard` noted.
+A fused op of torch only names a backend. Any other op is called as torch calls it: once for each rank's keys, its own
+first.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dtensor.api.functional import ring_attention
-from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.engine.validation import refuse_unsupported_sdpa
-from cp_dtensor.integrations.torch_experimental.options import Mesh, _cp_options, assumed_layout, axis_group
-from cp_dtensor.integrations.torch_experimental.ring_ops import (
-    Part,
-    Shipment,
-    _SDPAMerger,
-    as_aten_op,
-    keys_and_values,
-    part_of,
-    refuse_different_shapes,
-)
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
-
-# `_templated_ring_attention` and its backward: ring attention by an op that the program brings. Torch's own ops
-# only say which backend is to compute: forward is `ring_attention`, tiles in backward are that backend's. Any other
-# op is called as torch calls it: once for each rank's keys, the own ones first.
+from cp_dtensor import HeadTail, Layout
+from cp_dtensor.api.extension import Mesh, refuse_unsupported_sdpa, sequence_ranks
+from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
+from cp_dtensor.integrations.torch_experimental.ring_ops import _SDPAMerger, as_aten_op
 
 
 class _AttentionOp(Protocol):
-    """An attention of local tensors that returns out, lse and whatever else."""
+    """An attention of local tensors that returns (out, lse, ...)."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object
@@ -51,24 +38,24 @@ def _templated_ring_attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Attention of this rank's queries to the keys of all ranks, by `op`.
+    """Attention of this rank's queries to the keys of all ranks, computed by `op`.
 
     Args:
         group: the context-parallel axis.
-        seq_dim: the sequence dim. It matters for causal attention in head-tail order only, where it must be 2;
-            otherwise whole tensors go to the op, and any number will do.
-        op: `op(query, key, value, is_causal=..., **kwargs)` returns `(out, lse, ...)` of local tensors: lse is the
-            natural log of the softmax denominator, out without its last dim, or with a last dim of 1. Or a fused SDPA
-            op of torch's, which names the backend.
+        seq_dim: the sequence dim. Used only for causal attention in head-tail order, where it must be 2; otherwise
+            whole tensors go to the op, and any number is accepted.
+        op: `op(query, key, value, is_causal=..., **kwargs)` returns `(out, lse, ...)` of local tensors. lse is the
+            natural log of the softmax denominator, in out's shape without its last dim or with a last dim of 1. Or a
+            fused SDPA op of torch, which names the backend.
         query: (B, H, S, D), this rank's queries.
-        key: (B, Hkv, T, D), this rank's keys, of equal shape on all ranks (checked where the group has a CPU backend).
+        key: (B, Hkv, T, D), this rank's keys, of equal shape on all ranks (checked if the group has a CPU backend).
         value: (B, Hkv, T, Dv), this rank's values.
-        is_causal: by global position. The order of the tokens is that in which sequences of this length have been
-            sharded; if none has, as `_cp_options.enable_load_balance` says.
+        is_causal: True for a causal mask by global position, in the order in which sequences of this length were
+            sharded; if none was, as `_cp_options.enable_load_balance` says.
         **kwargs: for the op.
 
     Returns:
-        (out, lse, *what else the op's last call returned). With torch's ops, out is differentiable; with others,
+        (out, lse, *further results of the op's last call). With torch's ops, out is differentiable; with others,
         backward is refused.
 
     Raises:
@@ -79,39 +66,25 @@ def _templated_ring_attention(
     layout = _causal_layout(group, seq_dim, query, key) if is_causal else None
     aten_op = as_aten_op(op)
     if aten_op is not None:
-        refuse_different_shapes([query, key, value], group)
+        _refuse_different_shapes([query, key, value], group)
         return aten_op.forward(group, layout, query, key, value, kwargs)
     refuse_unsupported_sdpa(None, kwargs.get("dropout_p") or 0.0)
-    refuse_different_shapes([key, value], group)
-    inputs = [tensor for tensor in (query, key, value) if tensor.requires_grad]
-    with torch.no_grad():
-        out, lse, *rest = _by_op(op, group, seq_dim, layout, query, key, value, kwargs)
-    if inputs and torch.is_grad_enabled():
-        out = _WithoutBackward.apply(out, *inputs)
-    return (out, lse, *rest)
-
-
-def _by_op(
-    op: Any,
-    group: dist.ProcessGroup,
-    seq_dim: int,
-    layout: Layout | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kwargs: dict[str, Any],
-) -> tuple[Any, ...]:
+    _refuse_different_shapes([key, value], group)
     merger = _SDPAMerger(_cp_options.convert_to_f32, seq_dim if layout is None else 2)
     rest: list[Any] = []
     length = query.size(2) * group.size()
-    for source, source_key, source_value in keys_and_values(key, value, group):
-        part = part_of(group.rank(), source, length, layout, group.size())
-        if part is None:
-            continue
-        q, k, v = _rows(part, query), _columns(part, source_key), _columns(part, source_value)
-        out, lse, *rest = op(q, k, v, is_causal=part.is_causal, **kwargs)
-        merger.step(out, lse, part.first_query > 0)
-    return (*merger.results(), *rest)
+    with torch.no_grad():
+        for source, source_key, source_value in _keys_and_values(key, value, group):
+            part = _part_of(group.rank(), source, length, layout, group.size())
+            if part is not None:
+                q, k, v = _rows(part, query), _columns(part, source_key), _columns(part, source_value)
+                partial_out, partial_lse, *rest = op(q, k, v, is_causal=part.is_causal, **kwargs)
+                merger.step(partial_out, partial_lse, part.first_query > 0)
+        out, lse = merger.results()
+    inputs = [tensor for tensor in (query, key, value) if tensor.requires_grad]
+    if inputs and torch.is_grad_enabled():
+        out = _WithoutBackward.apply(out, *inputs)
+    return (out, lse, *rest)
 
 
 def _templated_ring_attention_backward(
@@ -128,20 +101,20 @@ def _templated_ring_attention_backward(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Gradients of what `_templated_ring_attention` computed.
+    """Gradients of `_templated_ring_attention`.
 
     Args:
         group, seq_dim, query, key, value, is_causal: as there.
-        op: returns `(dq, dk, dv, ...)` of local tensors, called by the names `query`, `key`, `value`, `out`,
-            `logsumexp`, `is_causal`, the name in `grad_out_name`, and those in `kwargs`. Out and logsumexp are those
-            over all keys. Or the backward of a fused SDPA op of torch's.
+        op: returns `(dq, dk, dv, ...)` of local tensors; called with the keywords `query`, `key`, `value`, `out`,
+            `logsumexp`, `is_causal`, the one in `grad_out_name`, and `kwargs`. out and logsumexp are those over all
+            keys. Or the backward of a fused SDPA op of torch.
         grad_out: (B, H, S, Dv).
-        grad_out_name: what `op` calls it.
-        out, logsumexp: what `_templated_ring_attention` returned.
+        grad_out_name: keyword of `op` for `grad_out`.
+        out, logsumexp: the results of `_templated_ring_attention`.
         **kwargs: for the op.
 
     Returns:
-        (dq, dk, dv, *what else the op's last call returned), in the dtypes of query, key and value; sums over ranks
+        (dq, dk, dv, *further results of the op's last call), in the dtypes of query, key and value; sums over ranks
         are in float32 (float64 for float64).
 
     Raises:
@@ -152,18 +125,18 @@ def _templated_ring_attention_backward(
     layout = _causal_layout(group, seq_dim, query, key) if is_causal else None
     aten_op = as_aten_op(op)
     if aten_op is not None:
-        refuse_different_shapes([query, key, value], group)
+        _refuse_different_shapes([query, key, value], group)
         return aten_op.backward(group, layout, grad_out, query, key, value, out, logsumexp, kwargs)
     refuse_unsupported_sdpa(None, kwargs.get("dropout_p") or 0.0)
-    refuse_different_shapes([key, value], group)
+    _refuse_different_shapes([key, value], group)
     length = query.size(2) * world_size
     sum_dtype = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=sum_dtype) for x in (query, key, value))
-    coming_home: list[Shipment] = []
+    transfers: list[_Transfer] = []
     rest: list[Any] = []
     with torch.no_grad():
-        for hop, (source, source_key, source_value) in enumerate(keys_and_values(key, value, group)):
-            part = part_of(rank, source, length, layout, world_size)
+        for hop, (source, source_key, source_value) in enumerate(_keys_and_values(key, value, group)):
+            part = _part_of(rank, source, length, layout, world_size)
             contribution: list[torch.Tensor] = []
             if part is not None:
                 rows = {"query": query, "out": out, grad_out_name: grad_out}
@@ -181,16 +154,31 @@ def _templated_ring_attention_backward(
                 _add_columns((grad_k, grad_v), contribution)
                 continue
             reader = (rank + hop) % world_size
-            theirs = part_of(reader, rank, length, layout, world_size)
+            theirs = _part_of(reader, rank, length, layout, world_size)
             like = [] if theirs is None else [_columns(theirs, grad_k), _columns(theirs, grad_v)]
-            coming_home.append(
-                Shipment(
-                    contribution, source if contribution else None, like or [grad_k], reader if like else None, group
-                )
-            )
-        for shipment in coming_home:
-            _add_columns((grad_k, grad_v), shipment.arrived())
+            to_rank, from_rank = source if contribution else None, reader if like else None
+            transfers.append(_Transfer(contribution, to_rank, like or [grad_k], from_rank, group))
+        for transfer in transfers:
+            _add_columns((grad_k, grad_v), transfer.wait())
     return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype), *rest
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Result of an op whose backward around the ring is unknown."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            "_templated_ring_attention cannot be differentiated with an op of the program's own: call it in the "
+            "forward of a torch.autograd.Function, and _templated_ring_attention_backward in its backward"
+        )
+
+
+# Rows and columns of one call
 
 
 def _causal_layout(group: dist.ProcessGroup, seq_dim: int, query: torch.Tensor, key: torch.Tensor) -> Layout:
@@ -208,11 +196,42 @@ def _causal_layout(group: dist.ProcessGroup, seq_dim: int, query: torch.Tensor, 
     return layout
 
 
-def _rows(part: Part, tensor: torch.Tensor) -> torch.Tensor:
+class _Part(NamedTuple):
+    """The queries and keys of one call of an op."""
+
+    first_query: int
+    """The call takes this rank's queries from here on."""
+    keys: int | None
+    """The number of leading keys; None for all."""
+    is_causal: bool
+
+
+def _part_of(rank: int, source: int, length: int, layout: Layout | None, world_size: int) -> _Part | None:
+    """Returns the call of `rank` on the keys of `source`; None if no query sees them.
+
+    Args:
+        rank: of the queries.
+        source: rank of the keys.
+        length: global length.
+        layout: `Contiguous()` or `HeadTail()` under a causal mask, None without a mask.
+        world_size: number of ranks.
+    """
+    if layout is None:
+        return _Part(0, None, False)
+    if rank == source:
+        return _Part(0, None, True)
+    if layout != HeadTail():
+        return _Part(0, None, False) if source < rank else None
+    if source < rank:  # all local queries come after the head of the source, and before its tail
+        return _Part(0, layout.segments(length, source, world_size)[0].length, False)
+    return _Part(layout.segments(length, rank, world_size)[0].length, None, False)
+
+
+def _rows(part: _Part, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.narrow(2, part.first_query, tensor.size(2) - part.first_query) if part.first_query else tensor
 
 
-def _columns(part: Part, tensor: torch.Tensor) -> torch.Tensor:
+def _columns(part: _Part, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if part.keys is None else tensor.narrow(2, 0, part.keys)
 
 
@@ -221,32 +240,87 @@ def _add_columns(totals: tuple[torch.Tensor, ...], grads: list[torch.Tensor]) ->
         total.narrow(2, 0, grad.size(2)).add_(grad)
 
 
-class _WithoutBackward(torch.autograd.Function):
-    """Out of an op of which nobody has said how to differentiate it around the ring."""
+# Transfers between ranks
 
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise NotImplementedError(
-            "_templated_ring_attention cannot be differentiated with an op of the program's own: call it in the "
-            "forward of a torch.autograd.Function, and _templated_ring_attention_backward in its backward"
+class _Transfer:
+    """An asynchronous send to one rank and receive from another; either may be None."""
+
+    def __init__(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        to_rank: int | None,
+        like: Sequence[torch.Tensor],
+        from_rank: int | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._like = like
+        device = like[0].device
+        # Bytes, because process groups do not support every dtype.
+        sent = [tensor.contiguous().flatten().view(torch.uint8) for tensor in outgoing]
+        self._sent = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in like) if from_rank is not None else 0
+        self._received = torch.empty(size, dtype=torch.uint8, device=device)
+        splits_in, splits_out = [0] * group.size(), [0] * group.size()
+        if from_rank is not None:
+            splits_in[from_rank] = size
+        if to_rank is not None:
+            splits_out[to_rank] = self._sent.numel()
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, splits_in, splits_out, group=group, async_op=True
+        )
+
+    def wait(self) -> list[torch.Tensor]:
+        """Returns the received tensors, contiguous and shaped as `like`; none without a sender."""
+        self._work.wait()
+        if not self._received.numel():
+            return []
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self._like]
+        pieces = self._received.split(sizes)
+        return [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, self._like, strict=True)]
+
+
+def _keys_and_values(
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yields (source rank, its keys, its values): this rank's own, then those of rank - 1, rank - 2, ...
+
+    K/V come directly from their owner. The next transfer is in flight while the caller computes.
+    """
+    rank, world_size = group.rank(), group.size()
+    own = key.contiguous(), value.contiguous()
+
+    def start(hop: int) -> _Transfer:
+        return _Transfer(own, (rank + hop) % world_size, own, (rank - hop) % world_size, group)
+
+    transfer = start(1) if world_size > 1 else None
+    yield rank, *own
+    for hop in range(1, world_size):
+        assert transfer is not None
+        source_key, source_value = transfer.wait()
+        transfer = start(hop + 1) if hop + 1 < world_size else None
+        yield (rank - hop) % world_size, source_key, source_value
+
+
+def _refuse_different_shapes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Refuses tensors of different shapes on the ranks, if the group can compare them on the host.
+
+    Raises:
+        ValueError: on every rank alike.
+    """
+    ranks, device = sequence_ranks(group), tensors[0].device
+    # Otherwise the comparison would wait for the GPU.
+    if group.size() == 1 or not (ranks.have_cpu_backend or device.type == "cpu"):
+        return
+    by_rank = ranks.gather_integers([size for tensor in tensors for size in tensor.shape], device)
+    if any(sizes != by_rank[0] for sizes in by_rank):
+        raise ValueError(
+            "expected tensors of the same shapes on every rank, got the sizes "
+            + ", ".join(f"{sizes} on rank {rank}" for rank, sizes in enumerate(by_rank))
         )
 
 
-# Keys and values of one rank after the other, for attention ops that programs bring themselves.
-
-
-# `_SDPAMerger`: attention results over parts of the keys, merged one after the other.
-
-
-# Torch's fused SDPA ops, as names of backends and forms of results.
-
-
-# Notices that a program has replaced parts of torch's ring: they are here for who calls them, and no context does.
-
+# Parts of the ring that a program has replaced
 
 _PARTS: dict[str, object] = {
     "_SDPAMerger": _SDPAMerger,
@@ -257,7 +331,7 @@ _METHODS = dict(vars(_SDPAMerger))
 
 
 class _Watched:
-    """The modules in which a program finds our names."""
+    """The modules in which programs find the names of `_PARTS`."""
 
     def __init__(self) -> None:
         self.redirected: list[ModuleType] = []
@@ -271,10 +345,10 @@ watched = _Watched()
 
 
 def refuse_patched_rings() -> None:
-    """Refuses to compute attention that would leave out what a program has put in.
+    """Refuses attention of contexts and modules, which does not call names that a program has replaced.
 
     Raises:
-        NotImplementedError: names what has been replaced.
+        NotImplementedError: naming the replaced functions.
     """
     replaced = [
         f"{module.__name__}.{name}"
@@ -289,67 +363,3 @@ def refuse_patched_rings() -> None:
             "does not call them. Call _templated_ring_attention with an op of your own, or stay with torch's "
             "context parallel for this model"
         )
-
-
-_SEQUENCE = Shard(2)
-
-
-def reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
-    """Ring attention of reordered shards; None for everything that does not depend on an order.
-
-    Raises:
-        NotImplementedError: an order that no layout describes; placements that are not alike, or more than one axis
-            over the sequence.
-    """
-    tensors = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
-    if not call.is_causal or not tensors or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):
-        return None
-    reordered = []
-    for tensor in tensors:
-        for axis, placement in enumerate(tensor.placements):
-            if placement == _SEQUENCE and tensor.device_mesh.size(axis) > 1:
-                orders = _cp_options.orders.of_length(tensor.device_mesh.get_group(axis), tensor.size(2))
-                reordered += [(axis, orders[-1])] if orders and orders[-1] != Contiguous() else []
-    if not reordered:
-        return None
-    q, k, v = call.q, call.k, call.v
-    axis, layout = reordered[0]
-    if layout is None:
-        raise NotImplementedError(
-            "causal attention in this load balancer's order is not supported yet: shard with a _HeadTailLoadBalancer "
-            "or with none"
-        )
-    if not (
-        len(tensors) == 3
-        and all(isinstance(x, DTensor) and x.device_mesh == tensors[0].device_mesh for x in (q, k, v))
-        and all(x.placements == tensors[0].placements for x in tensors)
-        and q.size(2) == k.size(2)
-        and all(
-            isinstance(p, (Replicate, Shard)) and (p != _SEQUENCE or place == axis)
-            for place, p in enumerate(tensors[0].placements)
-        )
-    ):
-        raise NotImplementedError(
-            f"causal attention of shards in {layout} order expects q, k and v of one length, placed alike on one mesh, "
-            f"sharded over the sequence on one axis; got "
-            + ", ".join(
-                f"{name} {tuple(x.shape)} {x.placements if isinstance(x, DTensor) else 'torch.Tensor'}"
-                for name, x in zip("qkv", (q, k, v), strict=True)
-            )
-        )
-    refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
-    first = tensors[0]
-    local = [tensor.to_local() for tensor in tensors]
-    out = ring_attention(
-        local[0],
-        local[1],
-        local[2],
-        mesh=first.device_mesh.get_group(axis),
-        is_causal=True,
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-        layout=layout,
-        seq_len=first.size(2),
-    )
-    assert isinstance(out, torch.Tensor)
-    return DTensor.from_local(out, first.device_mesh, first.placements, run_check=False)

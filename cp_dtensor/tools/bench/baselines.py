@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor._torch import experimental_context_parallel_settings
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.comm import symm_mem_workspace as workspace
 from cp_dtensor.comm.collective import AllGather, AllToAll
@@ -28,6 +27,7 @@ from cp_dtensor.tools.bench.flex import flex_baselines
 from cp_dtensor.tools.bench.inputs import ByLayout
 from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.single_device import backend_of, sdpa, single_devices
+from cp_dtensor.tools.bench.torch_private import experimental_context_parallel_settings
 from cp_dtensor.tools.bench.varlen import varlen_baselines
 from cp_dtensor.tools.bench.work import Attention
 

@@ -27,7 +27,7 @@ from cp_dtensor.tools.bench.rows import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.work import Attention
 
 if TYPE_CHECKING:
-    from cp_dtensor._torch.experimental import FlexBalancer
+    from cp_dtensor.tools.bench.torch_private import FlexBalancer
 
 
 def flex_baselines() -> list[Baseline]:
@@ -119,7 +119,7 @@ class Rearranged(Shards):
 
 @lru_cache
 def _balancer(name: str, case: Case, world_size: int, device: torch.device) -> FlexBalancer:
-    from cp_dtensor._torch.experimental import FlexBalancer  # takes a second, and only we need it
+    from cp_dtensor.tools.bench.torch_private import FlexBalancer  # takes a second, and only we need it
 
     _check_device(device)
     if name == "HeadTail":
@@ -152,7 +152,7 @@ def _torchs(name: str, case: Case, device: torch.device) -> Iterator[Attention]:
 
 @lru_cache(maxsize=1)  # compiled once for both passes; what has been compiled for others is forgotten
 def _torchs_compiled(name: str, case: Case, device: torch.device) -> Attention:
-    from cp_dtensor._torch.experimental import flex_cp_allgather
+    from cp_dtensor.tools.bench.torch_private import flex_cp_allgather
 
     torch.compiler.reset()
     mesh = _mesh(device.type)

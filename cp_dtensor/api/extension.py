@@ -1,0 +1,163 @@
+"""Building blocks for providers and drop-ins.
+
+Integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
+
+- Ranks: `Mesh`, `sequence_ranks`, `default_rotate_method`.
+- Layouts of your own: `Segment`, `CachedHash`, `take_shard`.
+- Checks of arguments: `bottom_right_mask`, `heads_before_rows`, `heads_first_of_packed`, `ascending`,
+  `refuse_ids_and_lengths`, `is_integer`, `checked_buffers`, `checked_sequence`, `refuse_unsupported_sdpa`.
+- SDPA of the whole process: `intercepted`, `SdpaArguments`, `SharedInstallation`, `local_sdpa`.
+- Parts of attention: `merge` of partial results; `ring_attention_by_backend` and `ring_attention_backward`.
+- Autograd and compiler: `current_backward`, `never_compiled`, `version_of`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_dtensor._torch import current_backward, never_compiled, version_of
+from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
+from cp_dtensor.api.local_sdpa import local_sdpa
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence, take_shard
+from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
+from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.merge import merge
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.autograd import Attention, AttentionCall
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.planner import decide_call
+from cp_dtensor.engine.validation import (
+    Mesh,
+    check_qkv,
+    positive_scale,
+    refuse_unsupported_sdpa,
+    sequence_ranks,
+    softmax_scale,
+)
+from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
+from cp_dtensor.spec.masks import Mask, is_integer
+
+__all__ = [
+    "CachedHash",
+    "Mesh",
+    "SdpaArguments",
+    "Segment",
+    "SharedInstallation",
+    "ascending",
+    "bottom_right_mask",
+    "checked_buffers",
+    "checked_sequence",
+    "current_backward",
+    "default_rotate_method",
+    "heads_before_rows",
+    "heads_first_of_packed",
+    "intercepted",
+    "is_integer",
+    "local_sdpa",
+    "merge",
+    "never_compiled",
+    "refuse_ids_and_lengths",
+    "refuse_unsupported_sdpa",
+    "ring_attention_backward",
+    "ring_attention_by_backend",
+    "sequence_ranks",
+    "take_shard",
+    "version_of",
+]
+
+
+def default_rotate_method() -> str:
+    """Returns the KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
+    return transport_by_name(None).name
+
+
+def ring_attention_by_backend(
+    backend: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Mesh,
+    mask: Mask,
+    layout: Layout,
+    scale: float | None = None,
+    seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
+
+    Args:
+        backend: name of a `torch.nn.attention.SDPBackend`, such as "FLASH_ATTENTION".
+        q: (B, H, S, D), this rank's queries.
+        k: (B, Hkv, T, D), this rank's keys. H may be a multiple of Hkv.
+        v: (B, Hkv, T, Dv), this rank's values.
+        mesh, mask, layout, scale: as for `ring_attention`.
+        seq_len: the global numbers of queries and keys.
+
+    Returns:
+        out: (B, H, S, Dv), differentiable. lse: (B, H, S), natural log of the softmax denominator over all keys, in
+        float32 (float64 for float64).
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        NotImplementedError: the backend cannot compute it.
+    """
+    q, call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
+    out, lse, _ = Attention.apply(q, k, v, None, None, NO_MODIFIERS, call, True)
+    return out, lse
+
+
+def ring_attention_backward(
+    backend: str,
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    mesh: Mesh,
+    mask: Mask,
+    layout: Layout,
+    scale: float | None = None,
+    seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `ring_attention_by_backend` from its inputs and results, without an autograd graph.
+
+    Args:
+        grad_out: (B, H, S, Dv), the gradient of this rank's `out`.
+        out, lse: the results; lse contiguous.
+        backend, q, k, v, mesh, mask, layout, scale, seq_len: as there.
+
+    Returns:
+        (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v.
+
+    Raises:
+        as `ring_attention_by_backend`.
+    """
+    with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
+        leaf = q.detach().requires_grad_()
+        scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
+    with torch.no_grad(), no_autocast(q):
+        saved = call.saved_again(scaled.detach(), k, v, out, lse)
+        grad_q, grad_k, grad_v = call.backward(grad_out, NO_MODIFIERS, saved, None)
+    if scaled is not leaf:
+        (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
+    return grad_q, grad_k, grad_v
+
+
+def _ring_call(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
+    scale: float | None, seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, AttentionCall]:  # fmt: skip
+    """Returns the queries, multiplied so that the scale is positive, and the planned call."""
+    check_qkv(q, k, v, enable_gqa=True)
+    config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
+    q, scale = positive_scale(q, softmax_scale(q, scale))
+    allowed = only_backend(backend)
+    try:
+        return q, decide_call(q, k, v, config.splitting, seq_len, mask, NO_MODIFIERS, scale, config.ranks, allowed)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error
