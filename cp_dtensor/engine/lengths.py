@@ -165,14 +165,14 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:160]} ... {text[-35:]}"
 
 
-def odd_ones(said: list[int]) -> str:
+def odd_ones(values: list[int]) -> str:
     """Returns the ranks whose value is not that of most ranks, "" if there are none.
 
     >>> odd_ones([7, 7, 8, 7, 9])
     '2, 4'
     """
-    usual = max(said, key=said.count)
-    return ", ".join(str(rank) for rank, each in enumerate(said) if each != usual)
+    usual = max(values, key=values.count)
+    return ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
 
 
 # Global and local lengths

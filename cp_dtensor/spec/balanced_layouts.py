@@ -225,7 +225,7 @@ class BalancedBlocks(OneLength):
     work: tuple[int, ...]
     block: int
     seq_len: int
-    tolerance: float
+    tolerance: float = field(default=0.01, kw_only=True)
     __hash__ = CachedHash.__hash__
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which global length a shard belongs to: all ranks must come to one answer, or at least one must refuse."""
+"""Declared global lengths: all ranks find the same one for their shards, or at least one rank refuses."""
 
 from __future__ import annotations
 

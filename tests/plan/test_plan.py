@@ -1,4 +1,4 @@
-"""Plans: steps compute everything once, wait for what they read, and transfer alike on every rank."""
+"""Plans: steps compute every pair once, wait for the rows that they read, and transfer alike on every rank."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ def heads_of(step: Step) -> set[int]:
 
 
 def brought(plan: Plan, transfer: Transfer) -> list[tuple[int, int, Span]]:
-    """(source, part, rows in the transfer's buffer) of all that this rank wants of it."""
+    """(source, part, rows in the transfer's buffer) of all rows that this rank receives by it."""
     if transfer.hop is None:
         return [
             (source, part, plan.rows.span(source, part))
@@ -116,7 +116,7 @@ def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> N
 
 @given(planned())
 def test_gradients_come_home_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
-    """Of each row that a rank pulls the owner pulls the gradient, from where it lies; from the next rank first."""
+    """The owner of each pulled row pulls its gradient from the same place, from the next rank first."""
     plans = case[2]
     away = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
     home = [
@@ -248,7 +248,7 @@ def test_head_tail_causal_by_hand() -> None:
 
 
 def test_gaps_by_hand() -> None:
-    """Stripes may leave the end of what comes unseen; of a mirrored batch only one half sees what comes."""
+    """The last received rows of stripes may be unseen; of a mirrored batch only one half sees received rows."""
     stripes = Call(Striped(1), 4, 4, 1, 2, Causal())  # rank 0: 0 2; rank 1: 1 3
     assert ring_plan(ShapeTiling(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # neither 0 nor 2 sees 3
     assert not ring_plan(ShapeTiling(stripes.groups, Causal()), 1, 1).forward[1].has_gaps

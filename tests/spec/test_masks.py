@@ -1,4 +1,4 @@
-"""Masks show exactly what their words say, whatever they are combined of."""
+"""Masks and their combinations have exactly the pairs of their definitions."""
 
 import os
 import pickle

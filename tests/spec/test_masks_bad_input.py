@@ -1,4 +1,4 @@
-"""Masks and dropout that do not fit are refused alike on every rank, before K/V travel; nothing changes by it."""
+"""Masks and dropout that do not fit are refused alike on every rank before K/V travel, and leave no trace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 @contextmanager
 def nothing_changes() -> Iterator[None]:
-    """Neither torch's SDPA, nor the state of its generator."""
+    """Checks that torch's SDPA and the state of its generator stay the same."""
     whole, before = torch.arange(24.0).view(1, 1, 6, 4), F.scaled_dot_product_attention
     alone, drawn = before(whole, whole, whole), torch.get_rng_state()
     yield
@@ -96,7 +96,7 @@ each_entry = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 
 
 def check_refused(entry: Entry, arguments: Arguments, error: type[Exception], message: str) -> int:
-    """Returns how many collectives each rank has called: of its group's lengths alone."""
+    """Returns the number of collectives of each rank, which are exchanges of lengths only."""
     with nothing_changes(), recorded_collectives() as collectives:
         errors = errors_by_rank(RANKS, lambda rank: entry(arguments))
     assert [type(each) for each in errors] == [error] * RANKS
@@ -163,7 +163,7 @@ def test_what_every_rank_sees_is_refused_before_any_collective(
     ids=["a list", "another device"],
 )
 @pytest.mark.parametrize("entry", [in_call, in_call_without_lengths])
-def test_what_torch_does_not_pass_on_to_regions(
+def test_attn_masks_that_torch_does_not_pass_on_to_contexts(
     attn_mask: Any, error: type[Exception], message: str, entry: Entry
 ) -> None:
     assert check_refused(entry, {"attn_mask": attn_mask}, error, message) == 0
@@ -263,7 +263,7 @@ def test_contexts_in_which_one_rank_passes_more_say_so_in_debug_mode(arguments: 
 
 
 def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:
-    """As of padding, with a length that does not divide: the ranks disagree, and are told what is expected."""
+    """A padding mask of local keys, with a length that does not divide: the error has the expected number of keys."""
 
     def body(rank: int) -> None:
         q = torch.zeros(1, 1, 3 if rank == 0 else 2, 8)

@@ -1,4 +1,4 @@
-"""BalancedBlocks: whole blocks, even work, few ranges; what is refused."""
+"""BalancedBlocks: whole blocks, even work, few ranges, refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_work_is_even_up_to_a_few_blocks(layout: BalancedBlocks, ranks: int) -> 
         assert layout.imbalance(ranks) == 0.0
 
 
-def test_a_causal_block_mask_is_dealt_as_head_tail() -> None:
+def test_a_causal_block_mask_is_divided_as_head_tail() -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu", BLOCK_SIZE=16)
     layout = BalancedBlocks(mask)
     assert layout.work == tuple(range(1, 17))
@@ -161,7 +161,7 @@ def test_what_is_no_block_mask_is_refused(what: object) -> None:
 
 
 def test_a_mask_of_one_block_that_goes_with_all_lengths_is_refused() -> None:
-    """It has no lengths of its own: a layout of one token would be made of it."""
+    """It has no length of its own: the layout would be of one token."""
     mask = BlockMask.from_kv_blocks(
         torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
         BLOCK_SIZE=_torch.WHOLE_BLOCK, seq_lengths=(1, 1),

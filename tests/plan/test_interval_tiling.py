@@ -1,4 +1,4 @@
-"""Tiles of any mask: every allowed pair once, of keys that have come, and few keys that nobody looks at."""
+"""Tiles of any mask: every allowed pair once, of received keys, and few unneeded keys."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def keys_of(tile: Tile, group: GroupSegments, plan: Plan) -> np.ndarray:
-    """Positions of the rows that a tile counts in, -1 where nothing has come."""
+    """Positions of the rows that a tile counts in, -1 where nothing was received."""
     if tile.source == plan.rank:
         return positions(group.kv_by_rank[plan.rank])
     sources = range(plan.world_size) if tile.source is None else (tile.source,)

@@ -1,4 +1,4 @@
-"""Workload: prefix sums of what queries see, what a cut separates, and how even layouts are."""
+"""Workload: prefix sums over queries, the reach across a cut, and the imbalance of layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cp_dtensor.spec.load_balance import workload_of
 
 
 @given(any_mask, st.integers(LONGEST, 2 * LONGEST))
-def test_areas_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -> None:
+def test_workloads_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -> None:
     workloads = workload_of(mask, seq_len)
     expected = [0, *accumulate(keys_seen(mask, seq_len).tolist())]
     assert [workloads.before(position) for position in range(seq_len + 1)] == expected

@@ -1,4 +1,4 @@
-"""Schedules: over all ranks, tiles cover every allowed (query, key) pair exactly once, and nothing else."""
+"""Tilings: over all ranks, tiles cover every allowed (query, key) pair exactly once and no other."""
 
 from collections.abc import Callable
 
@@ -108,7 +108,7 @@ def test_rows_of_a_shard_are_counted_part_after_part(call: Call) -> None:
 
 
 @given(calls())
-def test_wanted_are_exactly_the_parts_of_which_some_tile_reads_a_row(call: Call) -> None:
+def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> None:
     groups, rows = call.groups, gathered_rows(call.groups)
     for rank in range(call.ranks):
         from_buffer = {row for tile in gathered_tiles(groups, rank, call.mask) for row in range(*tile.kv)}

@@ -1,4 +1,4 @@
-"""A sequence over two axes: what each axis computes covers every allowed (query, key) pair exactly once."""
+"""Partitions over two mesh axes: the tiles of all axes cover every allowed (query, key) pair exactly once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gathered(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
 def check_is_of_all_its_ranks(
     rows: GatheredRows, whole: tuple[tuple[Segment, ...], ...], merged: tuple[Segment, ...], first: int, inner: int
 ) -> None:
-    """Where rows from the inner ranks are put together, there the outer axis expects these positions."""
+    """The merged rows of the inner ranks have the positions that the outer axis expects."""
     found = np.full(rows.total, -1)
     for inner_rank in range(inner):
         own = positions(whole[first + inner_rank])
@@ -111,19 +111,19 @@ def check_is_of_all_its_ranks(
 
 @with_examples
 @given(case=cases())
-def test_united_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes) -> None:
+def test_merged_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes) -> None:
     whole, merged = case.whole.groups(), case.merged.groups()
     assert [group.batch for group in merged] == [group.batch for group in whole]
     for outer_rank in range(case.outer):
         query_rows, key_rows = case.merged.query_rows(outer_rank), case.merged.key_rows(outer_rank)
         first = outer_rank * case.inner
-        for of_whole, of_united in zip(whole, merged, strict=True):
-            assert of_united.world_size == len(of_united.q_by_rank) == case.outer
+        for of_whole, of_merged in zip(whole, merged, strict=True):
+            assert of_merged.world_size == len(of_merged.q_by_rank) == case.outer
             check_is_of_all_its_ranks(
-                query_rows, of_whole.q_by_rank, of_united.q_by_rank[outer_rank], first, case.inner
+                query_rows, of_whole.q_by_rank, of_merged.q_by_rank[outer_rank], first, case.inner
             )
             check_is_of_all_its_ranks(
-                key_rows, of_whole.kv_by_rank, of_united.kv_by_rank[outer_rank], first, case.inner
+                key_rows, of_whole.kv_by_rank, of_merged.kv_by_rank[outer_rank], first, case.inner
             )
 
 
@@ -142,7 +142,7 @@ def test_all_outer_ranks_have_as_many_parts_and_batch_groups_have_the_same_lengt
 @settings(max_examples=150)
 @with_examples
 @given(case=cases())
-def test_tiles_of_united_rows_cover_every_allowed_pair_exactly_once(
+def test_tiles_of_merged_rows_cover_every_allowed_pair_exactly_once(
     tiles_of: Callable[[Groups, int, Mask], tuple[Tile, ...]], case: TwoAxes
 ) -> None:
     count, groups = case.nothing_counted(), case.merged.groups()
@@ -162,7 +162,7 @@ def test_one_inner_rank_changes_no_rows_and_one_outer_rank_has_them_all(case: Tw
 
 @given(st.sampled_from((Full(), Causal())), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
 def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: int, inner: int, chunk: int) -> None:
-    """And so take as few tiles as they would without an inner axis."""
+    """So they take as few tiles as without an inner axis."""
     length = 2 * outer * inner * chunk
     case, plain = two_axes(HeadTail(), length, length, outer, inner, mask), HeadTail()
     (group,) = case.merged.groups()
@@ -175,7 +175,7 @@ def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: i
         assert len(own) + len(gathered_tiles((group,), outer_rank, mask)) <= (3 if mask == Causal() else 4)
 
 
-def test_united_head_tail_by_hand() -> None:
+def test_merged_head_tail_by_hand() -> None:
     """8 chunks of one token. Ranks 0 1 have 0 7, 1 6; ranks 2 3 have 2 5, 3 4."""
     partition = two_axes(HeadTail(), 8, 8, 2, 2).merged
     (group,) = partition.groups()
@@ -187,7 +187,7 @@ def test_united_head_tail_by_hand() -> None:
     assert tiles_against((group,), 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
 
 
-def test_united_rows_of_a_mirrored_batch_by_hand() -> None:
+def test_merged_rows_of_a_mirrored_batch_by_hand() -> None:
     """Rows stand as the first half of the batch has them in order: in the second half the ranks are reversed."""
     first, second = two_axes(MirroredBatch(), 8, 8, 2, 2, batch=2).merged.groups()
     assert [positions(segments).tolist() for segments in first.kv_by_rank] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -226,7 +226,7 @@ def test_inner_rings_of_all_outer_hops_cover_every_allowed_pair_exactly_once(cas
 @with_examples
 @given(case=cases())
 def test_inner_tiles_read_only_rows_that_the_outer_ring_has_brought(case: TwoAxes) -> None:
-    """And each part that it brings is read by some rank of the inner axis."""
+    """Each received part is read by some rank of the inner axis."""
     inner, mask = case.inner, case.call.mask
     for outer_rank in range(case.outer):
         plans = [outer_plan(case, outer_rank, inner_rank) for inner_rank in range(inner)]
@@ -276,7 +276,7 @@ def test_between_outer_ranks_what_one_wants_the_other_gives(case: TwoAxes) -> No
 @with_examples
 @given(case=cases())
 def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
-    """By hops and gathered, also where some ranks own nothing."""
+    """By hops and gathered, and if some ranks own nothing."""
     assume(case.call.ranks > 1)
     stages = Stages(1, 1)
     partitions: list[tuple[Partition, int]] = [(case.merged, case.outer)]
