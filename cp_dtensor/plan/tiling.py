@@ -177,7 +177,7 @@ RUN = 16
 
 
 class Masking(Enum):
-    """How tiles are masked."""
+    """The masking of tiles: by their shape, or by intervals."""
 
     BY_SHAPE = "by shape"
     """Rectangles and triangles, for which every backend has fast kernels. For plain masks."""
