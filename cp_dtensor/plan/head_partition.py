@@ -102,7 +102,7 @@ class HeadStaging:
 
 
 def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
-    """Whether exchanges of heads hide under attention.
+    """True if exchanges of heads overlap attention.
 
     Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
     it no multiprocessors; cuDNN's causal kernels do towards their end (measured on H200s).
