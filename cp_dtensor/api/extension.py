@@ -5,7 +5,7 @@ Integrations, in this package or elsewhere, import the public names of `cp_dtens
 - Ranks: `Mesh`, `sequence_ranks`, `default_rotate_method`.
 - Layouts of your own: `Segment`, `CachedHash`, `take_shard`.
 - Checks of arguments: `bottom_right_mask`, `heads_before_rows`, `heads_first_of_packed`, `ascending`,
-  `refuse_no_edges`, `is_integer`, `checked_buffers`, `checked_sequence`, `refuse_unsupported_sdpa`.
+  `refuse_ids_and_lengths`, `is_integer`, `checked_buffers`, `checked_sequence`, `refuse_unsupported_sdpa`.
 - SDPA of the whole process: `intercepted`, `SdpaArguments`, `SharedInstallation`, `local_sdpa`.
 - Parts of attention: `merge` of partial results; `ring_attention_by_backend` and `ring_attention_backward`.
 - Autograd and compiler: `current_backward`, `never_compiled`, `version_of`.
@@ -36,7 +36,7 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
     softmax_scale,
 )
-from cp_dtensor.spec.documents import ascending, refuse_no_edges
+from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
 
@@ -59,7 +59,7 @@ __all__ = [
     "local_sdpa",
     "merge",
     "never_compiled",
-    "refuse_no_edges",
+    "refuse_ids_and_lengths",
     "refuse_unsupported_sdpa",
     "ring_attention_backward",
     "ring_attention_by_backend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,13 @@ class SequenceRanks:
         """
         where = "cpu" if self.have_cpu_backend else device  # whatever the user's default device is
         return self.gather(torch.tensor(mine, dtype=torch.int64, device=where)).tolist()
+
+    def gather_objects(self, mine: Any, device: torch.device) -> list[Any]:
+        """Returns one picklable object of every rank. Two gathers of integers."""
+        pickled = pickle.dumps(mine)
+        longest = max(self.gather_integers(len(pickled), device))
+        gathered = self.gather_integers(list(pickled.ljust(longest, b"\0")), device)
+        return [pickle.loads(bytes(each)) for each in gathered]  # which ends where the object does
 
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
         """Sums (ranks, ...) over the ranks, and returns this rank's block (...)."""

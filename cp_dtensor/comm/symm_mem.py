@@ -108,7 +108,7 @@ class _PulledKv(KvTransfers):
         workspace.follow(self._stream)
         workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
         rows = workspace.kv(k.dtype)
-        for span in self._plan.given_spans:
+        for span in self._plan.send_spans:
             pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
         workspace.flags.submit(self._stream, signal=Flag.KV_READY)
 

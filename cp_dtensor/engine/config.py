@@ -11,7 +11,7 @@ from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.validation import Mesh, checked_layout, ranks_and_method
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Mask, shown_by_both
+from cp_dtensor.spec.masks import Mask, mask_intersection
 
 
 @dataclass(frozen=True)
@@ -75,4 +75,4 @@ def check_batch_size(q: torch.Tensor, settings: AttentionConfig) -> None:
 
 def with_context_mask(ambient: Mask | None, mask: Mask) -> Mask:
     """What a call's mask and that of its settings, if they have one, show together."""
-    return mask if ambient is None else shown_by_both(ambient, mask)
+    return mask if ambient is None else mask_intersection(ambient, mask)

@@ -1,6 +1,7 @@
-"""What each way of splitting a call would cost: time, bytes over each axis, memory. Alike on every rank.
+"""Cost model of methods: time, bytes over each mesh axis and memory of a call. The same on every rank.
 
-Predictions choose between ways, and say why; `tools.bench` holds them against measurements.
+The planner chooses the method by these estimates, and `explain` prints them; `tools.bench` compares them with
+measurements.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ from cp_dtensor.plan.plan import Plan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
 _EXCHANGE_LAUNCHES = 4
-"""There and back."""
+"""Launches of the exchange of heads and of the exchange back."""
 _CALL_LAUNCHES = 2.5
-"""Host time of a pass before it launches anything, in launches (from the benchmark tables)."""
+"""Host time of a pass before its first launch, in launches (from the benchmark tables)."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis, and what is between them."""
+    """The ranks along one mesh axis, and the links between them."""
 
     size: int
     hardware: Hardware
     shares_memory: bool
-    """Whether all its ranks can read each other's memory."""
+    """True if all its ranks can read each other's memory."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one call, on the slowest rank."""
+    """Estimate of one call on the slowest rank."""
 
     method: str
     transport: str
-    """How K/V travel in its rings, "-" if it has none."""
+    """KV transport of its rings, "-" if it has none."""
     forward: float
     backward: float
     """Seconds."""
     outer_bytes: float
     inner_bytes: float
-    """What a rank receives over each axis in forward and backward together."""
+    """Bytes that a rank receives over each axis in forward and backward together."""
     memory: float
-    """Bytes of buffers at the peak of backward, besides inputs, results and what kernels take."""
+    """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
 
     @property
     def seconds(self) -> float:
@@ -64,7 +65,7 @@ class Estimate:
 def estimates(
     shape: CallShape, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
-    """By the name of the method, of all that the axes can do; the one to prefer if times are equal comes first."""
+    """Returns an estimate for each method that the axes allow; the first is preferred if times are equal."""
     if inner is None:
         return {
             "ring": ring_estimate(shape, outer, transport_method),
@@ -77,7 +78,7 @@ def estimates(
 
 
 def fastest(found: dict[str, Estimate]) -> str:
-    """The first method that is predicted to be (nearly) as fast as any."""
+    """Returns the first method whose predicted time is (nearly) the least."""
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
@@ -103,14 +104,14 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transpor
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
     heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
-    # The first rank's heads, which has the most.
+    # Of the first rank, which has the most heads.
     by_stage = [with_heads(merged, heads, heads.units(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
     ring = _transport(transport_method, by_stage[0], around)
-    if outer is None:  # what is computed has been launched when it has been exchanged
+    if outer is None:  # kernels are launched while heads are exchanged
         around = replace(around, hardware=replace(inner.hardware, launch=0.0))
     computed = [_passes(ring, each, around) for each in by_stage]
-    if outer is None and heads.stages > 1 and inner.shares_memory:  # stages fill each other's gaps
+    if outer is None and heads.stages > 1 and inner.shares_memory:  # stages overlap
         together = _passes(ring, with_heads(merged, heads, heads.units(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
@@ -126,7 +127,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transpor
         over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
         ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
-    # What was exchanged is kept for backward; where memory is shared, it has been published too.
+    # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
     forward, backward = times
     return Estimate(
@@ -176,7 +177,7 @@ def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_m
 
 
 def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) -> KVTransport:
-    """What the method takes there, without asking the ranks."""
+    """Returns the KV transport that the method takes on an axis, without a collective."""
     if axis.size == 1:
         return AllGather()
     if isinstance(transport_method, KVTransport):
@@ -189,7 +190,7 @@ def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) 
 
 
 def _passes(transport: KVTransport, shape: CallShape, axis: Axis) -> tuple[float, float]:
-    """Seconds of forward and of backward."""
+    """Returns seconds of forward and of backward."""
     forward = slowest_seconds(transport, shape, axis.size, axis.hardware, backward=False)
     return forward, slowest_seconds(transport, shape, axis.size, axis.hardware, backward=True) - forward
 
@@ -199,7 +200,7 @@ def _begun(axis: Axis) -> float:
 
 
 def _received(plan: Plan, shape: CallShape) -> float:
-    """Bytes of K/V in forward, and of K/V and their gradients in backward."""
+    """Returns received bytes: K/V in forward, K/V and their gradients in backward."""
     forward, backward = (
         sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
         for steps in (plan.forward, plan.backward)
@@ -208,8 +209,8 @@ def _received(plan: Plan, shape: CallShape) -> float:
 
 
 def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
-    """K/V of a step and of those ahead, two transfers of gradients, one of what others contribute to them, and this
-    rank's own K/V: all that it publishes, or the heads that it has packed."""
+    """Returns bytes of K/V of a step and of the steps ahead, of gradients in two transfers and one contribution of
+    others, and of this rank's own K/V (all in a symmetric buffer, or the packed heads)."""
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
     if not transfers:
         return 0.0
@@ -222,7 +223,7 @@ def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
 
 
 def _exchanged(shape: CallShape, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes of a rank's tensors, in forward and in backward, on the way to heads and on the way to rows."""
+    """Returns bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
     group = shape.partition.groups()[0]
     queries, keys = (
         rows_in_order(by_rank).longest * shape.batch_size * shape.itemsize
@@ -234,7 +235,7 @@ def _exchanged(shape: CallShape, heads: HeadPartition) -> tuple[tuple[float, flo
 
 
 def _exchange_seconds(size: float, axis: Axis) -> float:
-    """Of `size` bytes on every rank, its own share included."""
+    """Returns seconds to exchange `size` bytes on every rank, its own share included."""
     hardware = axis.hardware
     copies = 2 if axis.shares_memory else 4
     link = size * (axis.size - 1) / axis.size / hardware.link_speed if axis.size > 1 else 0.0
@@ -244,9 +245,9 @@ def _exchange_seconds(size: float, axis: Axis) -> float:
 def _pipeline(
     computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool, hides: bool
 ) -> float:
-    """Stages of which the first arrival and the last departure are not hidden.
+    """Returns seconds of all stages. The first arrival and the last departure do not overlap attention.
 
-    Nor the others, unless attention `hides` them (see `hides_exchanges`).
+    The others do if `hides` is True (see `hides_exchanges`).
     """
     host = axis.hardware.launch * _EXCHANGE_LAUNCHES * len(computed) * (2 if backward else 1)
     tax = 0.0 if axis.shares_memory else TRANSFER_TAX

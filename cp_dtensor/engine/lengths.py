@@ -1,17 +1,15 @@
-"""What the ranks of an axis tell each other before a call: their lengths, and in debug mode everything that must agree.
+"""Global sequence lengths of a call, and the check that all ranks make the same call.
 
-A rank knows only the length of its own shard, which does not determine the global length: a shard of 5 tokens out of
-2 ranks may belong to 9 or to 10. Where the global length is not known from buffers, from DTensor or from the caller,
-one small all-gather on the host finds it.
+A shard does not determine the global length: 5 tokens on one of 2 ranks are a part of 9 or of 10. Where the global
+length is not known from buffers, from a DTensor or from the caller, one small all-gather finds it. The same all-gather
+compares a hash of everything else that must be equal on all ranks.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import pairwise
 
 import torch
@@ -24,77 +22,167 @@ from cp_dtensor.engine.validation import refuse_other_lengths
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
-
-@dataclass(frozen=True)
-class CallFacts:
-    """What one rank says of a call. All but the local lengths must be equal on every rank."""
-
-    q_length: int
-    kv_length: int
-    batch_size: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-    mask: str
-    attn_mask: str
-    sinks: str
-    dropout_p: float
-    scale: float
-    layout: str
-    method: str
-    rotate_method: str
-    deterministic: bool
-    requires_grad: bool
-    declared_q: int
-    declared_kv: int
-    """Global lengths that the caller has said, -1 if none."""
-    returns_lse: bool = False
-    """Whether lse travels home too, where heads are exchanged: for the caller, or for the backward of compiled code."""
-    compiled: bool = False
-    """Whether this rank runs compiled code, which does not know whose gradients are wanted."""
-    attn_mask_has_rows: bool = False
-    """Whether rows of an attn_mask travel, where heads are exchanged: it has one for each query, not one for all."""
-
-    def encoded(self) -> list[int]:
-        """The fields as int64 words: floats by their bits, text by its first bytes."""
-        return [word for field in fields(self) for word in _encode(getattr(self, field.name))]
-
-    @classmethod
-    def decoded(cls, words: list[int]) -> CallFacts:
-        """The inverse of `encoded`."""
-        values = []
-        for field in fields(cls):
-            kind = str(field.type)
-            size = _TEXT_WORDS if kind == "str" else 1
-            values.append(_decode(kind, words[:size]))
-            words = words[size:]
-        return cls(*values)  # type: ignore[arg-type]
+Facts = dict[str, object]
+"""What one rank passes to a call, by name: all that must be equal on every rank."""
 
 
-_TEXT_WORDS = 5  # 40 bytes tell all layouts, dtypes and rotations apart
-_LOCAL_FIELDS = ("q_length", "kv_length")
+def global_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    settings: AttentionConfig,
+    mask: Mask,
+    modifiers: Modifiers,
+    scale: float,
+    lengths: tuple[int, int] | None,
+    *,
+    gives_lse: bool = False,
+    compiled: bool = False,
+) -> tuple[int, int]:
+    """Returns the global lengths of queries and keys.
 
+    Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except in
+    debug mode.
 
-def exchange(facts: CallFacts, ranks: SequenceRanks, device: torch.device) -> list[tuple[int, int]]:
-    """Tells all ranks what each one says; returns the local (q, kv) lengths of every rank.
-
-    Runs on the host where their groups have a CPU backend; otherwise on `device`, which it waits for.
+    Args:
+        q, k, v: local shards.
+        settings: the ranks, the layout, declared lengths and debug mode.
+        mask, modifiers, scale: other facts that ranks compare if they exchange.
+        lengths: (queries, keys) that the caller passed, None if they were not passed.
+        gives_lse: True if the call returns the log-sum-exp.
+        compiled: True in compiled code.
 
     Raises:
-        ValueError: on every rank alike, if the ranks disagree; names the ranks and what they say.
+        ValueError: lengths that do not fit the local shards; and, on every rank alike, calls that differ between ranks.
     """
-    said = [CallFacts.decoded(words) for words in ranks.gather_integers(facts.encoded(), device)]
-    _refuse_disagreement(said)
-    return [(other.q_length, other.kv_length) for other in said]
+    layout, rank, world_size = settings.layout, settings.ranks.rank, settings.ranks.size
+    if not settings.debug:
+        if lengths is not None:
+            _check_local_lengths(q.size(2), k.size(2), lengths, layout, rank, world_size)
+            return lengths
+        declared = settings.declared_lengths or ()
+        known_q, known_kv = (known_length(tensor.size(2), declared, layout, rank, world_size) for tensor in (q, k))
+        if known_q is not None and known_kv is not None:
+            return known_q, known_kv
+    facts = _facts(q, k, v, settings, mask, modifiers, scale, lengths, gives_lse, compiled)
+    local_q, local_kv = _exchange(q.size(2), k.size(2), facts, settings.ranks, q.device)
+    found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
+    if lengths is not None and lengths != found:
+        raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
+    if lengths is None and settings.lengths_vary:
+        _refuse_whole_queries(local_q, found[0], settings.declared_lengths or ())
+    return found
+
+
+# Comparison of ranks
+
+
+def _facts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
+) -> Facts:  # fmt: skip
+    splitting = settings.splitting
+    declared_q, declared_kv = (None, None) if lengths is None else lengths
+    facts: Facts = {
+        "batch_size": q.size(0),
+        "q_heads": q.size(1),
+        "kv_heads": k.size(1),
+        "head_dim": q.size(3),
+        "v_head_dim": v.size(3),
+        "dtype": str(q.dtype),
+        "mask": repr(mask),
+        "attn_mask": modifiers.described(q),
+        "sinks": modifiers.described_sinks(values=settings.debug),
+        "dropout_p": float(modifiers.dropout_p),
+        "scale": scale,
+        "layout": repr(splitting.layout),
+        "method": splitting.method,
+        "rotate_method": splitting.transport.name,
+        "deterministic": is_deterministic(q, allowed_backends(), splitting.deterministic),
+        "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        "declared_q": declared_q,
+        "declared_kv": declared_kv,
+        # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.
+        "returns_lse": gives_lse and _may_exchange_heads(q, settings),
+        "compiled": compiled,
+        # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then.
+        "attn_mask_has_rows": modifiers.has_rows and splitting.method in ("ulysses", "hybrid"),
+    }
+    return _without_gradients(facts) if compiled else facts
+
+
+def _exchange(
+    q_length: int, kv_length: int, facts: Facts, ranks: SequenceRanks, device: torch.device
+) -> tuple[list[int], list[int]]:
+    """Returns the local lengths of queries and of keys on every rank.
+
+    Readable facts travel only where their hashes differ. Ranks exchange on the host where their groups have a CPU
+    backend; otherwise through `device`, which the host waits for.
+
+    Raises:
+        ValueError: on every rank alike, if the facts differ; names them, the ranks and their values.
+    """
+    digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little", signed=True)
+    gathered = ranks.gather_integers([q_length, kv_length, digest], device)
+    q_lengths, kv_lengths, digests = map(list, zip(*gathered, strict=True))
+    if len({*digests}) > 1:
+        _refuse_disagreement(ranks.gather_objects(facts, device), has_single_query=1 in q_lengths)
+    return q_lengths, kv_lengths
+
+
+def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
+    """`has_single_query`: True if any rank has one query only, of which an attn_mask has one row in any case."""
+    if any(facts["compiled"] for facts in by_rank):
+        by_rank = [_without_gradients(facts) for facts in by_rank]
+    disagreements: list[str] = []
+    for name in by_rank[0]:
+        if name == "compiled" and not disagreements:  # no mistake by itself, but maybe the reason of others
+            continue
+        if name == "attn_mask_has_rows" and has_single_query:
+            continue
+        values = [repr(facts[name]) for facts in by_rank]  # so that NaN equals NaN
+        usual = max(values, key=values.count)
+        odd = [f"rank {rank} says {_shortened(value)}" for rank, value in enumerate(values) if value != usual]
+        if odd:
+            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}{_hint(name, values)}")
+    if disagreements:  # all of them: the first may follow from another, as heads that were expanded for a mask
+        raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
+
+
+def _without_gradients(facts: Facts) -> Facts:
+    """The facts without `requires_grad` and the like, which compiled code cannot tell."""
+    attn_mask, sinks = (str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks"))
+    return {**facts, "requires_grad": False, "attn_mask": attn_mask, "sinks": sinks}
+
+
+def _hint(name: str, values: list[str]) -> str:
+    """A hint for masks of different numbers of keys, which are mostly masks of each rank's own keys."""
+    numbers_of_keys = {text.partition(" :, ")[2].partition(")")[0] for text in values} if name == "attn_mask" else {""}
+    return "" if len(numbers_of_keys - {""}) < 2 else " (expected the keys of the whole sequence)"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:160]} ... {text[-35:]}"
+
+
+def odd_ones(values: list[int]) -> str:
+    """Returns the ranks whose value is not that of most ranks, "" if there are none.
+
+    >>> odd_ones([7, 7, 8, 7, 9])
+    '2, 4'
+    """
+    usual = max(values, key=values.count)
+    return ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
+
+
+# Global and local lengths
 
 
 def global_length(lengths: list[int], layout: Layout, what: str) -> int:
-    """The global length whose division over the ranks gives `lengths`.
+    """Returns the global length that a layout divides into these local `lengths`.
 
     Raises:
-        ValueError: on every rank alike, if the layout divides no length so.
+        ValueError: on every rank alike, if there is none.
     """
     world_size = len(lengths)
     total = sum(lengths) if layout.only_length is None else layout.only_length
@@ -108,10 +196,10 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 
 def checked_only_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
-    """The length of a layout for one length, of which this rank's shard must be a part.
+    """Returns the only length of a layout, if this rank's shard fits it.
 
     Raises:
-        ValueError: a shard that is not.
+        ValueError: a shard of another length.
     """
     assert layout.only_length is not None
     expected = layout.local_length(layout.only_length, rank, world_size)
@@ -128,16 +216,16 @@ def checked_only_length(local_length: int, layout: Layout, rank: int, world_size
 def known_length(
     local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int
 ) -> int | None:
-    """The declared global length that this rank's shard belongs to, or None if the ranks have to exchange lengths.
+    """Returns the declared global length that fits this rank's shard, or None if the ranks have to exchange lengths.
 
-    All ranks must come to the same answer, each from its own local length. So None where some length could look like
-    one declared length on one rank and like another elsewhere; and a length that is not declared is refused where it
-    may look like a declared one on other ranks.
+    All ranks must return the same, each from its own local length. So the result is None if there is a length that
+    fits one declared length on one rank and another declared length on another rank.
 
     Raises:
-        ValueError: such a length, and one that is not the layout's only one.
+        ValueError: a shard of an undeclared length that may fit a declared one on other ranks, which then would not
+            exchange; or a shard that does not fit the layout's only length.
     """
-    if layout.only_length is not None:  # known without any exchange
+    if layout.only_length is not None:
         return checked_only_length(local_length, layout, rank, world_size)
     look_alikes = {length: _look_alikes(length, layout, world_size) for length in sorted(declared)}
     if any(one[1] >= next_one[0] for one, next_one in pairwise(look_alikes.values())):
@@ -160,7 +248,7 @@ def known_length(
 
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
-    """The smallest and the largest global length of which some rank owns as many tokens as of `length`."""
+    """Returns the smallest and the largest global length that cannot be told from `length` on some rank."""
     spans = [
         _lengths_with_share(layout.local_length(length, rank, world_size), layout, rank, world_size)
         for rank in range(world_size)
@@ -169,7 +257,7 @@ def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int
 
 
 def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size: int) -> range:
-    """The global lengths of which `rank` owns `local_length` tokens; shares grow with the length in every layout."""
+    """Returns the global lengths of which `rank` owns `local_length` tokens; shards grow with the global length."""
 
     def share(length: int) -> int:
         return layout.local_length(length, rank, world_size)
@@ -181,136 +269,14 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
     return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
 
 
-def odd_ones(said: list[int]) -> str:
-    """The ranks that do not say what most of them do, "" if there are none.
-
-    >>> odd_ones([7, 7, 8, 7, 9])
-    '2, 4'
-    """
-    usual = max(said, key=said.count)
-    return ", ".join(str(rank) for rank, each in enumerate(said) if each != usual)
-
-
-def _refuse_disagreement(everyone: list[CallFacts]) -> None:
-    if any(facts.compiled for facts in everyone):
-        everyone = [_without_gradients(facts) for facts in everyone]
-    disagreements: list[str] = []
-    for field in fields(CallFacts):
-        if field.name in _LOCAL_FIELDS or (field.name == "compiled" and not disagreements):  # which is told as a reason
-            continue
-        if field.name == "attn_mask_has_rows" and any(facts.q_length == 1 for facts in everyone):
-            continue  # of a single query it cannot be seen, and rows travel in any case
-        said = [getattr(facts, field.name) for facts in everyone]
-        usual = max(said, key=said.count)
-        odd = [f"rank {rank} says {value!r}" for rank, value in enumerate(said) if not _are_equal(value, usual)]
-        if odd:
-            disagreements.append(f"{field.name}: {', '.join(odd)}, the others {usual!r}{_hint(field.name, said)}")
-    if disagreements:  # all of them: what comes first may follow from another, as heads that were expanded for a mask
-        raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
-
-
-def _hint(field: str, said: list[str]) -> str:
-    """Masks of other numbers of keys are mostly of each rank's own keys, of which ranks have unequally many."""
-    numbers_of_keys = {text.partition(" :, ")[2].partition(")")[0] for text in said} if field == "attn_mask" else {""}
-    return "" if len(numbers_of_keys - {""}) < 2 else " (expected the keys of the whole sequence)"
-
-
-def _without_gradients(facts: CallFacts) -> CallFacts:
-    """What a rank that runs compiled code can say; others may not, as where some ranks compile what others do not."""
-    attn_mask, sinks = (text.replace(" grad", "") for text in (facts.attn_mask, facts.sinks))
-    return replace(facts, requires_grad=False, attn_mask=attn_mask, sinks=sinks)
-
-
-def _are_equal(first: object, second: object) -> bool:
-    """Also two NaNs, so that ranks with the same wrong scale are not told that it differs."""
-    return first == second or (first != first and second != second)
-
-
-def _encode(value: object) -> list[int]:
-    if isinstance(value, float):
-        return list(struct.unpack("q", struct.pack("d", value)))
-    if isinstance(value, str):
-        if len(value) > 8 * _TEXT_WORDS:  # keep long texts apart that begin alike
-            value = f"{value[: 8 * _TEXT_WORDS - 9]}~{zlib.crc32(value.encode()):08x}"
-        return list(struct.unpack(f"{_TEXT_WORDS}q", value.encode()[: 8 * _TEXT_WORDS].ljust(8 * _TEXT_WORDS, b"\0")))
-    assert isinstance(value, int)
-    return [int(value)]
-
-
-def _decode(kind: str, words: list[int]) -> object:
-    if kind == "float":
-        return struct.unpack("d", struct.pack("q", words[0]))[0]
-    if kind == "str":
-        return struct.pack(f"{_TEXT_WORDS}q", *words).rstrip(b"\0").decode(errors="replace")
-    return bool(words[0]) if kind == "bool" else words[0]
-
-
-# The global lengths of a call: known beforehand, or found by the ranks together.
-
-
-def global_lengths(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    settings: AttentionConfig,
-    mask: Mask,
-    modifiers: Modifiers,
-    scale: float,
-    lengths: tuple[int, int] | None,
-    *,
-    gives_lse: bool = False,
-    compiled: bool = False,
-) -> tuple[int, int]:
-    """Of queries and keys; `lengths` are what the caller says, checked against the local shards.
-
-    `gives_lse` says whether the call gives lse, and `compiled` whether it is one of compiled code.
-
-    Raises:
-        ValueError: lengths that do not fit, alike on every rank if the ranks have told each other.
-    """
-    layout, splitting = settings.layout, settings.splitting
-    rank, world_size = settings.ranks.rank, settings.ranks.size
-    if not settings.debug:
-        if lengths is not None:
-            _check_local_lengths(q.size(2), k.size(2), lengths, layout, rank, world_size)
-            return lengths
-        # On a GPU the exchange may have to wait for the device; on a CPU it costs little beside the attention.
-        declared = settings.declared_lengths if q.is_cuda and settings.declared_lengths else ()
-        known_q, known_kv = (known_length(tensor.size(2), declared, layout, rank, world_size) for tensor in (q, k))
-        if known_q is not None and known_kv is not None:
-            return known_q, known_kv
-    facts = CallFacts(
-        q_length=q.size(2), kv_length=k.size(2), batch_size=q.size(0), q_heads=q.size(1), kv_heads=k.size(1),
-        head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), mask=repr(mask),
-        attn_mask=modifiers.described(q), sinks=modifiers.described_sinks(values=settings.debug),
-        dropout_p=modifiers.dropout_p, scale=scale,
-        layout=repr(layout), method=splitting.method, rotate_method=splitting.transport.name,
-        deterministic=is_deterministic(q, allowed_backends(), splitting.deterministic),
-        requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
-        returns_lse=gives_lse and _may_exchange_heads(q, settings), compiled=compiled,
-        attn_mask_has_rows=modifiers.has_rows and splitting.method in ("ulysses", "hybrid"),  # "auto" is a ring then
-    )  # fmt: skip
-    everyone = exchange(facts, settings.ranks, q.device)
-    found = (
-        global_length([q_local for q_local, _ in everyone], layout, "query"),
-        global_length([kv_local for _, kv_local in everyone], layout, "key"),
-    )
-    if lengths is not None and lengths != found:
-        raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
-    if lengths is None and settings.lengths_vary:
-        _refuse_whole_queries([q_local for q_local, _ in everyone], found[0], settings.declared_lengths or ())
-    return found
-
-
 def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
-    """Whether lse may travel. In rings it does not, which is what "auto" takes over one axis of CPUs."""
+    """True if lse may travel. In rings it does not, which "auto" takes over one axis of CPUs."""
     method = settings.splitting.method
     return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:
-    """Refuses queries of a whole buffer's length on every rank: the context sees a sequence of so many copies of it.
+    """Refuses queries of a whole buffer's length on every rank, which are probably not sharded.
 
     Raises:
         ValueError: on every rank alike.

@@ -102,7 +102,7 @@ class NestedRingCall(AttentionCall):
         if step.transfer is not None and isinstance(self.outer.backend, IntervalAttention):
             (source,) = step.transfer.sources(plan.rank, plan.world_size)
             for part in range(len(plan.rows.lengths[source])):
-                if part not in plan.wanted[source]:
+                if part not in plan.recv_parts[source]:
                     rows = plan.rows.local_span(source, part)
                     for tensor in (step_k, step_v):
                         cut(tensor, None, None, rows).zero_()

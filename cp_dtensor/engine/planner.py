@@ -246,9 +246,7 @@ def _plan(transport: KVTransport, shape: CallShape, rank: int) -> Plan:
     return transport.plan(shape, rank)
 
 
-def describe_problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, staircase: bool, by_row: bool = False
-) -> Problem:
+def describe_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by_row: bool = False) -> Problem:
     """The facts about a call that decide its backend."""
     return Problem(
         device_type=q.device.type,
@@ -258,7 +256,6 @@ def describe_problem(
         v_head_dim=v.size(3),
         q_heads=q.size(1),
         kv_heads=k.size(1),
-        staircase=staircase,
         by_row=by_row,
     )
 
@@ -266,16 +263,6 @@ def describe_problem(
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=1024)
-def has_stairs(layout: Layout, seq_len: int, world_size: int) -> bool:
-    """Whether any rank's causal tiles may need more than a triangle; asked of all ranks' rows, so alike on each."""
-    return any(
-        not segment.is_contiguous and segment.block > 1
-        for rank in range(world_size)
-        for segment in layout.segments(seq_len, rank, world_size)
-    )
 
 
 # From shards and settings to a call: which way of splitting the work, looked up where it has been decided before.
@@ -322,8 +309,7 @@ def decision_on(
         deterministic = is_deterministic(q, allowed, splitting.deterministic)
         masking = masking_of(mask, modifiers, lengths, deterministic, splitting.layout, ranks.size)
         by_row = masking is not Masking.BY_SHAPE
-        staircase = not by_row and mask != Full() and has_stairs(splitting.layout, lengths[1], ranks.size)
-        problem = describe_problem(q, k, v, staircase, by_row)
+        problem = describe_problem(q, k, v, by_row)
         request = CallRequest(
             partition=LayoutPartition(splitting.layout, *lengths, q.size(0), ranks.size),
             mask=mask if by_row else as_plain(mask),
@@ -363,13 +349,20 @@ def masking_of(
     # Of torch's kernels on GPUs few are deterministic, and those are slower than ours.
     if deterministic or not is_plain(mask, *lengths):
         return Masking.INTERVALS
-    has_few_segments = layout is None or _segment_count(layout, lengths[1], world_size) <= _MOST_SHAPED_SEGMENTS
-    return Masking.BY_SHAPE if has_few_segments else Masking.INTERVALS
+    if layout is None or _has_simple_tiles(layout, max(lengths), world_size, mask == Full()):
+        return Masking.BY_SHAPE
+    return Masking.INTERVALS
 
 
 @lru_cache(maxsize=1024)
-def _segment_count(layout: Layout, seq_len: int, world_size: int) -> int:
-    return len(layout.segments(seq_len, 0, world_size))
+def _has_simple_tiles(layout: Layout, seq_len: int, world_size: int, is_full: bool) -> bool:
+    """True if few rectangles and triangles cover a plain mask; the same on every rank.
+
+    Causal tiles between stripes of several tokens are neither.
+    """
+    shards = [layout.segments(seq_len, rank, world_size) for rank in range(world_size)]
+    has_stripes = any(not each.is_contiguous and each.block > 1 for segments in shards for each in segments)
+    return len(shards[0]) <= _MOST_SHAPED_SEGMENTS and (is_full or not has_stripes)
 
 
 def decide(request: CallRequest, method: str, ranks: SequenceRanks) -> Decision:

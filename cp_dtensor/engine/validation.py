@@ -1,4 +1,4 @@
-"""Checks of what a caller passes, before anything is launched. Messages say what came and what is expected."""
+"""Checks of arguments before anything is launched. Messages have what was received and what is expected."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.spec.layouts import HeadTail, Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, shown_by_both
+from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
-"""Ways to split the work over the ranks that share a sequence."""
+"""Methods of attention over the ranks that share a sequence."""
 Mesh = DeviceMesh | dist.ProcessGroup
-# One of these words, alone or with more after a separator or digit: "sparse" and "split_dp" share no sequence.
+# One of these words, alone or before a separator or digit: "sparse" and "split_dp" are no sequence axes.
 _SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*)?")
 
 
 def sequence_ranks(mesh: Mesh) -> SequenceRanks:
-    """The ranks that share a sequence.
+    """Returns the ranks that share a sequence.
 
     Args:
         mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
             "ring", "ulysses", "cp", "sp", "seq", "sequence" or "context" (as "cp_node" and "cp2" do, and "sparse" does
-            not), so that nobody shards a sequence over a data-parallel axis by mistake. The one whose name begins with
-            "ulysses" is the inner axis, otherwise the second: its ranks own neighbouring parts of the sequence.
+            not). Other names are refused, since they may be those of data parallelism. The inner axis, whose ranks own
+            adjacent parts of the sequence, is the one whose name begins with "ulysses", else the second.
 
     Raises:
         TypeError: anything else.
@@ -39,7 +39,7 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     """
     if isinstance(mesh, dist.ProcessGroup):
         return SequenceRanks(mesh)
-    if mesh is cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # some object, of which type torch does not say
+    if mesh is cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # an object of no documented type
         raise ValueError("this rank is not part of the process group: new_group returned no group here")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -49,8 +49,8 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_shares_sequence, names)))):
-        sequence = [name for name in names if _shares_sequence(name)][-2:] or list(names[-1:])
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
+        sequence = [name for name in names if _SEQUENCE_AXIS.fullmatch(name)][-2:] or list(names[-1:])
         hint = (
             f"mesh[{', '.join(map(repr, sequence))}]"
             if sequence
@@ -76,7 +76,7 @@ def sequence_ranks(mesh: Mesh) -> SequenceRanks:
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:
-    """What to call the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    """Returns the names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
     if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
         return ("the group",)
     inner = inner_axis(mesh)
@@ -85,31 +85,22 @@ def axis_names(mesh: Mesh) -> tuple[str, ...]:
 
 
 def inner_axis(mesh: DeviceMesh) -> int:
-    """Which of two axes is the inner one."""
+    """Returns the index of the inner one of two axes."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
 
 
 def is_ulysses_axis(name: str) -> bool:
-    """Whether a name begins with the word "ulysses"."""
-    return _first_word(name) == "ulysses"
-
-
-def _shares_sequence(name: str) -> bool:
-    return _first_word(name) is not None
-
-
-def _first_word(name: str) -> str | None:
-    """The word for which an axis that shares the sequence is known, None for other names."""
+    """True if a name begins with the word "ulysses"."""
     found = _SEQUENCE_AXIS.fullmatch(name)
-    return found and found[1]
+    return found is not None and found[1] == "ulysses"
 
 
 def checked_method(method: str) -> str:
-    """The name of a method.
+    """Returns `method`, the name of a method.
 
     Raises:
-        ValueError: anything else.
+        ValueError: another value.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method: got {method!r}, expected one of {', '.join(map(repr, METHODS))}")
@@ -117,7 +108,7 @@ def checked_method(method: str) -> str:
 
 
 def ranks_and_method(mesh: Mesh, method: str) -> tuple[SequenceRanks, str]:
-    """The ranks, and the method that they can do; an axis of one rank counts as none.
+    """Returns the ranks without axes of one rank, and the method without them.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `sequence_ranks`; an unknown method, or one that needs another
@@ -159,10 +150,10 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
 
 
 def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
-    """Refuses DTensors among the arguments of functions of shards, where plain operations would meet them half-way.
+    """Refuses DTensors where functions take local shards.
 
     Raises:
-        TypeError: naming the argument.
+        TypeError: a DTensor; the message names the argument.
     """
     for name, tensor in tensors.items():
         placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
@@ -207,14 +198,14 @@ def _refuse_unfit(
             raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
 
 
-_check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # what has passed once is not looked at again
+_check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # arguments that passed are not checked again
 
 
 def checked_layout(layout: Layout | None) -> Layout:
-    """`layout`, or the default of the public API.
+    """Returns `layout`, or `HeadTail()` if None.
 
     Raises:
-        TypeError: not a layout value (a common slip is the class itself).
+        TypeError: not a layout value (a common mistake is the class itself).
     """
     if layout is None:
         return HeadTail()
@@ -224,10 +215,10 @@ def checked_layout(layout: Layout | None) -> Layout:
 
 
 def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:
-    """Refuses a length that a layout of one length does not divide.
+    """Refuses another length than the only one of a layout.
 
     Raises:
-        ValueError: such a length; the message begins with `what`.
+        ValueError: another length; the message begins with `what`.
     """
     if layout.only_length not in (None, length):
         raise ValueError(
@@ -237,7 +228,7 @@ def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:
 
 
 def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
-    """The global lengths of queries and keys.
+    """Returns the global lengths of queries and keys.
 
     Raises:
         ValueError: neither a length nor a pair of lengths.
@@ -249,7 +240,7 @@ def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def checked_length(length: int, what: str = "seq_len") -> int:
-    """A global length.
+    """Returns `length`, a global length.
 
     Raises:
         ValueError: not an integer >= 0.
@@ -263,13 +254,13 @@ def _is_length(value: object) -> TypeGuard[int]:
     return is_integer(value) and value >= 0
 
 
-# Checks of masks, dropout and sinks that a caller passes, before anything is launched.
+# Masks, dropout and sinks
 
 _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
 
 
 def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-    """Refuses what fused operators cannot have on sequence shards, where SDPA itself can, rather than ignoring it."""
+    """Refuses arguments that fused operators do not support on sequence shards, while SDPA itself does."""
     if attn_mask is not None:
         raise NotImplementedError(
             f"attn_mask is not supported by this operator on sequence shards: got a mask of shape "
@@ -283,7 +274,7 @@ def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) ->
 
 
 def checked_mask(mask: object, is_causal: bool) -> Mask:
-    """What a call's mask and `is_causal` show together.
+    """Returns the intersection of a call's mask and `is_causal`.
 
     Raises:
         TypeError: not a mask value (a tensor goes to attn_mask).
@@ -292,15 +283,15 @@ def checked_mask(mask: object, is_causal: bool) -> Mask:
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
         raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
-    return shown_by_both(Full() if mask is None else mask, Causal() if is_causal else Full())
+    return mask_intersection(Full() if mask is None else mask, Causal() if is_causal else Full())
 
 
 def checked_dropout_p(dropout_p: float) -> float:
-    """A probability.
+    """Returns `dropout_p`, a probability.
 
     Raises:
         TypeError: no number.
-        ValueError: a number that is none.
+        ValueError: a number that is no probability.
     """
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
@@ -310,7 +301,7 @@ def checked_dropout_p(dropout_p: float) -> float:
 
 
 def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A logit of each query head of q (B, H, S, D).
+    """Returns `sinks` (H,), one logit for each query head of q (B, H, S, D).
 
     Raises:
         TypeError: not a tensor.
@@ -329,7 +320,7 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """An `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+    """Returns `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
 
     Raises:
         TypeError: not a tensor.
@@ -364,15 +355,21 @@ def check_bias(
 ) -> None:
     """Refuses an attn_mask that does not have the keys of the whole sequence, or whose rows are not those of q.
 
-    `lengths` are those of all queries and keys; `layout` is the one that divided the rows over `world_size` ranks, if
-    it is not known to be alike in every batch row.
+    Args:
+        q: local queries.
+        bias: the attn_mask in four dims, or None.
+        lengths: global lengths of queries and keys.
+        layout: the layout over `world_size` ranks; None if it is known to be the same in every batch row.
+
+    Raises:
+        ValueError: such a mask.
     """
     if bias is None:
         return
     q_len, kv_len = lengths
     if bias.size(3) not in (1, kv_len):
         hint = _TO_SHARD
-        if bias.size(2) == 1 < q.size(2):  # of padding, say: there are no rows to shard
+        if bias.size(2) == 1 < q.size(2):  # a padding mask, for example: there are no rows to shard
             hint = "One that is the same for all queries is passed whole"
         raise ValueError(
             f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
@@ -380,7 +377,7 @@ def check_bias(
         )
     if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return
-    # Of a single local query it cannot be seen whether the mask has rows; so where a rank has one, all refuse.
+    # A rank with a single query cannot tell whether the mask has rows; so if there is such a rank, all refuse.
     if bias.size(2) > 1 or min(layout.local_length(q_len, rank, world_size) for rank in range(world_size)) <= 1:
         raise ValueError(
             f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
@@ -389,12 +386,12 @@ def check_bias(
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
-    """The factor of the logits; 1 / sqrt(D) if None."""
+    """Returns the factor of the logits; 1 / sqrt(D) if None."""
     return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """`(q, scale)` of equal logits with a positive scale: kernels mask before they scale, and -inf times 0 is NaN."""
+    """Returns `(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN."""
     if scale < 0:
         return q * -1, -scale
     return (q * 0, 1.0) if scale == 0 else (q, scale)

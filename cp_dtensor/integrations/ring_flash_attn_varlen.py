@@ -37,7 +37,7 @@ from cp_dtensor.api.extension import (
     Segment,
     ascending,
     heads_first_of_packed,
-    refuse_no_edges,
+    refuse_ids_and_lengths,
     sequence_ranks,
 )
 from cp_dtensor.integrations.flash_attn_arguments import (
@@ -141,7 +141,7 @@ class _Kind(PackedForms):
                 f"{function} expects the cu_seqlens of one rank, those of the whole divided by the {ranks} ranks; got "
                 f"documents that end at {edges[-1]} for {q.size(0)} tokens of this rank"
             )
-        refuse_no_edges(edges, q.size(0), function, "cu_seqlens")
+        refuse_ids_and_lengths(edges, q.size(0), function, "cu_seqlens")
         chunks = _CHUNKS[self.name]
         if any(edge % chunks for edge in edges):
             raise ValueError(

@@ -1,9 +1,9 @@
-"""A cost model of a call: the time that a plan takes, from operations, bytes and launches.
+"""Cost model of a plan: seconds from FLOPs, bytes and launches.
 
-It follows the plan step by step, with three clocks: the host launches, the GPU computes, the link transfers; a step
-starts when all of them have come to it, and the next transfer starts with it. (With two in flight predictions would
-differ by 3% at most, where links are slow.) Good for choosing between plans, not for more; `tools.bench` prints it
-beside what is measured.
+The model follows the steps of a plan on three clocks: the host launches kernels, the GPU computes, the link transfers.
+A step starts when all three have reached it, and the next transfer starts with it. (With two transfers in flight
+predictions differ by 3% at most, where links are slow.) Predictions are good enough to choose between plans;
+`tools.bench` prints them beside measurements.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from cp_dtensor.spec.layouts import Span
 Way = TypeVar("Way")
 
 TRANSFER_TAX = 0.15
-"""Attention runs so much slower while transfers take multiprocessors from it."""
+"""Fraction by which attention slows down while transfer kernels take multiprocessors."""
 _TOLERANCE = 1.05
-"""Predictions that differ by no more are taken for equal."""
+"""Predictions within this ratio count as equal."""
 _BLOCK = 128
-"""Attention kernels take blocks of so many queries to a multiprocessor (of keys, in backward)."""
+"""Queries (keys in backward) of a thread block of attention kernels."""
 _KERNEL = 10e-6
-"""Seconds, for the beginning and the end of a kernel."""
+"""Seconds to begin and end a kernel."""
 _BACKWARD_TIME = 2.8
-"""Of backward over forward: it has five matrix products where forward has two, and its kernels are slower."""
+"""GPU time of backward over forward: five matrix products instead of two, and slower kernels."""
 _BACKWARD_LAUNCH = 2.4
 """Host time of a launch of backward over one of forward (from the benchmark tables)."""
 _BY_ROW_TIME = 1.3
-"""Of the kernels that mask by row over those that mask by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
+"""GPU time of interval-masked tiles over tiles by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
 _BY_ROW_LAUNCH = 1.7
-"""Host time of a launch of these over one of those."""
+"""Host time of a launch of an interval-masked tile over one of a tile by shape."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a GPU and its links can do. Seconds, bytes, floating-point operations."""
+    """Speeds of a GPU and its links, in seconds, bytes and floating-point operations."""
 
     flops: float
-    """Of a large attention call, per second."""
+    """FLOPs per second of a large attention call."""
     memory_speed: float
     """Bytes read or written per second."""
     multiprocessors: int
@@ -50,18 +50,18 @@ class Hardware:
     """Bytes per second into a rank, all ranks together sending and receiving."""
     link_latency: float = 20e-6
     launch: float = 60e-6
-    """Host time of a tile in forward, all that belongs to it included."""
+    """Host time of a tile in forward, with everything that belongs to it."""
 
 
 def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
     """Time of forward, or of backward, on the plan's rank, if the other ranks are in step.
 
     Args:
-        plan: as the rotation made it.
-        shape: what it was made for.
-        hardware: of every rank.
-        backward: which pass.
-        slows_compute: whether transfers are kernels, which take multiprocessors (see `KVTransport.slows_compute`) and
+        plan: the plan of a KV transport.
+        shape: the facts of the call that the plan was made for.
+        hardware: speeds of every rank.
+        backward: True for the time of backward, False for that of forward.
+        slows_compute: True if transfers are kernels, which take multiprocessors (see `KVTransport.slows_compute`) and
             another launch.
     """
     steps = plan.backward if backward else plan.forward
@@ -90,7 +90,7 @@ def predicted_seconds(plan: Plan, shape: CallShape, hardware: Hardware, backward
 
 
 def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
-    """The first of some ways whose predicted time is as good as the least, as far as predictions can tell."""
+    """Returns the first way whose predicted time is the least, within the tolerance of predictions."""
     return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
 
 
@@ -99,7 +99,7 @@ def _compute_seconds(step: Step, plan: Plan, shape: CallShape, hardware: Hardwar
     seconds = sum(_tile_seconds(tile, heads, shape, hardware, backward) for tile in step.tiles)
     if step.transfer is None:
         return seconds
-    # What a step computes is added to what is there: read, and both read and written in float32 or narrower.
+    # Merging reads the partial result of the step, and reads and writes the sum, in float32 or narrower.
     rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
     per_element = shape.itemsize + (2 * shape.itemsize if step.is_last else 8)
     moved = rows * heads * shape.v_head_dim * per_element
@@ -119,7 +119,7 @@ def _tile_seconds(tile: Tile, heads: int, shape: CallShape, hardware: Hardware, 
     waves = blocks / hardware.multiprocessors
     if not waves:
         return 0.0
-    # The blocks of a triangle are of different length, and about one of them is what multiprocessors wait for.
+    # The blocks of a triangle are of different lengths; multiprocessors wait about one block for the longest.
     idle = -(-blocks // hardware.multiprocessors) / waves if tile.mask.is_full else 1.0 + 1.0 / waves
     return flops / hardware.flops * idle + _KERNEL
 
@@ -139,11 +139,11 @@ def buffer_bytes(transfer: Transfer, plan: Plan, shape: CallShape) -> int:
 
 
 def _transfer_rows(transfer: Transfer, plan: Plan) -> int:
-    """Rows that come in, or that go out, whichever are more."""
+    """Returns the rows that the rank receives or sends, whichever are more."""
     sources = transfer.sources(plan.rank, plan.world_size)
     readers = transfer.readers(plan.rank, plan.world_size)
-    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.wanted[source])
-    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.given[reader])
+    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.recv_parts[source])
+    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.send_parts[reader])
     return max(incoming, outgoing)
 
 

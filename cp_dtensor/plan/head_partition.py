@@ -1,4 +1,4 @@
-"""Which heads each rank of a Ulysses axis attends with, after every rank has got all rows of them. Integers only."""
+"""Partition of heads over the ranks of a Ulysses axis, and in stages. Integers only."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cp_dtensor.spec.layouts import Span, share
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """Heads in units of one key/value head and the query heads that read it there.
+    """KV-head groups ("units") of each rank: one key/value head and query heads that read it.
 
-    A key/value head that several ranks need is copied: it is `copies` units, each with a part of its query heads.
-    Ranks take consecutive units, and work on them in consecutive stages.
+    A key/value head that several ranks need is replicated: it makes `copies` units, each with a part of its query
+    heads. Ranks take consecutive units, and compute them in consecutive stages.
 
-    >>> division = partition_heads(q_heads=8, kv_heads=2, world_size=4)
-    >>> division.copies, [division.units(rank) for rank in range(4)]
+    >>> heads = partition_heads(q_heads=8, kv_heads=2, world_size=4)
+    >>> heads.copies, [heads.units(rank) for rank in range(4)]
     (2, [(0, 1), (1, 2), (2, 3), (3, 4)])
-    >>> [division.query_heads(division.units(rank)) for rank in range(4)]
+    >>> [heads.query_heads(heads.units(rank)) for rank in range(4)]
     [(0, 2), (2, 4), (4, 6), (6, 8)]
     """
 
@@ -34,33 +34,34 @@ class HeadPartition:
 
     @property
     def unit_count(self) -> int:
-        """Units of all ranks."""
+        """Number of units of all ranks."""
         return self.kv_heads * self.copies
 
     def units(self, rank: int, stage: int | None = None) -> Span:
-        """The units of a rank, or those of one stage; ranks and stages differ by at most one unit."""
+        """Returns the units of a rank, or of one of its stages; ranks and stages differ by at most one unit."""
         span = share((0, self.unit_count), rank, self.world_size)
         return span if stage is None else share(span, stage, self.stages)
 
     def query_heads(self, units: Span) -> Span:
-        """The query heads of some units."""
+        """Returns the query heads of some units."""
         per_unit = self.q_heads // max(self.unit_count, 1)
         return units[0] * per_unit, units[1] * per_unit
 
 
 @lru_cache(maxsize=4096)
 def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
-    """The division that loads the busiest rank least, with the fewest copies of key/value heads.
+    """Returns the partition with the fewest query heads on the busiest rank, and then the least replication.
 
-    Heads that do not divide by the ranks leave some ranks with fewer heads, or none.
+    If heads do not divide by the ranks, some ranks have fewer heads or none.
 
     Args:
         q_heads: query heads, a multiple of `kv_heads`.
         kv_heads: key/value heads.
         world_size: ranks of the axis.
-        stages: how many stages there should be, if every rank has so many units (made by copies where it must be).
+        stages: number of stages to aim for; K/V heads are replicated if ranks have fewer units, and there are fewer
+            stages if that is not possible.
     """
-    if kv_heads == 0:  # as uneven shards of heads over another axis may leave it
+    if kv_heads == 0:  # possible where heads are sharded unevenly over another axis
         return HeadPartition(q_heads, kv_heads, world_size, copies=1, stages=1)
     group = q_heads // kv_heads
     divisors = [copies for copies in range(1, group + 1) if group % copies == 0]
@@ -83,16 +84,16 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
 
 @dataclass(frozen=True)
 class HeadStaging:
-    """How finely Ulysses cuts the work by heads, so that exchanges hide under computation."""
+    """Number of stages of Ulysses, so that exchanges of heads overlap computation."""
 
     flops_per_stage: float = 0.3e12
-    """Operations of a rank that a stage should have at least (half a millisecond on an H200): launches cost time."""
+    """Least FLOPs of a rank in a stage (half a millisecond on an H200), since launches cost time."""
     more_unhidden: float = 3.0
-    """Times as many where attention does not hide exchanges (measured on 4 H200s, no ring around them: docs/log.md)."""
+    """Multiplier of `flops_per_stage` if exchanges do not overlap attention (measured on 4 H200s, docs/log.md)."""
     most: int = 4
 
     def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
-        """As many as are worthwhile and divide a rank's query heads."""
+        """Returns the number of stages that are worthwhile and divide a rank's query heads."""
         groups = shape.partition.groups()
         least = self.flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else self.more_unhidden)
         worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
@@ -101,10 +102,10 @@ class HeadStaging:
 
 
 def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
-    """Whether exchanges of heads hide under attention.
+    """True if exchanges of heads overlap attention.
 
-    What ranks publish in shared memory is copied within a GPU, by a kernel, which those that mask by row leave no
-    multiprocessor to, and cuDNN's causal ones do towards their end (measured on H200s).
+    Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
+    it no multiprocessors; cuDNN's causal kernels do towards their end (measured on H200s).
     """
     return shape.masking is Masking.BY_SHAPE or not publishes
 

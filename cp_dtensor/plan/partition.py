@@ -1,6 +1,7 @@
-"""How a sequence is divided over two axes, and what that is to each of them. Integers only.
+"""Partitions of a sequence over one or two mesh axes. Integers only.
 
-The division of the whole is over all ranks, rank = outer rank * inner size + inner rank.
+The whole partition is over all ranks, rank = outer rank * inner size + inner rank. Ulysses inside of a ring and nested
+rings derive the partitions of single axes from it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ from cp_dtensor.spec.layouts import Layout, Segment
 from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
 from cp_dtensor.spec.masks import Mask
 
-# How a sequence is divided, as small values by which decisions can be looked up.
-
 BACKWARD_FLOPS = 2.5
-"""Operations of backward over those of forward: five matrix products instead of two."""
+"""FLOPs of backward over FLOPs of forward: five matrix products instead of two."""
 
 
 class Partition(ABC):
-    """Where all ranks' rows stand in the sequence. Frozen and quick to hash."""
+    """Positions of all ranks' queries and keys. A frozen value that is quick to hash."""
 
     @abstractmethod
     def groups(self) -> tuple[GroupSegments, ...]:
-        """The segments of every rank, by batch groups."""
+        """Returns the segments of every rank, by batch groups."""
 
     @property
     @abstractmethod
@@ -110,7 +109,7 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class MergedPartition(Partition):
-    """To the outer axis, after the inner one has brought its ranks' rows together (Ulysses inside of a ring)."""
+    """Partition over the outer axis where each inner axis has exchanged heads for rows (Ulysses inside of a ring)."""
 
     whole: Partition
     inner_size: int
@@ -122,25 +121,25 @@ class MergedPartition(Partition):
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
         unbroken = all(map(_is_unbroken, whole))
-        queries = self._united([group.q_by_rank for group in whole], unbroken)
-        keys = self._united([group.kv_by_rank for group in whole], unbroken)
+        queries = self._merged([group.q_by_rank for group in whole], unbroken)
+        keys = self._merged([group.kv_by_rank for group in whole], unbroken)
         return tuple(
             replace(group, q_by_rank=q_by_rank, kv_by_rank=kv_by_rank)
             for group, q_by_rank, kv_by_rank in zip(whole, queries, keys, strict=True)
         )
 
     def query_rows(self, outer_rank: int) -> GatheredRows:
-        """Where the inner ranks' queries lie once they are together."""
+        """Returns the places of the inner ranks' queries among their merged rows."""
         return rows_in_order(self._block(self.whole.groups()[0].q_by_rank, outer_rank))
 
     def key_rows(self, outer_rank: int) -> GatheredRows:
-        """Where the inner ranks' keys and values lie once they are together."""
+        """Returns the places of the inner ranks' K/V among their merged rows."""
         return rows_in_order(self._block(self.whole.groups()[0].kv_by_rank, outer_rank))
 
-    def _united(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
-        """For each batch group every outer rank's segments. Rows stand as the first batch group has them in order.
+    def _merged(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
+        """Returns every outer rank's segments for each batch group, in the order of the first group's positions.
 
-        Where there are stripes, all segments stay stripes, short ones too: causal tiles are between equal stripes.
+        Segments are joined only if all are unbroken, since causal tiles need stripes of equal periods.
         """
         merged = []  # by outer rank, then by segment, then by batch group
         for outer_rank in range(len(of_groups[0]) // self.inner_size):
@@ -161,9 +160,9 @@ class MergedPartition(Partition):
 
 @dataclass(frozen=True)
 class OuterPartition(Partition):
-    """To the outer axis of a two-level ring: keys go to the one rank of each inner axis that has the same place in it.
+    """Partition over the outer axis of a nested ring, for ranks of equal inner rank.
 
-    There they are seen by the queries of that whole inner axis.
+    K/V go to the rank of each inner axis that has the same inner rank; the queries are those of the whole inner axis.
     """
 
     whole: Partition
@@ -191,7 +190,7 @@ class OuterPartition(Partition):
 
 @dataclass(frozen=True)
 class InnerPartition(Partition):
-    """To an inner axis of a two-level ring: its own queries, and the keys of an inner axis that came from `source`."""
+    """Partition over an inner axis of a nested ring: its own queries, and the K/V of outer rank `source`."""
 
     whole: Partition
     inner_size: int
@@ -214,7 +213,7 @@ class InnerPartition(Partition):
 
 
 def inner_partitions(whole: Partition, plan: Plan, inner_size: int) -> list[InnerPartition]:
-    """For each step of the outer ring what the inner axis does in it; `plan` is one of an `OuterPartition`."""
+    """Returns the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
     hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
     return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
 
@@ -224,7 +223,7 @@ def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> t
 
 
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
-    """Neighbours as one, where together they are an unbroken range in every batch group."""
+    """Joins adjacent segments that together are an unbroken range in every batch group."""
     joined: list[list[Segment]] = []
     for here in segments:
         if joined and all(_continues(before, segment) for before, segment in zip(joined[-1], here, strict=True)):
@@ -242,5 +241,5 @@ def _continues(before: Segment, segment: Segment) -> bool:
 
 
 def _is_unbroken(group: GroupSegments) -> bool:
-    """Whether the rows of a batch group are ranges, with no stripes among them."""
+    """True if all segments of a batch group are unbroken ranges, without stripes."""
     return all(segment.is_contiguous for segments in (*group.q_by_rank, *group.kv_by_rank) for segment in segments)

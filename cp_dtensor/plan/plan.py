@@ -1,7 +1,7 @@
-"""Plans: the steps of one call on one rank, forward and backward, and the transfers that they wait for.
+"""Execution plans: the steps of one call on one rank, forward and backward, and the transfers that they wait for.
 
-A schedule says which tiles there are; a plan says in which order they are computed, by groups of heads, so that the
-next transfer is always in flight under the current step. Integers only, like schedules.
+A plan orders the tiles of a tiling, by groups of heads, so that the next transfer overlaps the current step. Integers
+only.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from cp_dtensor.plan.tiling import GatheredRows, Tiling
 from cp_dtensor.spec.layouts import Span, share
 
 LONGEST_TRIANGLE = 1 << 16
-"""Rows of a causal tile in forward: beyond, cuDNN is 7% slower on an H200 than on its parts (docs/log.md)."""
+"""Most rows of a causal tile in forward: cuDNN is 7% slower on a longer one than on its parts (H200, docs/log.md)."""
 _MOST_SPANS = 4
-"""Of what other ranks want: each is packed by launches of its own."""
+"""Most ranges of rows to send: each is packed by launches of its own."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Keys and values of some heads on their way to this rank, and their gradients on the way back.
+    """K/V of some heads that this rank receives, and their gradients that it returns.
 
-    `hop` None: from all other ranks, into a buffer as `GatheredRows` describes it. Otherwise from rank - hop (and to
-    rank + hop, modulo the world size), into a buffer with the rows of that rank's shard.
+    With `hop` None it receives from all other ranks, into a buffer as `GatheredRows` describes it. Otherwise it
+    receives from rank - hop and sends to rank + hop (modulo the world size), into a buffer with the rows of the
+    sender's shard.
     """
 
     heads: Span
     hop: int | None
 
     def sources(self, rank: int, world_size: int) -> Sequence[int]:
-        """The ranks whose rows `rank` may get (of its own it wants none)."""
+        """Returns the ranks that `rank` may receive rows from (no rows come from itself)."""
         return range(world_size) if self.hop is None else ((rank - self.hop) % world_size,)
 
     def readers(self, rank: int, world_size: int) -> Sequence[int]:
-        """The ranks that may get rows of `rank`."""
+        """Returns the ranks that may receive rows of `rank`."""
         return range(world_size) if self.hop is None else ((rank + self.hop) % world_size,)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Tiles of some key/value heads (and the query heads that read them) that can be computed together."""
+    """Tiles of some key/value heads (and their query heads) that are computed together."""
 
     heads: Span
     transfer: Transfer | None
-    """What the tiles wait for; None for tiles against this rank's own shard."""
+    """The transfer that the tiles wait for; None for tiles against this rank's own shard."""
     tiles: tuple[Tile, ...]
     is_last: bool = False
-    """Whether no later step has any of the heads."""
+    """True if no later step has any of the heads."""
     has_gaps: bool = False
-    """Whether some of the rows that the transfer brings are seen by no query of some batch rows."""
+    """True if some received rows are seen by no query of some batch rows."""
 
 
 Steps = tuple[Step, ...]
 
 
 class Pull(NamedTuple):
-    """Consecutive rows of a peer's shard, and where they go in a gathered buffer."""
+    """Consecutive rows of a peer's shard, and their place in the gathered buffer."""
 
     peer: int
     row: int
@@ -68,11 +69,11 @@ class Pull(NamedTuple):
 
 
 class GradPulls(NamedTuple):
-    """Some rows of this rank's shard, and where the ranks that have seen them publish their gradients."""
+    """Some rows of this rank's shard, and the places of their gradients in other ranks' symmetric buffers."""
 
     rows: Span
     places: tuple[tuple[int, int], ...]
-    """Rank, and the first of the rows where they are gathered there."""
+    """Rank, and the first row in its gathered buffer."""
 
 
 class RoutePiece(NamedTuple):
@@ -100,19 +101,19 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided about a call before it runs but its tensors and its process group."""
+    """All decisions about a call but its tensors and its process group."""
 
     rank: int
     rows: GatheredRows
-    """How shards are cut into parts, and where they lie when they are gathered here."""
+    """Parts of all shards, and their places in this rank's gathered buffer."""
     most_rows: int
-    """Of such a buffer on any rank."""
-    wanted: tuple[tuple[int, ...], ...]
-    """`wanted[source]`: the parts of its shard that this rank's queries see."""
-    given: tuple[tuple[int, ...], ...]
-    """`given[rank]`: the parts of our shard that its queries see."""
-    given_at: tuple[tuple[int, ...], ...]
-    """`given_at[rank]`: the first row of each of these where they are gathered there."""
+    """Rows of the longest gathered buffer of any rank."""
+    recv_parts: tuple[tuple[int, ...], ...]
+    """`recv_parts[source]`: the parts of its shard that this rank receives."""
+    send_parts: tuple[tuple[int, ...], ...]
+    """`send_parts[reader]`: the parts of this rank's shard that it sends."""
+    send_starts: tuple[tuple[int, ...], ...]
+    """`send_starts[reader]`: the first row of each of these parts in the reader's gathered buffer."""
     forward: Steps
     backward: Steps
 
@@ -122,24 +123,24 @@ class Plan:
         return self.rows.world_size
 
     def buffer_rows(self, transfer: Transfer) -> int:
-        """Rows of the buffer that a transfer fills."""
+        """Returns the rows of the buffer that a transfer fills."""
         if transfer.hop is None:
             return self.rows.total
         return sum(sum(self.rows.lengths[source]) for source in transfer.sources(self.rank, self.world_size))
 
     @cached_property
-    def given_spans(self) -> tuple[Span, ...]:
-        """The rows of this rank's shard that any other rank wants, as few ranges that have all of them."""
-        parts = sorted({part for given in self.given for part in given})
+    def send_spans(self) -> tuple[Span, ...]:
+        """Few ranges of rows of this rank's shard that cover all rows it sends."""
+        parts = sorted({part for sent in self.send_parts for part in sent})
         spans = _joined(self.rows.local_span(self.rank, part) for part in parts)
         return tuple(spans) if len(spans) <= _MOST_SPANS else ((spans[0][0], spans[-1][1]),)
 
     @cached_property
     def pulls(self) -> tuple[Pull, ...]:
-        """What to copy into a gathered buffer."""
+        """All copies into the gathered buffer."""
         pulls = []
         for peer in self._peers:
-            for part in self.wanted[peer]:
+            for part in self.recv_parts[peer]:
                 start, stop = self.rows.span(peer, part)
                 if start < stop:
                     pulls.append(Pull(peer, start, self.rows.local_span(peer, part)[0], stop - start))
@@ -147,10 +148,10 @@ class Plan:
 
     @cached_property
     def grad_pulls(self) -> tuple[GradPulls, ...]:
-        """What to copy of the gradients of this rank's rows, each part of them from one peer after the other."""
+        """For each part that this rank sends, the places of its gradients."""
         places: dict[int, list[tuple[int, int]]] = {}
         for peer in self._peers:
-            for part, start in zip(self.given[peer], self.given_at[peer], strict=True):
+            for part, start in zip(self.send_parts[peer], self.send_starts[peer], strict=True):
                 places.setdefault(part, []).append((peer, start))
         spans = {part: self.rows.local_span(self.rank, part) for part in sorted(places)}
         return tuple(
@@ -168,9 +169,9 @@ class Plan:
         rows_of = rows.local_span if is_hop else rows.span
         recv, send, grads = list[RoutePiece](), list[RoutePiece](), dict[tuple[int, Span], list[RoutePiece]]()
         for source in transfer.sources(rank, self.world_size):
-            recv += _pieces(source, {part: rows_of(source, part) for part in self.wanted[source]}, is_hop)
+            recv += _pieces(source, {part: rows_of(source, part) for part in self.recv_parts[source]}, is_hop)
         for reader in transfer.readers(rank, self.world_size):
-            send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.given[reader]}, is_hop)
+            send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.send_parts[reader]}, is_hop)
         for piece in send:
             grads.setdefault((piece.slot, piece.rows), []).append(piece)
         parts = len(rows.lengths[rank])
@@ -179,7 +180,7 @@ class Plan:
 
     @property
     def _peers(self) -> list[int]:
-        """All other ranks; each rank begins with another one, so that not all pull from one."""
+        """All other ranks; each rank begins with another one, so that links are used evenly."""
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 
 
@@ -202,7 +203,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> Plan:
-    """One step per hop; memory does not grow with the number of ranks. Some heads after the others."""
+    """Returns a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
     world_size = tiling.world_size
     tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
 
@@ -216,18 +217,18 @@ def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, gr
 
 @dataclass(frozen=True)
 class Stages:
-    """Into how many groups of heads the work of a gathered plan is cut."""
+    """Numbers of groups of heads of a gathered plan."""
 
     local: int
     """Groups for tiles against the own shard; each is followed by the remote tiles of its heads."""
     remote: int
-    """Groups for tiles against everybody else's, in all."""
+    """Groups for tiles against all other shards, in all."""
 
 
 def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> Plan:
-    """The own shard first; then, some heads after the others, everybody else's."""
+    """Returns a plan of the own shard first, then all other shards together, by groups of heads."""
     if tiling.world_size == 1:
-        return ring_plan(tiling, rank, kv_heads)  # of a single step
+        return ring_plan(tiling, rank, kv_heads)  # one step
     own, remote = tiling.tiles_against(rank, rank), tiling.gathered_tiles(rank)
 
     def steps(counts: Stages) -> Iterator[Step]:
@@ -242,7 +243,7 @@ def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
-    """The heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
+    """Returns the heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
 
     >>> head_spans(8, 3)
     ((0, 3), (3, 6), (6, 8))
@@ -254,8 +255,8 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
 def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
     ranks = range(tiling.world_size)
     rows = tiling.gathered_rows(rank)
-    wanted = tuple(tiling.wanted(rank, source) for source in ranks)
-    given = tuple(tiling.wanted(reader, rank) for reader in ranks)
+    recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
+    send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
     batches = [group.batch for group in tiling.groups]
 
     def marked(steps: Steps) -> Steps:
@@ -263,7 +264,7 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
             replace(
                 step,
                 is_last=not any(_share_heads(step, later) for later in steps[index + 1 :]),
-                has_gaps=_has_gaps(step, rank, rows, wanted, batches),
+                has_gaps=_has_gaps(step, rank, rows, recv_parts, batches),
             )
             for index, step in enumerate(steps)
         )
@@ -272,10 +273,10 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
         rank=rank,
         rows=rows,
         most_rows=tiling.most_rows(),
-        wanted=wanted,
-        given=given,
-        given_at=tuple(
-            tuple(tiling.gathered_rows(reader).starts[rank][part] for part in given[reader]) for reader in ranks
+        recv_parts=recv_parts,
+        send_parts=send_parts,
+        send_starts=tuple(
+            tuple(tiling.gathered_rows(reader).starts[rank][part] for part in send_parts[reader]) for reader in ranks
         ),
         forward=marked(
             tuple(replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in forward)
@@ -289,13 +290,13 @@ def _share_heads(step: Step, other: Step) -> bool:
 
 
 def _has_gaps(
-    step: Step, rank: int, rows: GatheredRows, wanted: Sequence[Sequence[int]], batches: Sequence[Span]
+    step: Step, rank: int, rows: GatheredRows, recv_parts: Sequence[Sequence[int]], batches: Sequence[Span]
 ) -> bool:
     if step.transfer is None:
         return False
     rows_of = rows.span if step.transfer.hop is None else rows.local_span
     sources = step.transfer.sources(rank, rows.world_size)
-    brought = [rows_of(source, part) for source in sources for part in wanted[source]]
+    brought = [rows_of(source, part) for source in sources for part in recv_parts[source]]
     return any(
         not _covers([tile.kv for tile in step.tiles if tile.batch == batch], rows_of_part)
         for batch in batches
@@ -304,7 +305,7 @@ def _has_gaps(
 
 
 def _covers(spans: Sequence[Span], whole: Span) -> bool:
-    """Whether some ranges together have all of another one."""
+    """True if some ranges together cover another one."""
     reached = whole[0]
     for start, stop in sorted(spans):
         if start <= reached:

@@ -1,23 +1,26 @@
-"""Masks of one tile: of its rows and columns."""
+"""Tiles of the attention matrix, each one attention call, and their masks."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
 
-from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, pairs_of, within
+from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, clipped_bands, count_pairs
 from cp_dtensor.spec.layouts import Segment, Span
 
-# Runs of keys: rows whose positions ascend, so that an interval of positions is an interval of rows.
+# Runs of keys
 
 
 @dataclass(frozen=True)
 class KeyRun:
-    """Segments one after the other, each beginning beyond the end of the one before; none is empty.
+    """Rows of keys whose positions ascend, so that an interval of positions is an interval of rows.
+
+    `segments` follow each other; each begins beyond the end of the one before, and none is empty.
 
     >>> run = KeyRun((Segment.contiguous(2, 4), Segment.contiguous(6, 9)))
     >>> run.length, run.rows_before(3), run.rows_before(6), run.rows_before(8), run.position(2)
@@ -28,7 +31,7 @@ class KeyRun:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first row of each segment, and the number of rows."""
+        """First row of each segment, then the number of rows."""
         return tuple(accumulate((segment.length for segment in self.segments), initial=0))
 
     @cached_property
@@ -42,16 +45,16 @@ class KeyRun:
 
     @property
     def positions(self) -> Span:
-        """From the first position to beyond the last."""
+        """The range from the first to the last position."""
         return self.segments[0].start, self.segments[-1].last + 1
 
     def rows_before(self, position: int) -> int:
-        """Number of rows whose position is smaller."""
+        """Returns the number of rows whose position is smaller."""
         index = bisect_right(self._first_positions, position) - 1
         return 0 if index < 0 else self.starts[index] + rows_before(self.segments[index], position)
 
     def meeting(self, positions: Span) -> Iterator[Segment]:
-        """The segments that reach into a range of positions."""
+        """Yields the segments that overlap a range of positions."""
         index = max(bisect_right(self._first_positions, positions[0]) - 1, 0)
         while index < len(self.segments) and self.segments[index].start < positions[1]:
             if self.segments[index].last >= positions[0]:
@@ -59,13 +62,13 @@ class KeyRun:
             index += 1
 
     def position(self, row: int) -> int:
-        """The position of a row."""
+        """Returns the position of a row."""
         index = bisect_right(self.starts, row) - 1
         return self.segments[index].position(row - self.starts[index])
 
 
 def rows_before(segment: Segment, position: int) -> int:
-    """Number of a segment's tokens whose position is smaller.
+    """Returns the number of a segment's tokens whose position is smaller.
 
     >>> [rows_before(Segment(start=2, length=5, block=2, period=8), position) for position in (2, 4, 10, 11, 99)]
     [0, 2, 2, 3, 5]
@@ -76,11 +79,11 @@ def rows_before(segment: Segment, position: int) -> int:
 
 
 def runs_of(pieces: Iterable[tuple[int, Segment]], *, unbroken: bool) -> Iterator[tuple[int, KeyRun]]:
-    """Consecutive rows as few runs, each with its first row.
+    """Yields consecutive rows as few runs, each with its first row.
 
     Args:
-        pieces: segments and their first rows, in the order of rows; rows that nobody wants may be left out.
-        unbroken: whether positions in a run must have equal distances (and stripes of blocks an own run).
+        pieces: first rows and segments, in the order of rows; there may be gaps between rows.
+        unbroken: True if the positions of a run must have equal distances.
     """
     first, segments, end = 0, list[Segment](), 0
     for row, segment in pieces:
@@ -103,112 +106,79 @@ def _continues(before: Segment, segment: Segment, unbroken: bool) -> bool:
     return before.last < segment.start
 
 
-class TileMask(ABC):
-    """A mask over the rows and columns of one tile."""
-
-    @property
-    @abstractmethod
-    def is_full(self) -> bool:
-        """Whether every row is known to see every column."""
-
-    @property
-    @abstractmethod
-    def is_causal(self) -> bool:
-        """Whether the tile is known to be the plain causal triangle, which is always square here."""
-
-    @abstractmethod
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        """For each row of a tile of that size, the columns that it sees; empty if the end is not beyond the start.
-
-        Row by row, which is slow: for pictures and tests.
-        """
-
-
 @dataclass(frozen=True)
-class ShapedMask(TileMask):
-    """A mask that follows from the numbers of rows and columns.
+class ShapedMask:
+    """No mask, or the causal triangle of a square tile: row i sees the columns j <= i."""
 
-    `block == 0`: nothing is masked. Otherwise row i sees column j iff `j // block <= i // block`; `block == 1` is the
-    usual causal triangle, larger blocks make a staircase. Every row of a tile sees at least one column.
-    """
-
-    block: int = 0
+    is_causal: bool
 
     @property
     def is_full(self) -> bool:
-        return self.block == 0
-
-    @property
-    def is_causal(self) -> bool:
-        return self.block == 1
+        """True if every row sees every column."""
+        return not self.is_causal
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        if not self.block:
-            return [(0, columns)] * rows
-        return [(0, min((row // self.block + 1) * self.block, columns)) for row in range(rows)]
+        """Returns the columns that each row of a tile of that size sees, for pictures and tests."""
+        return [(0, row + 1 if self.is_causal else columns) for row in range(rows)]
 
 
-FULL_TILE = ShapedMask(0)
-CAUSAL_TILE = ShapedMask(1)
+FULL_TILE = ShapedMask(is_causal=False)
+CAUSAL_TILE = ShapedMask(is_causal=True)
 
 
 _FEW_SEGMENTS = 16
-"""Runs of no more are looked at one by one."""
+"""Pairs of runs with at most so many segments are counted segment by segment, of others estimated."""
 
 
 @dataclass(frozen=True, eq=False)
-class IntervalMask(TileMask):
-    """Row i of a tile sees the columns whose keys lie in the interval of its query: columns lo_i <= j < hi_i.
+class IntervalMask:
+    """Row i of a tile sees the columns whose keys are in the interval of its query: columns lo_i <= j < hi_i.
 
-    Looked up by identity: what devices keep of it goes with it.
+    Compared by identity, since tables on devices are cached by mask object.
     """
 
-    layers: tuple[IntervalSet, ...]
-    """One, or one for each of the tile's batch rows."""
+    interval_sets: tuple[IntervalSet, ...]
+    """One set for all of the tile's batch rows, or one for each."""
     queries: tuple[Segment, ...]
-    """The shard whose rows `q` are the tile's."""
+    """The shard of queries; the tile has its rows `q`."""
     q: Span
     keys: KeyRun
     kv: Span
-    """The tile's columns, counted in `keys`."""
+    """The tile's columns, counted in rows of `keys`."""
 
-    @property
-    def is_full(self) -> bool:
-        return False
-
-    @property
-    def is_causal(self) -> bool:
-        return False
+    is_full: ClassVar[bool] = False
+    is_causal: ClassVar[bool] = False
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        layer = self.layers[batch_row if len(self.layers) > 1 else 0]
+        """Returns the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
+        bands = self.interval_sets[batch_row if len(self.interval_sets) > 1 else 0]
         positions = [position for segment in self.queries for position in segment.positions()]
         seen = []
         for position in positions[slice(*self.q)]:
-            band = next((band for band in layer if band.first <= position < band.last), None)
+            band = next((band for band in bands if band.first <= position < band.last), None)
             lo, hi = (0, 0) if band is None else map(self.keys.rows_before, band.keys(position))
             seen.append((max(lo - self.kv[0], 0), min(hi, self.kv[1]) - self.kv[0]))
         return seen
 
     @cached_property
     def pairs(self) -> int:
-        """Number of (row, column) pairs that are seen, in a batch row on average; of stripes and many pieces, about."""
+        """Number of (row, column) pairs, on average over batch rows; an estimate for stripes and many segments."""
         total = 0.0
-        for layer in self.layers:
+        for bands in self.interval_sets:
             for segment in self.queries:
                 share = segment.length / max(segment.last + 1 - segment.start, 1)  # of a stripe's range
-                for band in within(layer, (segment.start, segment.last + 1), self.keys.positions):
+                for band in clipped_bands(bands, (segment.start, segment.last + 1), self.keys.positions):
                     total += share * self._pairs_of(band)
-        return int(total) // len(self.layers)
+        return int(total) // len(self.interval_sets)
 
     def _pairs_of(self, band: IntervalBand) -> float:
-        """With all queries of a clipped band."""
+        """Pairs of all queries of a clipped band with this tile's keys."""
         if len(self.keys.segments) > _FEW_SEGMENTS:
-            lo, hi = band.shown
+            lo, hi = band.key_range
             return band.pairs * (self.keys.rows_before(hi) - self.keys.rows_before(lo)) / (hi - lo)
         return sum(
-            _density(keys) * pairs_of(((band,),), (band.first, band.last), (keys.start, keys.last + 1))
-            for keys in self.keys.meeting(band.shown)
+            _density(keys) * count_pairs(((band,),), (band.first, band.last), (keys.start, keys.last + 1))
+            for keys in self.keys.meeting(band.key_range)
         )
 
 
@@ -216,56 +186,48 @@ def _density(segment: Segment) -> float:
     return segment.length / (segment.last + 1 - segment.start)
 
 
-# Tiles: rectangles and triangles of the attention matrix, each one attention call.
+TileMask = ShapedMask | IntervalMask
+
+
+# Tiles
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One attention call: rows `q` of the local queries against rows `kv` of some keys and values.
-
-    `kv` counts rows of `source`'s shard, or, in a gathered schedule, rows of the gathered buffer (`source` is then
-    None). `batch` is the range of batch rows concerned.
-    """
+    """One attention call: some local queries against some keys and values."""
 
     source: int | None
+    """The rank whose shard `kv` counts rows of; None if these are rows of the gathered buffer."""
     batch: Span
+    """Batch rows."""
     q: Span
+    """Rows of the local queries."""
     kv: Span
     mask: TileMask
 
 
 def joined(tiles: list[Tile]) -> list[Tile]:
-    """Fewer and larger tiles that cover the same."""
-    return _join_rows(_join_columns(tiles))
+    """Returns fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
+    return sorted(_joined_along("q", _joined_along("kv", tiles)), key=attrgetter("q", "kv"))
 
 
-def _join_columns(tiles: list[Tile]) -> list[Tile]:
-    """Joins unmasked tiles of the same queries whose keys are neighbours."""
-    wider: list[Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.q, tile.kv)):
-        last = wider[-1] if wider else None
-        if last and last.mask.is_full and tile.mask.is_full and last.q == tile.q and last.kv[1] == tile.kv[0]:
-            wider[-1] = replace(last, kv=(last.kv[0], tile.kv[1]))
+def _joined_along(dim: Literal["q", "kv"], tiles: list[Tile]) -> list[Tile]:
+    other = "kv" if dim == "q" else "q"
+    found: list[Tile] = []
+    for tile in sorted(tiles, key=attrgetter(other, dim)):
+        last = found[-1] if found else tile
+        (start, end), (begin, stop) = getattr(last, dim), getattr(tile, dim)
+        is_adjacent = end == begin and getattr(last, other) == getattr(tile, other)
+        if is_adjacent and last.mask.is_full and tile.mask.is_full:
+            span: Any = {dim: (start, stop)}
+            found[-1] = replace(last, **span)
         else:
-            wider.append(tile)
-    return wider
-
-
-def _join_rows(tiles: list[Tile]) -> list[Tile]:
-    """Joins unmasked tiles of the same keys whose queries are neighbours."""
-    wider: list[Tile] = []
-    for _, same_kv in groupby(sorted(tiles, key=lambda tile: (tile.kv, tile.q)), key=lambda tile: tile.kv):
-        for tile in same_kv:
-            last = wider[-1] if wider else None
-            if last and last.kv == tile.kv and last.mask.is_full and tile.mask.is_full and last.q[1] == tile.q[0]:
-                wider[-1] = replace(last, q=(last.q[0], tile.q[1]))
-            else:
-                wider.append(tile)
-    return sorted(wider, key=lambda tile: (tile.q, tile.kv))
+            found.append(tile)
+    return found
 
 
 def without_long_triangles(tiles: Iterable[Tile], longest: int) -> tuple[Tile, ...]:
-    """The same pairs with every triangle of more than `longest` rows cut into two of half its size and a square.
+    """Cuts every triangle of more than `longest` rows into two of half its size and a square.
 
     >>> [(t.q, t.kv) for t in without_long_triangles([Tile(0, (0, 1), (0, 4), (0, 4), CAUSAL_TILE)], 2)]
     [((0, 2), (0, 2)), ((2, 4), (0, 2)), ((2, 4), (2, 4))]

@@ -1,80 +1,67 @@
-"""Layouts that are made for a mask: of packed documents, and of any mask. Each is of one sequence length."""
+"""Layouts that balance the workload of a given mask, each for one sequence length."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import isfinite
 from operator import add
 from typing import Any
+from warnings import warn
 
 from cp_dtensor.spec.documents import ascending
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk_length
-from cp_dtensor.spec.load_balance import Dealing, imbalance, workload_of
+from cp_dtensor.spec.load_balance import BalancedPartition, Workload, append_block, imbalance, workload_of
 from cp_dtensor.spec.masks import Mask, is_integer
 
 
 class OneLength(CachedHash, Layout):
-    """Layouts of contiguous blocks for one length, alike in all rows of the batch.
+    """Base of layouts of contiguous blocks for one length, the same in all batch rows.
 
     Subclasses are frozen dataclasses.
     """
 
+    seq_len: int
+
+    @property
+    def only_length(self) -> int:
+        return self.seq_len
+
     @abstractmethod
     def blocks(self, world_size: int) -> list[list[Span]]:
-        """The ranges of positions that each rank owns, ascending and not empty, no two of them neighbours."""
+        """Returns the ranges of positions that each rank owns: ascending, not empty, no two of them adjacent."""
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        self._refuse_other_lengths(seq_len)
-        return _segments(self, world_size)[rank]
-
-    def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
-        return ((0, batch_size),)
-
-    def _refuse_other_lengths(self, seq_len: int) -> None:
-        if seq_len != self.only_length:
+        if seq_len != self.seq_len:
             raise ValueError(
-                f"this {type(self).__name__} divides sequences of {self.only_length} tokens only, got {seq_len} tokens"
+                f"this {type(self).__name__} divides sequences of {self.seq_len} tokens only, got {seq_len} tokens"
             )
+        return _segments(self, world_size)[rank]
 
 
 @lru_cache(maxsize=128)
 def _segments(layout: OneLength, world_size: int) -> tuple[tuple[Segment, ...], ...]:
     by_rank = layout.blocks(world_size)
     most = max(1, *map(len, by_rank))
-    nothing = [(layout.only_length or 0,) * 2]
+    nothing = [(layout.seq_len,) * 2]
     return tuple(
         tuple(Segment.contiguous(*block) for block in blocks + nothing * (most - len(blocks))) for blocks in by_rank
     )
 
 
-class _EvenShards(OneLength):
-    """Shards differ by one token at most: the first ranks own the longer ones, as with `Contiguous`."""
-
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        self._refuse_other_lengths(seq_len)
-        return chunk_length(seq_len, world_size, rank)
-
-    @property
-    def alignment(self) -> int:
-        return 1
-
-
 @dataclass(frozen=True, init=False)
-class PerDocument(_EvenShards):
+class PerDocument(OneLength):
     """Head-tail within each document: of its 2n chunks, rank r of n owns chunks r and 2n-1-r.
 
-    So causal attention within documents is balanced document by document. Chunks of a document differ by one token at
-    most. Which ranks get the longer ones goes round from document to document, so that shards too differ by one token
-    at most, however many documents there are and however short they are; whether their heads or their tails are longer
-    is decided by what has been even so far. Tokens before the first and after the last document (padding) are dealt in
-    the same way.
+    Causal attention within documents is balanced document by document. Chunks of a document, and shards of the whole
+    sequence, differ by one token at most: the ranks with longer chunks take turns from document to document, and the
+    longer chunk is the head or the tail, whichever keeps the work of ranks more even. Tokens before the first and after
+    the last document (padding) are divided in the same way.
 
-    A rank has up to two blocks of every document, and needs the keys of nearly all others' blocks; for many documents
-    `Balanced` has fewer blocks and moves less. To plan a call takes the longer the more blocks there are: 0.2 s for 300
+    A rank has up to two blocks of every document and needs keys of nearly all blocks of others; for many documents
+    `Balanced` has fewer blocks and sends less. The time to plan a call grows with the number of blocks: 0.2 s for 300
     documents on 8 ranks.
 
     Args:
@@ -82,11 +69,11 @@ class PerDocument(_EvenShards):
         seq_len: global number of tokens; the end of the last document if None.
 
     Raises:
-        ValueError: positions that do not ascend, or that are beyond the end.
+        ValueError: positions that do not ascend, or that are beyond `seq_len`.
 
     >>> [PerDocument([0, 4, 12]).blocks(2)[rank] for rank in range(2)]
     [[(0, 1), (3, 6), (10, 12)], [(1, 3), (6, 10)]]
-    >>> PerDocument([0, 1, 2, 3, 4]).blocks(2)  # short documents go round
+    >>> PerDocument([0, 1, 2, 3, 4]).blocks(2)  # ranks take turns
     [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]
     """
 
@@ -101,10 +88,6 @@ class PerDocument(_EvenShards):
             raise ValueError(f"PerDocument expects seq_len >= {edges[-1]}, where the documents end; got {length!r}")
         object.__setattr__(self, "cu_seqlens", edges)
         object.__setattr__(self, "seq_len", length)
-
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
 
     def blocks(self, world_size: int) -> list[list[Span]]:
         by_rank: list[list[Span]] = [[] for _ in range(world_size)]
@@ -122,13 +105,13 @@ class PerDocument(_EvenShards):
             )
             for rank, length in chunks:
                 if length:
-                    _append(by_rank[rank], (start, start + length))
+                    append_block(by_rank[rank], (start, start + length))
                     start += length
         return by_rank
 
 
 def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, int]]:
-    """(rank, length) of a document's chunks in order; `more` tokens beyond two of `shortest` for each rank.
+    """Returns (rank, length) of a document's chunks in order; `more`: each rank's tokens beyond two of `shortest`.
 
     >>> _chunks(shortest=1, more=[1, 2], to_tails=False)
     [(0, 2), (1, 2), (1, 2), (0, 1)]
@@ -139,7 +122,7 @@ def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, i
 
 
 def _causal_work(chunks: list[tuple[int, int]]) -> list[int]:
-    """Pairs of each rank under a causal mask within a document.
+    """Returns the pairs of each rank under a causal mask within a document.
 
     >>> _causal_work([(0, 1), (1, 1), (1, 1), (0, 1)])
     [5, 5]
@@ -152,32 +135,24 @@ def _causal_work(chunks: list[tuple[int, int]]) -> list[int]:
     return work
 
 
-def _append(blocks: list[Span], block: Span) -> None:
-    if blocks and blocks[-1][1] == block[0]:
-        blocks[-1] = (blocks[-1][0], block[1])
-    else:
-        blocks.append(block)
-
-
 @dataclass(frozen=True)
-class Balanced(_EvenShards):
-    """Every rank owns equally many tokens and computes equally many (query, key) pairs of `mask`, whatever it is.
+class Balanced(OneLength):
+    """Every rank owns equally many tokens and computes equally many (query, key) pairs of `mask`.
 
-    One block a rank where that is balanced already; otherwise n ranks own at most 2n - 1 blocks together, and no rank
-    more than 1 + ceil(log2(n)) of them. Few blocks and cheap cuts keep what travels small. Of a causal mask this is
-    `HeadTail`. The busiest rank exceeds the mean by at most `tolerance`, and by what a few single queries see: it
-    matters for short sequences only.
-
-    Over two axes the ranks of an inner one own a balanced share together, too.
+    A rank has one block if that is balanced already; otherwise n ranks own at most 2n - 1 blocks together, and no rank
+    more than 1 + ceil(log2(n)). Few blocks and cheap cuts keep transfers of K/V small. For a causal mask this is
+    `HeadTail`. The busiest rank exceeds the mean by at most `tolerance` and the pairs of a few queries, which matters
+    for short sequences only. Over two mesh axes, the ranks of each inner axis own a balanced share together, too.
 
     Args:
-        mask: which query may see which key; if batch rows have masks of their own, all of them together are balanced.
+        mask: which query may see which key; if batch rows have masks of their own, their sum is balanced.
         seq_len: global number of tokens.
-        tolerance: how much more than the mean the busiest rank may have, as a fraction of it, if that saves blocks.
+        tolerance: how much more than the mean the busiest rank may have, as a fraction of the mean, if that saves
+            blocks.
 
     Raises:
-        TypeError: no mask.
-        ValueError: a mask that is not of this length, a length or tolerance that is none.
+        TypeError: `mask` is no mask.
+        ValueError: a mask that does not fit the length; a length or tolerance below 0.
 
     >>> from cp_dtensor import Causal, Documents
     >>> Balanced(Causal(), 8).blocks(2)
@@ -199,16 +174,12 @@ class Balanced(_EvenShards):
         check_tolerance("Balanced", self.tolerance)
         workload_of(self.mask, self.seq_len)
 
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
-
     def blocks(self, world_size: int) -> list[list[Span]]:
         lengths = tuple(chunk_length(self.seq_len, world_size, rank) for rank in range(world_size))
-        return Dealing(workload_of(self.mask, self.seq_len), lengths, self.tolerance).blocks()
+        return BalancedPartition(workload_of(self.mask, self.seq_len), lengths, self.tolerance).blocks()
 
     def imbalance(self, world_size: int) -> float:
-        """How many more (query, key) pairs the busiest rank has than the mean, as a fraction of it.
+        """Returns by how much the pairs of the busiest rank exceed the mean, as a fraction of the mean.
 
         >>> from cp_dtensor import Causal
         >>> Balanced(Causal(), 8).imbalance(world_size=2)
@@ -218,32 +189,34 @@ class Balanced(_EvenShards):
 
 
 def check_tolerance(layout: str, tolerance: float) -> None:
-    """Refuses what is none."""
+    """Refuses numbers that are no tolerance."""
     if not (isfinite(tolerance) and tolerance >= 0):
         raise ValueError(f"{layout} expects tolerance to be a fraction >= 0, got {tolerance!r}")
 
 
-# The layout that is made for a block mask of FlexAttention: ranks own whole blocks of it.
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class BalancedBlocks(OneLength):
-    """Every rank owns equally many blocks of tokens, and blocks of equal work, in few contiguous ranges.
+    """`Balanced` for FlexAttention: ranks own whole blocks of a block mask, equally many and of equal work.
 
-    `Balanced` for FlexAttention, whose kernels compute block by block: cuts lie at blocks, so a rank's block mask is
-    some rows of the whole one, with none of them mixed from two. The numbers of blocks differ by one at most; so shards
-    are equal where the number of blocks is a multiple of the number of ranks and the last block is whole. As with
-    `Balanced`, n ranks own at most 2n - 1 ranges together.
+    A rank's block mask then consists of rows of the whole block mask. The numbers of blocks differ by one at most, so
+    shards are equal if the number of blocks is a multiple of the number of ranks and the last block is whole. As with
+    `Balanced`, n ranks own at most 2n - 1 ranges of blocks together.
+
+    `BalancedBlocks(block_mask)` reads the work of each block of queries, which is the number of blocks of keys that it
+    sees, all batch rows and heads together. A mask on a GPU is copied to the host, which waits for the GPU.
 
     Args:
-        work: of each block of queries, in any unit.
-        block: tokens of a block; the last one may be shorter.
-        seq_len: global number of tokens.
-        tolerance: how much more than the mean the busiest rank may have, as a fraction of it, if that saves ranges.
+        work: a `BlockMask` of as many queries as keys, the same on every rank; or the work of each block of queries, in
+            any unit, as a tuple of integers.
+        block: tokens of a block; the last block may be shorter. None with a `BlockMask`, which has it.
+        seq_len: global number of tokens. None with a `BlockMask`.
+        tolerance: how much more than the mean the busiest rank may have, as a fraction of the mean, if that saves
+            ranges.
 
     Raises:
-        ValueError: work of another number of blocks than there are, or less than none; no length, no block, no
-            tolerance.
+        TypeError: neither a `BlockMask` nor the work of blocks.
+        ValueError: a block mask of another number of keys than of queries, or of one block for all lengths; work of
+            another number of blocks than there are, or below 0; no length, block or tolerance.
 
     >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).blocks(2)  # of a causal mask
     [[(0, 128), (384, 512)], [(128, 384)]]
@@ -255,102 +228,81 @@ class BalancedBlocks(OneLength):
     tolerance: float = field(default=0.01, kw_only=True)
     __hash__ = CachedHash.__hash__
 
-    def __post_init__(self) -> None:
-        if not is_integer(self.seq_len) or self.seq_len < 0:
-            raise ValueError(f"BalancedBlocks expects seq_len to be an integer >= 0, got {self.seq_len!r}")
-        if not is_integer(self.block) or self.block < 1:
-            raise ValueError(f"BalancedBlocks expects block to be an integer >= 1, got {self.block!r}")
-        count = -(-self.seq_len // self.block)
-        if not isinstance(self.work, tuple) or len(self.work) != count or not all(map(_is_work, self.work)):
+    def __init__(
+        self, work: Any, block: int | None = None, seq_len: int | None = None, *, tolerance: float = 0.01
+    ) -> None:
+        if block is None and seq_len is None:
+            work, block, seq_len = _work_of_block_mask(work)
+        if not is_integer(seq_len) or seq_len < 0:
+            raise ValueError(f"BalancedBlocks expects seq_len to be an integer >= 0, got {seq_len!r}")
+        if not is_integer(block) or block < 1:
+            raise ValueError(f"BalancedBlocks expects block to be an integer >= 1, got {block!r}")
+        count = -(-seq_len // block)
+        if (
+            not isinstance(work, tuple)
+            or len(work) != count
+            or not all(map(is_integer, work))
+            or min(work, default=0) < 0
+        ):
+            received = f"{len(work)} values" if isinstance(work, tuple) and len(work) > 8 else repr(work)
             raise ValueError(
-                f"BalancedBlocks expects the work of {count} blocks, integers >= 0 as a tuple: {self.seq_len} tokens "
-                f"in blocks of {self.block}; got {_shortened(self.work)}"
+                f"BalancedBlocks expects the work of {count} blocks, integers >= 0 as a tuple: {seq_len} tokens in "
+                f"blocks of {block}; got {received}"
             )
-        check_tolerance("BalancedBlocks", self.tolerance)
+        check_tolerance("BalancedBlocks", tolerance)
+        for name, value in (("work", work), ("block", block), ("seq_len", seq_len), ("tolerance", tolerance)):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, block_mask: Any, *, tolerance: float = 0.01) -> BalancedBlocks:
-        """For a block mask of the whole sequence; it is waited for where it is on a GPU.
-
-        A block of queries has as much work as it sees blocks of keys, all batch rows and heads of the mask together.
-
-        Args:
-            block_mask: a `BlockMask` of as many queries as keys, alike on every rank.
-            tolerance: as for the class.
-
-        Raises:
-            TypeError: no `BlockMask`.
-            ValueError: a mask of another number of keys than of queries, or of one block that goes with all lengths.
-        """
-        if not hasattr(block_mask, "kv_num_blocks"):
-            raise TypeError(f"BalancedBlocks.of expects a BlockMask, got {type(block_mask).__name__}")
-        q_len, kv_len = block_mask.seq_lengths
-        if q_len != kv_len:
-            raise ValueError(
-                f"BalancedBlocks divides queries and keys alike: expected a block mask of as many keys as queries, got "
-                f"{q_len} queries and {kv_len} keys"
-            )
-        if q_len == 1 < min(block_mask.BLOCK_SIZE):  # as FlexAttention makes it where it is given none
-            raise ValueError(
-                "BalancedBlocks divides a sequence by the blocks of its mask: expected a block mask of the whole "
-                "sequence, got one of a single token, or of a single block that goes with all lengths"
-            )
-        seen = block_mask.kv_num_blocks
-        if block_mask.full_kv_num_blocks is not None:
-            seen = seen + block_mask.full_kv_num_blocks
-        return cls(tuple(seen.sum((0, 1)).tolist()), block_mask.BLOCK_SIZE[0], q_len, tolerance=tolerance)
-
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
+        """Deprecated name of `BalancedBlocks(block_mask)`."""
+        warn("BalancedBlocks.of(block_mask) is now BalancedBlocks(block_mask)", DeprecationWarning, stacklevel=2)
+        return cls(block_mask, tolerance=tolerance)
 
     @property
     def alignment(self) -> int:
         return self.block
 
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
-
     def blocks(self, world_size: int) -> list[list[Span]]:
         return [
             [(start * self.block, min(stop * self.block, self.seq_len)) for start, stop in ranges]
-            for ranges in self._dealing(world_size).blocks()
+            for ranges in self._partition(world_size).blocks()
         ]
 
     def imbalance(self, world_size: int) -> float:
-        """How much more work than the mean the busiest rank has, as a fraction of it.
+        """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
 
         >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).imbalance(2)
         0.0
         """
-        dealing = self._dealing(world_size)
-        return dealing.busiest(dealing.blocks()) * world_size / dealing.total - 1 if dealing.total else 0.0
+        partition = self._partition(world_size)
+        return partition.busiest(partition.blocks()) * world_size / partition.total - 1 if partition.total else 0.0
 
-    def _dealing(self, world_size: int) -> Dealing:
-        """Of blocks, not tokens."""
+    def _partition(self, world_size: int) -> BalancedPartition:
+        """The partition of blocks, not tokens. Cuts cost nothing, since FlexAttention gathers all keys."""
         lengths = tuple(chunk_length(len(self.work), world_size, rank) for rank in range(world_size))
-        return Dealing(_Counted(self.work), lengths, self.tolerance)
+        return BalancedPartition(Workload((), self.work), lengths, self.tolerance)
 
 
-class _Counted:
-    """Work that is known by the block, as areas that count in blocks."""
-
-    def __init__(self, work: Sequence[int]) -> None:
-        self._before = list(accumulate(work, initial=0))
-
-    def before(self, position: int) -> int:
-        return self._before[position]
-
-    def of(self, queries: Span) -> int:
-        return self._before[queries[1]] - self._before[queries[0]]
-
-    def reach_across(self, position: int) -> int:
-        return 0  # FlexAttention gathers all keys, wherever they are
-
-
-def _is_work(value: object) -> bool:
-    return is_integer(value) and value >= 0
-
-
-def _shortened(value: object) -> str:
-    return f"{len(value)} values" if isinstance(value, tuple) and len(value) > 8 else repr(value)
+def _work_of_block_mask(block_mask: Any) -> tuple[tuple[int, ...], int, int]:
+    """Returns the work of each block of queries, tokens of a block, and the length of the sequence."""
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(
+            "BalancedBlocks expects a BlockMask, or the work of blocks with block and seq_len; got "
+            f"{type(block_mask).__name__}"
+        )
+    q_len, kv_len = block_mask.seq_lengths
+    if q_len != kv_len:
+        raise ValueError(
+            f"BalancedBlocks divides queries and keys alike: expected a block mask of as many keys as queries, got "
+            f"{q_len} queries and {kv_len} keys"
+        )
+    if q_len == 1 < min(block_mask.BLOCK_SIZE):  # the mask of FlexAttention called without one
+        raise ValueError(
+            "BalancedBlocks divides a sequence by the blocks of its mask: expected a block mask of the whole sequence, "
+            "got one of a single token, or of a single block that goes with all lengths"
+        )
+    seen = block_mask.kv_num_blocks
+    if block_mask.full_kv_num_blocks is not None:
+        seen = seen + block_mask.full_kv_num_blocks
+    return tuple(seen.sum((0, 1)).tolist()), block_mask.BLOCK_SIZE[0], q_len

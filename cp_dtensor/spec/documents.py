@@ -1,4 +1,4 @@
-"""Documents: the mask of packed sequences, from cumulative lengths."""
+"""Masks of packed documents, from cumulative lengths."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from cp_dtensor.spec.masks import Batched, Full, Mask, clipped_interval_sets, is
 
 @dataclass(frozen=True, init=False)
 class Documents(CachedHash, Mask):
-    """Query and key see each other iff they are of one document, and `within` shows them there.
+    """Attention within packed documents: query and key are of one document, and `within` has their pair.
 
-    Document d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Positions before the first and after the last
-    document (padding) see nothing. Documents may be empty. With `cu_seqlens_k`, keys are numbered by themselves, as in
-    cross-attention: queries of document d see keys of document d.
+    Document d has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1; documents may be empty. Positions before the
+    first and after the last document (padding) see nothing.
 
     Args:
-        cu_seqlens: ascending positions in the whole sequence, one more than documents; no lengths
-            (`Documents.from_lengths` takes these) and no ids (`Documents.from_ids`), which attention refuses where it
-            can tell. Integers or a tensor. Of a tensor on a GPU the numbers are read, which waits for the GPU: pass one
-            on the CPU.
-        cu_seqlens_k: those of the keys if they differ.
-        within: a mask inside of each document, with positions counted from its start.
+        cu_seqlens: ascending positions in the whole sequence, one more than documents, as integers or a tensor. A
+            tensor on a GPU is copied to the host, which waits for the GPU; pass one on the CPU. Lengths belong to
+            `Documents.from_lengths` and ids to `Documents.from_ids`; attention refuses them here where it can tell.
+        cu_seqlens_k: positions of the keys' documents if keys are another sequence (cross-attention); queries of
+            document d see keys of document d. None: `cu_seqlens`.
+        within: the mask inside of each document, with positions counted from its start. None: `Full()`.
+
+    Raises:
+        ValueError: positions that do not ascend, another number of documents of keys, or `within` that is no single
+            mask.
 
     >>> from cp_dtensor.spec.masks import Causal
-    >>> [band.keys(band.last - 1) for band in Documents([0, 2, 5], within=Causal()).layers(5, 5)[0]]
+    >>> [band.keys(band.last - 1) for band in Documents([0, 2, 5], within=Causal()).interval_sets(5, 5)[0]]
     [(0, 2), (2, 5)]
     """
 
@@ -38,7 +41,7 @@ class Documents(CachedHash, Mask):
     cu_seqlens_k: tuple[int, ...]
     within: Mask
     only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
-    """Of the sequence, if the mask was made of an id for each of its tokens."""
+    """Length of the sequence if the mask was made from ids of all its tokens, else None."""
     __hash__ = CachedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
@@ -60,7 +63,10 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int], *, within: Mask | None = None) -> Documents:
-        """Documents of these lengths, one after the other.
+        """Returns the mask of documents of these lengths, one after the other.
+
+        Raises:
+            ValueError: lengths that are no integers >= 0.
 
         >>> Documents.from_lengths([2, 3]).cu_seqlens
         (0, 2, 5)
@@ -72,10 +78,16 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
-        """A document is a run of equal ids; of ids (B, S) every batch row has documents of its own.
+        """Returns the mask whose documents are runs of equal ids.
 
-        Ids are those of all tokens, in the order of their positions, so attention over another number of queries
-        refuses the mask. Make it before a context shards the ids.
+        Args:
+            ids: (S,), or (B, S) where each batch row has documents of its own: the ids of all tokens of the whole
+                sequence, in the order of their positions. Make the mask before a context shards the ids; attention
+                over another number of queries refuses it.
+            within: as for the class.
+
+        Raises:
+            ValueError: neither a list nor a tensor.
 
         >>> Documents.from_ids([7, 7, 1]).cu_seqlens
         (0, 2, 3)
@@ -91,10 +103,10 @@ class Documents(CachedHash, Mask):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Queries of each document."""
+        """Number of queries of each document."""
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
         if self.cu_seqlens[-1] > q_len or self.cu_seqlens_k[-1] > kv_len:
             raise ValueError(
                 f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
@@ -105,29 +117,29 @@ class Documents(CachedHash, Mask):
                 f"Documents.from_ids got ids of {self.only_length} tokens, expected one for each of the {q_len} tokens "
                 "of the whole sequence; those of a rank's own tokens, or positions (cu_seqlens), make another mask"
             )
-        refuse_no_edges(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
-        refuse_no_edges(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
-        by_layer: list[list[IntervalBand]] = []
+        refuse_ids_and_lengths(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
+        refuse_ids_and_lengths(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
+        sets: list[list[IntervalBand]] = []
         for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
-            for index, layer in enumerate(clipped_interval_sets(self.within, last - first, hi - lo)):
-                if index == len(by_layer):
-                    by_layer.append([])
-                by_layer[index] += [_moved(band, first, lo) for band in layer]
-        return tuple(map(tuple, by_layer))
+            for index, bands in enumerate(clipped_interval_sets(self.within, last - first, hi - lo)):
+                if index == len(sets):
+                    sets.append([])
+                sets[index] += [_moved(band, first, lo) for band in bands]
+        return tuple(map(tuple, sets))
 
 
 def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
-    """A band whose queries begin at `first` and whose keys begin at `lo`."""
+    """Returns a band of a document whose queries begin at `first` and whose keys begin at `lo`."""
     left = band.left if band.left >= FAR else band.left + first - lo
     right = band.right if band.right >= FAR else band.right + lo - first
     return IntervalBand(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
 
 
 def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
-    """Ascending positions from integers or a tensor.
+    """Returns ascending positions from integers or a tensor.
 
     Raises:
-        ValueError: anything else; `owner` and `name` say whose argument it is.
+        ValueError: anything else; the message names the argument `name` of `owner`.
     """
     numbers = _as_lists(values)
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
@@ -137,12 +149,12 @@ def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def refuse_no_edges(numbers: tuple[int, ...], seq_len: int, owner: str, name: str) -> None:
-    """Refuses ids and lengths in the place of positions: nearly all tokens would be padding, and see nothing.
+def refuse_ids_and_lengths(numbers: tuple[int, ...], seq_len: int, owner: str, name: str) -> None:
+    """Refuses ids and lengths that were passed as positions: nearly all tokens would be padding.
 
     Raises:
-        ValueError: ascending numbers that are no sensible `cu_seqlens` of a sequence of `seq_len` tokens; `owner` and
-            `name` say whose argument they are.
+        ValueError: ascending numbers that are no sensible `cu_seqlens` of a sequence of `seq_len` tokens; the message
+            names the argument `name` of `owner`.
     """
     for are_taken, what, instead in (
         (_are_ids, "a document id of each token", "Documents.from_ids(ids)"),
@@ -158,9 +170,9 @@ def refuse_no_edges(numbers: tuple[int, ...], seq_len: int, owner: str, name: st
 
 
 def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
-    """Whether these are as many as tokens, and end so early that as positions some would be documents without tokens.
+    """True if there are as many numbers as tokens, and as positions they would make empty documents.
 
-    Unless those stand at the end (a list of a fixed size may be filled up), or there are ids for all but one token.
+    Empty documents at the end do not count, since a list of fixed size may be filled up.
 
     >>> [_are_ids(numbers, 6) for numbers in ((0, 0, 0, 1, 1, 2), (4, 4, 4, 4, 4, 4), (0, 3, 4, 4, 4, 4))]
     [True, True, False]
@@ -174,7 +186,7 @@ def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
-    """Whether these ascending numbers add up to the sequence, or are all the same, with tokens on either side.
+    """True if these ascending numbers add up to `seq_len`, or are all equal, with tokens on both sides.
 
     >>> [_are_lengths(numbers, 12) for numbers in ((3, 4, 5), (4, 4), (0, 3, 9), (0, 0), (12, 12))]
     [True, True, False, False, False]
@@ -183,7 +195,7 @@ def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _as_lists(values: Any) -> Any:
-    """A list, of lists if there are more dims; what is no sequence stays as it is, for the caller to refuse."""
+    """Returns a list (of lists if there are more dims), or the value itself if it is no sequence."""
     if hasattr(values, "tolist"):
         return values.tolist()
     return list(values) if isinstance(values, Iterable) else values
@@ -191,9 +203,9 @@ def _as_lists(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class PackedEdges:
-    """Where documents begin and end in the whole sequences of all batch rows, row after row.
+    """Positions where documents begin and end, in the whole sequences of all batch rows one after the other.
 
-    Two rows of 6 tokens, the first with documents of 2 and 4 tokens: (0, 2, 6, 12).
+    Example: two rows of 6 tokens, the first with documents of 2 and 4 tokens: (0, 2, 6, 12).
     """
 
     queries: tuple[int, ...]
@@ -201,9 +213,9 @@ class PackedEdges:
 
     @classmethod
     def of(cls, cu_seq_q: Any, cu_seq_k: Any) -> PackedEdges:
-        """What tensors say now; of those on a GPU, waits for it.
+        """Reads the positions from tensors; waits for those on a GPU.
 
-        To remember the numbers would be wrong: nothing tells that collectives, or compiled code, have written others.
+        The numbers are not cached by tensor: collectives and compiled code may change them without a trace.
 
         Raises:
             ValueError: no ascending integers.
@@ -212,13 +224,13 @@ class PackedEdges:
         return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
 
     def in_rows(self, lengths: tuple[int, ...] | None) -> PackedRows:
-        """The batch rows.
+        """Returns the documents with the number of batch rows, which follows from the length of a row.
 
         Args:
-            lengths: tokens that a row may have; None if nobody has said.
+            lengths: the lengths that a row may have; None if unknown.
 
         Raises:
-            ValueError: it is not known how many rows there are, or they have no such lengths.
+            ValueError: documents that fit no number of rows, or several.
         """
         for name, edges in (("cu_seq_q", self.queries), ("cu_seq_k", self.keys)):
             if edges[0] != 0:
@@ -252,10 +264,10 @@ class PackedEdges:
 
 
 def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Tokens that batch rows may have.
+    """Returns the lengths that batch rows may have.
 
     Raises:
-        ValueError: nobody has said.
+        ValueError: there are none.
     """
     if not lengths:
         raise ValueError(
@@ -268,17 +280,17 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Documents of `rows` batch rows, whose whole sequences have the (query, key) `lengths`."""
+    """Documents of `rows` batch rows, whose whole sequences have the `lengths` (queries, keys)."""
 
     edges: PackedEdges
     rows: int
     lengths: tuple[int, int]
 
     def mask(self, within: Mask) -> Mask:
-        """Documents of each row, which show `within` inside.
+        """Returns the mask of each row's documents, with `within` inside.
 
         Raises:
-            ValueError: a document that lies in two rows.
+            ValueError: a document that is in two rows.
         """
         return _mask(self, within)
 
@@ -290,7 +302,7 @@ def _mask(packed: PackedRows, within: Mask) -> Mask:
         return Documents(edges.queries, edges.keys, within=within)
     by_row: list[list[tuple[Span, Span]]] = [[]]
     for queries, keys in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
-        # Of documents that are in order, the first row that holds one is at or after that of the one before.
+        # Documents ascend, so the row of one is that of the one before or a later one.
         while queries[1] > len(by_row) * q_len or keys[1] > len(by_row) * kv_len:
             by_row.append([])
         row = len(by_row) - 1

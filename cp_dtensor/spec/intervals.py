@@ -1,8 +1,9 @@
-"""Bands: what masks are made of. Exact arithmetic of integers, by the band and never by the token.
+"""Interval sets: masks as bands of integers.
 
-A band says of a range of queries which keys each sees: an interval whose ends are fixed or move along with the query.
-A layer is a tuple of bands over disjoint ranges of queries, in their order: each query sees one interval of keys. A
-mask is a tuple of layers that show no pair twice.
+A band gives each query of a range one interval of keys, whose ends are fixed or move along with the query. An interval
+set is a tuple of bands over disjoint, ascending ranges of queries, so each query sees one interval of keys. A mask is a
+tuple of interval sets that have no (query, key) pair in common. The cost of all operations grows with the number of
+bands, not of tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import NamedTuple
 Span = tuple[int, int]
 
 FAR = 1 << 60
-"""Beyond every position: an end that does not move with the query has this distance."""
+"""A distance beyond every position: an end at this distance is fixed."""
 
 
 class IntervalBand(NamedTuple):
     """Query i, first <= i < last, sees the keys j with max(lo, i - left) <= j < min(hi, i + right + 1).
 
-    `left` and `right` may be negative: queries may be numbered otherwise than keys.
+    `left` and `right` may be negative, since queries and keys may be numbered differently.
     """
 
     first: int
@@ -31,25 +32,26 @@ class IntervalBand(NamedTuple):
     right: int = FAR
 
     def keys(self, query: int) -> Span:
-        """The interval that a query of the band sees; empty if its end is not beyond its start."""
+        """Returns the interval of a query of the band; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
-    def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
-        """The band within some queries and some keys, without queries that see nothing; None if nothing is left.
+    def clipped(self, queries: Span | None = None, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
+        """Returns the band within some queries (None: its own) and some keys, None if it is empty.
 
-        Every query of the result sees something, and the intervals of neighbours touch or overlap.
+        Every query of the result sees at least one key, and the intervals of neighbours touch or overlap.
         """
         lo, hi = max(self.lo, keys[0]), min(self.hi, keys[1])
         if lo >= hi or self.left + self.right < 0:
             return None
         # i + right + 1 > lo and i - left < hi; then the moving ends leave something too.
-        first = max(self.first, queries[0], lo - self.right)
-        last = min(self.last, queries[1], hi + self.left)
+        first, last = max(self.first, lo - self.right), min(self.last, hi + self.left)
+        if queries is not None:
+            first, last = max(first, queries[0]), min(last, queries[1])
         return IntervalBand(first, last, lo, hi, self.left, self.right) if first < last else None
 
     @property
-    def shown(self) -> Span:
-        """All keys that a clipped band shows to any query: one range."""
+    def key_range(self) -> Span:
+        """The keys that any query of a clipped band sees: one range."""
         return self.keys(self.first)[0], self.keys(self.last - 1)[1]
 
     @property
@@ -71,56 +73,60 @@ def _sum_of_smaller(queries: Span, shift: int, limit: int, sign: int = 1) -> int
     return moving + limit * (last - turn)
 
 
-def within(layer: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[IntervalBand]:
-    """The bands of a layer within some queries and keys, clipped."""
-    index = max(bisect_right(layer, queries[0], key=lambda band: band.first) - 1, 0)
-    while index < len(layer) and layer[index].first < queries[1]:
-        band = layer[index].clipped(queries, keys)
+def clipped_bands(bands: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[IntervalBand]:
+    """Yields the bands of an interval set within some queries and keys."""
+    index = max(bisect_right(bands, queries[0], key=lambda band: band.first) - 1, 0)
+    while index < len(bands) and bands[index].first < queries[1]:
+        band = bands[index].clipped(queries, keys)
         if band is not None:
             yield band
         index += 1
 
 
-def pairs_of(layers: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
-    """How many (query, key) pairs there are within some queries and keys."""
-    return sum(band.pairs for layer in layers for band in within(layer, queries, keys))
+def without_empty(bands: IntervalSet | list[IntervalBand]) -> IntervalSet:
+    """Returns all bands clipped, without empty ones."""
+    return tuple(clipped for band in bands if (clipped := band.clipped()) is not None)
 
 
-def intersected(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
-    """The pairs that both show."""
-    met = (_met(one, other) for one in ours for other in theirs)
-    return tuple(layer for layer in met if layer)
+def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
+    """Returns the number of (query, key) pairs within some queries and keys."""
+    return sum(band.pairs for bands in sets for band in clipped_bands(bands, queries, keys))
 
 
-def merged(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
-    """The pairs that either shows."""
+def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
+    """Returns the pairs that are in both."""
+    found = (_in_both(one, other) for one in ours for other in theirs)
+    return tuple(bands for bands in found if bands)
+
+
+def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
+    """Returns the pairs that are in either."""
     added: list[IntervalSet] = list(theirs)
-    for layer in ours:
-        added = [part for other in added for part in _without(other, layer) if part]
+    for bands in ours:
+        added = [part for other in added for part in _difference(other, bands) if part]
     return (*ours, *added)
 
 
-def _met(one: IntervalSet, other: IntervalSet) -> IntervalSet:
-    bands = []
-    for band in one:
-        for piece in within(other, (band.first, band.last), (band.lo, band.hi)):
-            both = piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
-            clipped = both.clipped((both.first, both.last))
-            if clipped is not None:
-                bands.append(clipped)
-    return tuple(bands)
+def _in_both(one: IntervalSet, other: IntervalSet) -> IntervalSet:
+    return without_empty(
+        [
+            piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
+            for band in one
+            for piece in clipped_bands(other, (band.first, band.last), (band.lo, band.hi))
+        ]
+    )
 
 
-def _without(layer: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
-    """What a layer shows and another one does not: the keys below, and those above, of what the other one shows."""
+def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
+    """Returns the pairs of `bands` that are not in `other`: keys below and keys above the intervals of `other`."""
     below: list[IntervalBand] = []
     above: list[IntervalBand] = []
-    for band in layer:
+    for band in bands:
         reached = band.first
-        for hidden in within(other, (band.first, band.last)):
+        for hidden in clipped_bands(other, (band.first, band.last)):
             below.append(band._replace(first=reached, last=hidden.first))
             reached = hidden.last
-            # The lower end of what is hidden is fixed up to a turn, and moves from there; the upper end likewise.
+            # The lower end of a hidden interval is fixed up to a turn, and moves from there; the upper end likewise.
             turn = min(max(hidden.lo + hidden.left, hidden.first), hidden.last)
             below.append(band._replace(first=hidden.first, last=turn, hi=min(band.hi, hidden.lo)))
             right = min(band.right, -hidden.left - 1)
@@ -130,9 +136,4 @@ def _without(layer: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, Inter
             above.append(band._replace(first=hidden.first, last=turn, left=left))
             above.append(band._replace(first=turn, last=hidden.last, lo=max(band.lo, hidden.hi)))
         below.append(band._replace(first=reached))
-    return _clipped(below), _clipped(above)
-
-
-def _clipped(bands: list[IntervalBand]) -> IntervalSet:
-    clipped = (band.clipped((band.first, band.last)) for band in bands)
-    return tuple(band for band in clipped if band is not None)
+    return without_empty(below), without_empty(above)

@@ -1,7 +1,7 @@
-"""Layouts: which global token positions each rank owns, in which local order.
+"""Layouts: the global token positions of each rank, in local order.
 
-A layout is a frozen value of integers: no tensors, no process group. Everything else in the library (sharding of
-buffers, schedules, positions for RoPE, the pictures in the docs) reads layouts through the methods of `Layout`.
+A layout is a frozen value of integers, without tensors or process groups. Sharding, plans and positions for RoPE all
+read layouts through the methods of `Layout`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-# Values of many numbers, such as the edges of documents, that are looked up at every call of attention.
+Span = tuple[int, int]
+"""A half-open range, `(start, stop)`."""
 
 
 class CachedHash:
-    """Of frozen dataclasses, computed once. They say `__hash__ = CachedHash.__hash__`, or are given another."""
+    """Mixin of frozen dataclasses with many numbers, whose hash is computed once.
+
+    A subclass says `__hash__ = CachedHash.__hash__`, or dataclass gives it another.
+    """
 
     @cached_property
     def _hash(self) -> int:
@@ -28,16 +32,12 @@ class CachedHash:
         return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
 
-Span = tuple[int, int]
-"""A half-open range of rows, `(start, stop)`."""
-
-
 @dataclass(frozen=True)
 class Segment:
-    """A run of consecutive local tokens and the arithmetic of their global positions.
+    """Consecutive local tokens and the arithmetic of their global positions.
 
-    Local token `i` of the segment stands at global position `start + (i // block) * period + i % block`: blocks of
-    `block` adjacent tokens, `period` apart. A contiguous segment is one block.
+    Local token `i` of the segment is at global position `start + (i // block) * period + i % block`: blocks of `block`
+    adjacent tokens, `period` apart. A contiguous segment is one block.
 
     >>> list(Segment(start=2, length=5, block=2, period=8).positions())
     [2, 3, 10, 11, 18]
@@ -50,12 +50,12 @@ class Segment:
 
     @classmethod
     def contiguous(cls, start: int, stop: int) -> Segment:
-        """The segment of positions `start, ..., stop - 1`."""
+        """Returns the segment of positions `start, ..., stop - 1`."""
         return cls(start=start, length=stop - start, block=max(stop - start, 1), period=max(stop - start, 1))
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the positions are one unbroken range."""
+        """True if the positions are one unbroken range."""
         return self.length <= self.block or self.block == self.period
 
     @property
@@ -64,20 +64,20 @@ class Segment:
         return self.position(self.length - 1) if self.length else self.start - 1
 
     def position(self, index: int) -> int:
-        """Where a local token stands; of a tensor of tokens, where each does."""
+        """Returns the position of a local token (of a tensor of local tokens: their positions)."""
         return self.start + index // self.block * self.period + index % self.block
 
     def positions(self) -> range | list[int]:
-        """Global positions in local order."""
+        """Returns the global positions in local order."""
         if self.is_contiguous:
             return range(self.start, self.start + self.length)
         return [self.position(index) for index in range(self.length)]
 
 
 def chunk_length(seq_len: int, chunks: int, index: int) -> int:
-    """Length of chunk `index` when `seq_len` tokens are cut into `chunks` whose lengths differ by at most one.
+    """Returns the length of chunk `index` when `seq_len` tokens are cut into `chunks` of nearly equal length.
 
-    The longer chunks come first.
+    Lengths differ by at most one; the longer chunks come first.
 
     >>> [chunk_length(10, 4, i) for i in range(4)]
     [3, 3, 2, 2]
@@ -86,7 +86,7 @@ def chunk_length(seq_len: int, chunks: int, index: int) -> int:
 
 
 def chunk_start(seq_len: int, chunks: int, index: int) -> int:
-    """First position of chunk `index`, cut as in `chunk_length`."""
+    """Returns the first position of chunk `index`, cut as in `chunk_length`."""
     return index * (seq_len // chunks) + min(index, seq_len % chunks)
 
 
@@ -96,16 +96,16 @@ def _chunk(seq_len: int, chunks: int, index: int) -> Segment:
 
 
 class Layout(ABC):
-    """How a sequence is divided over the ranks of a context-parallel axis.
+    """The division of a sequence over the ranks of a context-parallel axis.
 
     A layout is a frozen, hashable value. It covers any sequence length >= 0 (or `only_length`) and any number of ranks:
-    every position belongs to exactly one rank. All rows of the batch share one division, unless `batch_groups` says
+    every position belongs to exactly one rank. All rows of the batch are divided alike, unless `batch_groups` says
     otherwise.
     """
 
     @abstractmethod
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        """The tokens of `rank`, in local order.
+        """Returns the tokens of `rank`, in local order.
 
         The number of segments is the same on every rank (some may be empty), so that the i-th segments of all ranks
         can be gathered together.
@@ -120,52 +120,30 @@ class Layout(ABC):
             ValueError: another length than `only_length`.
         """
 
-    @abstractmethod
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
-        """Ranges of batch rows that share one division of the sequence; together they are the whole batch."""
+        """Returns ranges of batch rows that are divided alike; together they are the whole batch."""
+        return ((0, batch_size),)
 
-    @abstractmethod
     def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        """Number of tokens that `rank` owns, the same in every batch group."""
+        """Returns the number of tokens of `rank`, which is the same in every batch group."""
+        return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
 
     @property
-    @abstractmethod
     def only_length(self) -> int | None:
         """The one length that the layout divides; None if it divides any."""
-
-    @property
-    @abstractmethod
-    def alignment(self) -> int:
-        """Unbroken ranges begin at multiples of it, in the sequence and in the shard, whatever the rank; 1 if anywhere.
-
-        A constant of the layout, so 1 where it would depend on the length or on the number of ranks.
-        """
-
-
-class _AnyLength(Layout):
-    """Layouts of sequences of any length."""
-
-    @property
-    def only_length(self) -> int | None:
         return None
 
     @property
     def alignment(self) -> int:
+        """Unbroken ranges begin at multiples of this number, in the sequence and in the shard, on every rank.
+
+        It is a constant of the layout: 1 if it would depend on the length or on the number of ranks.
+        """
         return 1
 
 
-class _WholeBatch(_AnyLength):
-    """Layouts that divide every row of the batch alike."""
-
-    def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
-        return ((0, batch_size),)
-
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
-
-
 @dataclass(frozen=True)
-class Contiguous(_WholeBatch):
+class Contiguous(Layout):
     """Rank r owns the r-th of n adjacent chunks, whose lengths differ by at most one.
 
     Under a causal mask the last rank has the most work; prefer `HeadTail` there.
@@ -179,7 +157,7 @@ class Contiguous(_WholeBatch):
 
 
 @dataclass(frozen=True)
-class HeadTail(_WholeBatch):
+class HeadTail(Layout):
     """Rank r of n owns chunks r and 2n-1-r of 2n, which balances causal attention (also called zigzag).
 
     Same order as torch's head-tail load balancer where the length divides by 2n.
@@ -195,10 +173,15 @@ class HeadTail(_WholeBatch):
 
 
 @dataclass(frozen=True)
-class Striped(_WholeBatch):
-    """Blocks of `block` tokens are dealt to the ranks in turn, like cards.
+class Striped(Layout):
+    """Rank r of n owns every n-th block of `block` tokens, starting with block r.
 
+    Causal attention is balanced up to one block. With block = 1, tiles are triangles; with larger blocks they are
+    masked by intervals.
     Source: Striped Attention (arXiv 2311.09431), section 3, which has block = 1.
+
+    Raises:
+        ValueError: `block` is no integer >= 1.
 
     >>> [list(Striped(block=2).segments(10, r, 2)[0].positions()) for r in range(2)]
     [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
@@ -218,35 +201,31 @@ class Striped(_WholeBatch):
 
 
 @dataclass(frozen=True)
-class MirroredBatch(_AnyLength):
-    """Contiguous chunks, dealt to the ranks in reversed order for the second half of the batch ("step attention").
+class MirroredBatch(Layout):
+    """Contiguous chunks, in reversed order of ranks for the second half of the batch ("step attention").
 
-    Balances causal attention without cutting a row in two, as long as the batch has an even number of rows; of an odd
-    batch the first half has one row more. Rank r has the same number of tokens in both halves. Attention takes the rows
-    of a whole batch as they were sharded: parts of it (microbatches) would be halved anew.
+    Causal attention is balanced if the batch has an even number of rows; of an odd batch the first half has one row
+    more. Rank r has the same number of tokens in both halves. Attention needs the rows of the whole batch as they were
+    sharded: parts of it (microbatches) would be halved again.
 
     >>> [[list(MirroredBatch().segments(4, r, 2, group=g)[0].positions()) for g in (0, 1)] for r in range(2)]
     [[[0, 1], [2, 3]], [[2, 3], [0, 1]]]
     """
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        start = chunk_start(seq_len, world_size, rank)
-        length = chunk_length(seq_len, world_size, rank)
-        if group == 1:  # the ranks line up from the last to the first: whoever is behind us in rank is before us here
-            start = seq_len - start - length
-        return (Segment.contiguous(start, start + length),)
+        chunk = _chunk(seq_len, world_size, rank)
+        if group == 0:
+            return (chunk,)
+        return (Segment.contiguous(seq_len - chunk.start - chunk.length, seq_len - chunk.start),)
 
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
         half = (batch_size + 1) // 2
         return ((0, half), (half, batch_size)) if half < batch_size else ((0, batch_size),)
 
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        return chunk_length(seq_len, world_size, rank)
-
 
 @dataclass(frozen=True)
-class TorchChunk(_WholeBatch):
-    """The division of DTensor's `Shard`, that of `torch.chunk`: ceil(S / n) tokens a rank, the last ranks have fewer.
+class TorchChunk(Layout):
+    """The division of DTensor's `Shard` and of `torch.chunk`: ceil(S / n) tokens a rank, fewer on the last ranks.
 
     >>> [TorchChunk().local_length(10, r, 4) for r in range(4)]
     [3, 3, 3, 1]
@@ -259,6 +238,6 @@ class TorchChunk(_WholeBatch):
 
 
 def share(span: Span, index: int, count: int) -> Span:
-    """The index-th of `count` consecutive shares, which differ by at most one."""
+    """Returns the index-th of `count` consecutive parts of a span, whose lengths differ by at most one."""
     length = span[1] - span[0]
     return span[0] + -(-length * index // count), span[0] + -(-length * (index + 1) // count)

@@ -1,7 +1,7 @@
-"""Masks: which query may see which key, as values. Of a whole problem (`Mask`); those of tiles are in `tile_masks`.
+"""Attention masks as values: the (query, key) pairs that attention computes.
 
-Queries and keys are counted by their positions in the whole sequence, whatever the layout. Masks combine: `a & b` shows
-what both show, `a | b` what either shows.
+Queries and keys are numbered by their positions in the whole sequence, whatever the layout. Masks combine: `a & b` has
+the pairs of both, `a | b` those of either.
 """
 
 from __future__ import annotations
@@ -12,27 +12,35 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, TypeGuard
 
-from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, intersected, merged, pairs_of
+from cp_dtensor.spec.intervals import (
+    FAR,
+    IntervalBand,
+    IntervalSets,
+    count_pairs,
+    intersection,
+    union,
+    without_empty,
+)
 
 _TOO_LONG = 1 << 31
 Alignment = Literal["top_left", "bottom_right"]
 
 
 class Mask(ABC):
-    """Which query may see which key. A frozen, hashable value."""
+    """The (query, key) pairs that attention computes. A frozen, hashable value."""
 
     @abstractmethod
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
-        """What each query sees, for a problem of so many queries and keys."""
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        """Returns the intervals of keys that each query sees, for `q_len` queries and `kv_len` keys."""
 
     def of_batch_row(self, row: int) -> Mask:
-        """The mask of one row of the batch: for most, the same in each."""
+        """Returns the mask of one batch row; most masks are the same in all rows."""
         del row
         return self
 
     @property
     def batch_size(self) -> int | None:
-        """How many rows the batch must have; None for masks that are the same in each."""
+        """Batch rows that the mask is made for; None if it is the same in all rows."""
         return None
 
     def __and__(self, other: Mask) -> Mask:
@@ -42,7 +50,7 @@ class Mask(ABC):
         return _combined(self, other, Union)
 
     def pairs(self, q_len: int, kv_len: int) -> int:
-        """Number of (query, key) pairs that are shown, in one batch row (with masks of their own: on average)."""
+        """Returns the number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
         return _pairs_shown(self, q_len, kv_len)
 
 
@@ -50,15 +58,19 @@ class Mask(ABC):
 class Full(Mask):
     """Every query sees every key."""
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
-        return _one_layer(IntervalBand(0, q_len, 0, kv_len))
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        return ((IntervalBand(0, q_len, 0, kv_len),),)
 
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Query i sees keys j <= i, as torch's `is_causal`; aligned "bottom_right", the last query sees the last key.
+    """Query i sees the keys j <= i, as with torch's `is_causal`.
 
-    >>> [Causal().layers(3, 3)[0][0].keys(i) for i in range(3)]
+    Args:
+        alignment: "top_left": the first query sees the first key. "bottom_right": the last query sees the last key, as
+            in FlashAttention.
+
+    >>> [Causal().interval_sets(3, 3)[0][0].keys(i) for i in range(3)]
     [(0, 1), (0, 2), (0, 3)]
     """
 
@@ -67,19 +79,26 @@ class Causal(Mask):
     def __post_init__(self) -> None:
         _check_alignment(self)
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
-        return _one_layer(IntervalBand(0, q_len, 0, kv_len, right=_offset(self.alignment, q_len, kv_len)))
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        return ((IntervalBand(0, q_len, 0, kv_len, right=_offset(self.alignment, q_len, kv_len)),),)
 
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Query i sees keys i - left to i + right; None: without end on that side.
+    """Query i sees the keys i - left to i + right.
 
-    It sees its own place besides: what models call a sliding window of W tokens is `SlidingWindow(W - 1, 0)`.
+    A sliding window of W tokens, as models count them, includes the query's own position: `SlidingWindow(W - 1, 0)`.
 
-    Aligned "bottom_right", the last query stands at the last key, as in FlashAttention.
+    Args:
+        left: keys before the query's own position, None for all.
+        right: keys behind it, None for all.
+        alignment: "top_left": query 0 is at key 0. "bottom_right": the last query is at the last key, as in
+            FlashAttention.
 
-    >>> [SlidingWindow(1, 0).layers(3, 3)[0][0].keys(i) for i in range(3)]
+    Raises:
+        ValueError: a negative number of keys, or another alignment.
+
+    >>> [SlidingWindow(1, 0).interval_sets(3, 3)[0][0].keys(i) for i in range(3)]
     [(0, 1), (0, 2), (1, 3)]
     """
 
@@ -93,18 +112,18 @@ class SlidingWindow(Mask):
             if end is not None and not (is_integer(end) and end >= 0):
                 raise ValueError(f"SlidingWindow expects numbers of keys >= 0, or None for no limit; got {self}")
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
         offset = _offset(self.alignment, q_len, kv_len)
         left = FAR if self.left is None or self.left >= FAR else self.left - offset
         right = FAR if self.right is None or self.right >= FAR else self.right + offset
-        return _one_layer(IntervalBand(0, q_len, 0, kv_len, left, right))
+        return ((IntervalBand(0, q_len, 0, kv_len, left, right),),)
 
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, but that every query sees the first `length` keys.
+    """Causal, and every query sees the first `length` keys.
 
-    >>> [band.keys(i) for i in range(3) for band in PrefixLM(2).layers(3, 3)[0] if band.first <= i < band.last]
+    >>> [band.keys(i) for i in range(3) for band in PrefixLM(2).interval_sets(3, 3)[0] if band.first <= i < band.last]
     [(0, 2), (0, 2), (0, 3)]
     """
 
@@ -114,36 +133,42 @@ class PrefixLM(Mask):
         if not is_integer(self.length) or self.length < 0:
             raise ValueError(f"PrefixLM expects a number of keys >= 0, got {self.length!r}")
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
         prefix = min(self.length, q_len)
-        return _one_layer(
-            IntervalBand(0, prefix, 0, min(self.length, kv_len)), IntervalBand(prefix, q_len, 0, kv_len, right=0)
-        )
+        prefix_band = IntervalBand(0, prefix, 0, min(self.length, kv_len))
+        return ((prefix_band, IntervalBand(prefix, q_len, 0, kv_len, right=0)),)
 
 
 @dataclass(frozen=True)
 class Intersection(Mask):
-    """What all of some masks show: `a & b`."""
+    """The pairs of all of some masks: `a & b`."""
 
     masks: tuple[Mask, ...]
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
-        return reduce(intersected, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        return reduce(intersection, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True)
 class Union(Mask):
-    """What any of some masks shows: `a | b`."""
+    """The pairs of any of some masks: `a | b`."""
 
     masks: tuple[Mask, ...]
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
-        return reduce(merged, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        return reduce(union, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True, init=False)
 class Batched(Mask):
-    """A mask of its own for each row of the batch."""
+    """A mask for each row of the batch.
+
+    Args:
+        masks: one mask for each row; a call must have as many rows.
+
+    Raises:
+        ValueError: no masks, or a mask that is `Batched` itself.
+    """
 
     masks: tuple[Mask, ...]
 
@@ -155,8 +180,8 @@ class Batched(Mask):
             raise ValueError(f"Batched expects a mask for each row of the batch, got {masks}")
         object.__setattr__(self, "masks", masks)
 
-    def layers(self, q_len: int, kv_len: int) -> IntervalSets:
-        raise ValueError("a mask that differs by batch row has layers by batch row: of_batch_row(row).layers(...)")
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        raise ValueError("Batched has interval sets by batch row only: of_batch_row(row).interval_sets(...)")
 
     def of_batch_row(self, row: int) -> Mask:
         return self.masks[row]
@@ -166,23 +191,22 @@ class Batched(Mask):
         return len(self.masks)
 
 
-# Both are asked several times when a call of a new mask is planned.
 @lru_cache(maxsize=64)
 def _pairs_shown(mask: Mask, q_len: int, kv_len: int) -> int:
-    rows = _layers_by_row(mask, q_len, kv_len)
-    return sum(pairs_of(layers, (0, q_len), (0, kv_len)) for layers in rows) // len(rows)
+    rows = _interval_sets_by_row(mask, q_len, kv_len)
+    return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
 
 
 @lru_cache(maxsize=64)
-def _layers_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[IntervalSets, ...]:
+def _interval_sets_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[IntervalSets, ...]:
     return tuple(clipped_interval_sets(mask.of_batch_row(row), q_len, kv_len) for row in range(mask.batch_size or 1))
 
 
 def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[IntervalSets, ...]:
-    """The layers of a mask: once, if they are the same in every batch row, else for each row.
+    """Returns the interval sets of each batch row, or one entry if they are the same in all rows.
 
     Raises:
-        ValueError: a mask that does not fit lengths or batch.
+        ValueError: a mask that does not fit the lengths or the batch.
     """
     if max(q_len, kv_len) >= _TOO_LONG:
         raise ValueError(
@@ -190,24 +214,29 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
         )
     if mask.batch_size not in (None, batch_size):
         raise ValueError(f"the mask is of {mask.batch_size} batch rows, got a batch of {batch_size}")
-    return _layers_by_row(mask, q_len, kv_len)
+    return _interval_sets_by_row(mask, q_len, kv_len)
+
+
+def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
+    """Returns the interval sets of a mask without empty bands."""
+    return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := without_empty(each)))
 
 
 def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
-    """Whether a mask is nothing, or the causal triangle from the top left, for which every backend has kernels."""
+    """True if a mask is full or the causal triangle from the top left, for which every backend has kernels."""
     return mask in (Full(), Causal()) or (isinstance(mask, Causal) and q_len == kv_len)
 
 
 def as_plain(mask: Mask) -> Mask:
-    """A plain mask as tiles by shape have it: a causal one of whatever alignment is the triangle from the top left."""
+    """Returns a plain mask as `Full()` or `Causal()`, whatever its alignment."""
     return mask if mask == Full() else Causal()
 
 
-@lru_cache(maxsize=256)  # one object for equal ones, which are looked up at every call
-def shown_by_both(one: Mask, other: Mask) -> Mask:
-    """`one & other`, or just one of them where the other hides nothing more.
+@lru_cache(maxsize=256)  # one object for equal masks, which are dictionary keys at every call
+def mask_intersection(one: Mask, other: Mask) -> Mask:
+    """Returns `one & other`, or one of them alone if the other has all its pairs.
 
-    >>> shown_by_both(Causal(), Full()), shown_by_both(Causal(), Causal())
+    >>> mask_intersection(Causal(), Full()), mask_intersection(Causal(), Causal())
     (Causal(alignment='top_left'), Causal(alignment='top_left'))
     """
     if one in (Full(), other):
@@ -215,21 +244,8 @@ def shown_by_both(one: Mask, other: Mask) -> Mask:
     return one if other == Full() else one & other
 
 
-def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
-    """The layers of a mask, without what shows nothing."""
-    layers = []
-    for layer in mask.layers(q_len, kv_len):
-        clipped = (band.clipped((band.first, band.last)) for band in layer)
-        layers.append(tuple(band for band in clipped if band is not None))
-    return tuple(layer for layer in layers if layer)
-
-
-def _one_layer(*bands: IntervalBand) -> IntervalSets:
-    return (bands,)
-
-
 def _offset(alignment: Alignment, q_len: int, kv_len: int) -> int:
-    """Where query 0 stands among the keys."""
+    """Position of query 0 among the keys."""
     return kv_len - q_len if alignment == "bottom_right" else 0
 
 
@@ -250,11 +266,5 @@ def _combined(one: Mask, other: Mask, kind: Callable[[tuple[Mask, ...]], Mask]) 
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer, which a flag is not."""
+    """True if a value is an integer and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-# The mask of packed documents.
-
-
-# Documents of several batch rows whose tokens stand one after the other, as torch's `varlen_attn` is called with.

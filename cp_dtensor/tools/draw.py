@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_dtensor import Layout, Mask, imbalance
+from cp_dtensor import Full, Layout, Mask, Striped, imbalance
 from cp_dtensor.plan.partition import CallShape, LayoutPartition
 from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments, Masking
-from cp_dtensor.spec.intervals import IntervalSets, pairs_of
+from cp_dtensor.spec.intervals import IntervalSets, count_pairs
 from cp_dtensor.spec.masks import interval_sets_of, is_plain
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, layout_by_name, mask_by_name, positive
 
@@ -79,7 +79,7 @@ def assignment(
     owner, step, tiles = (np.full((seq_len, seq_len), NONE) for _ in range(3))
     times = np.zeros((seq_len, seq_len), dtype=int)
     key_owner, buffer_row = np.full(seq_len, NONE), np.full((ranks, seq_len), NONE)
-    masking = Masking.BY_SHAPE if is_plain(mask, seq_len, seq_len) else Masking.INTERVALS
+    masking = masking_of(layout, mask, seq_len)
     partition = LayoutPartition(layout, seq_len, seq_len, batch_size, ranks)
     tiling = CallShape(partition, mask, batch_size, 1, 1, 1, 1, 1, masking).tiling
     group = next(group for group in partition.groups() if group.batch[0] <= batch_row < group.batch[1])
@@ -99,7 +99,7 @@ def assignment(
                 for array, value in ((owner, rank), (step, number), (tiles, count)):
                     array[pairs] = np.where(seen, value, array[pairs])
                 count += 1
-        for source, parts in enumerate(plan.wanted):
+        for source, parts in enumerate(plan.recv_parts):
             for part in parts:
                 keys = _positions(group, source)[slice(*plan.rows.local_span(source, part))]
                 buffer_row[rank, keys] = range(*plan.rows.span(source, part))
@@ -109,6 +109,13 @@ def assignment(
 def _positions(group: GroupSegments, rank: int) -> list[int]:
     """Returns the positions of a rank's queries, and of its keys, in local order."""
     return [position for segment in group.kv_by_rank[rank] for position in segment.positions()]
+
+
+def masking_of(layout: Layout, mask: Mask, seq_len: int) -> Masking:
+    """Returns how the tiles of a layout with few segments a rank are masked, as calls without modifiers are."""
+    has_stripes_of_blocks = isinstance(layout, Striped) and layout.block > 1 and mask != Full()
+    by_shape = is_plain(mask, seq_len, seq_len) and not has_stripes_of_blocks
+    return Masking.BY_SHAPE if by_shape else Masking.INTERVALS
 
 
 def key_positions(tile: Tile, plan: Plan, group: GroupSegments) -> np.ndarray:
@@ -292,7 +299,7 @@ def mask_as_text(mask: Mask, q_len: int, kv_len: int | None = None) -> str:
 
 
 def _shade(sets: IntervalSets, queries: tuple[int, int], keys: tuple[int, int]) -> str:
-    seen, pairs = pairs_of(sets, queries, keys), (queries[1] - queries[0]) * (keys[1] - keys[0])
+    seen, pairs = count_pairs(sets, queries, keys), (queries[1] - queries[0]) * (keys[1] - keys[0])
     return _SHADES[-1 if seen else 0] if seen in (0, pairs) else _SHADES[1 + 3 * seen // pairs]
 
 

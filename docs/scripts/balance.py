@@ -25,7 +25,7 @@ from cp_dtensor import (
     Striped,
     imbalance,
 )
-from cp_dtensor.spec.intervals import within
+from cp_dtensor.spec.intervals import clipped_bands
 from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.load_balance import spans_of
 from cp_dtensor.spec.masks import interval_sets_of
@@ -91,11 +91,11 @@ def received(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[
     >>> received(Contiguous(), Causal(), 4, 2)
     [0, 2]
     """
-    (layers,) = interval_sets_of(mask, seq_len, seq_len, 1)
+    (sets,) = interval_sets_of(mask, seq_len, seq_len, 1)
     counts = []
     for rank in range(world_size):
         owned = [span for segment in layout.segments(seq_len, rank, world_size) for span in spans_of(segment)]
-        seen = [band.shown for span in owned for layer in layers for band in within(layer, span)]
+        seen = [band.key_range for span in owned for bands in sets for band in clipped_bands(bands, span)]
         # Rows that are seen or owned, less those owned.
         counts.append(_length_of_union([*seen, *owned]) - sum(stop - start for start, stop in owned))
     return counts

@@ -31,7 +31,7 @@ from cp_dtensor.engine.planner import CallRequest, Decision, NestedRingDecision,
 from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.draw import NONE, key_positions, seen_by
+from cp_dtensor.tools.draw import NONE, key_positions, masking_of, seen_by
 
 HEADS = 4
 
@@ -129,9 +129,12 @@ def _group(rank: int, size: int) -> dist.ProcessGroup:
 
 
 def _request(partition: LayoutPartition, transport: TransportMethod) -> CallRequest:
-    problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS, staircase=False)
+    masking = masking_of(partition.layout, Causal(), partition.q_len)
+    problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS)
     device = torch.device("cpu")
-    return CallRequest(partition, Causal(), problem, partition.batch_size, 4, device, MathAttention(), transport)
+    return CallRequest(
+        partition, Causal(), problem, partition.batch_size, 4, device, MathAttention(), transport, masking
+    )
 
 
 def _rows(partition: LayoutPartition | MergedPartition, rank: int) -> list[int]:

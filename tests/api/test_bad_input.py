@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
+from cp_dtensor import Contiguous, Documents, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
 from cp_dtensor.engine.validation import refuse_unsupported_sdpa
 
 RANKS = 3
@@ -214,7 +214,18 @@ def test_ranks_that_disagree_are_told_alike_who_says_what(
     for error in errors:
         assert type(error) is ValueError
         assert f"the ranks of the context-parallel axis disagree about {message}" in str(error)
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS  # the exchange, no more
+    # Lengths and hashes, then the sizes of readable facts and these; no more.
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
+
+
+def test_long_masks_that_differ_at_the_end_are_told_in_short() -> None:
+    def body(rank: int) -> None:
+        call(rank, {"mask": Documents([*[0] * 100, 24 - (rank == 1)])})
+
+    for error in errors_by_rank(RANKS, body):
+        assert type(error) is ValueError
+        assert "disagree about mask: rank 1 says" in str(error)
+        assert len(str(error)) < 600
 
 
 def test_a_scale_that_is_no_number_on_any_rank_is_no_disagreement() -> None:

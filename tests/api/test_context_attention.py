@@ -145,14 +145,15 @@ def test_autocast_casts_as_for_plain_sdpa() -> None:
 # With some pairs of lengths, some ranks own as many tokens of the one as of the other, and other ranks do not.
 @pytest.mark.parametrize("buffer_length", range(6, 13))
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped()], ids=repr)
-def test_attention_over_a_length_that_no_buffer_has(layout: Any, buffer_length: int) -> None:
+@pytest.mark.parametrize("options", [{"seq_lens": [9]}, {"debug": True}], ids=["announced", "exchanged"])
+def test_attention_over_a_length_that_no_buffer_has(options: Any, layout: Any, buffer_length: int) -> None:
     problem = Problem(q_len=9, kv_len=9, is_causal=True)
     whole = problem.draw(0)
     expected = reference(problem, *whole)[0]
 
     def body(rank: int) -> None:
         q, k, v = (shard(each, layout, rank, 4) for each in whole[:3])
-        with context(buffers=[torch.arange(buffer_length)], buffer_seq_dims=[0], layout=layout):
+        with context(buffers=[torch.arange(buffer_length)], buffer_seq_dims=[0], layout=layout, **options):
             assert_close(imported_by_name(q, k, v, is_causal=True), shard(expected, layout, rank, 4))
 
     run_ranks(4, body)

@@ -35,11 +35,10 @@ BACKENDS = [
     pytest.param(CudnnAttention(), "cuda", marks=gpu, id="cudnn-cuda"),
 ]
 MASKS = [
-    # (mask, rows, columns): causal is square, stairs of 7 end in the middle of a step
+    # (mask, rows, columns): causal is square
     pytest.param(FULL_TILE, 37, 50, id="full"),
     pytest.param(FULL_TILE, 1, 1, id="one-pair"),
     pytest.param(CAUSAL_TILE, 37, 37, id="causal"),
-    pytest.param(ShapedMask(7), 37, 31, id="stairs"),
 ]
 
 
@@ -81,7 +80,7 @@ def make_case(
     logits = scale * q @ k.repeat_interleave(group, 1).mT
     if not mask.is_full:
         row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-        logits = logits.masked_fill(column // mask.block > row // mask.block, float("-inf"))
+        logits = logits.masked_fill(column > row, float("-inf"))
     all_logits = torch.cat([logits, scale * other_q @ other_k.repeat_interleave(group, 1).mT], dim=-1)
     values = torch.cat([v, other_v], dim=2).repeat_interleave(group, 1)
     whole_out = all_logits.softmax(-1) @ values
@@ -125,15 +124,15 @@ def check_contract(
         assert_close(grad, expected, dtype)
 
 
-def problem_of(case: Case, staircase: bool) -> Problem:
+def problem_of(case: Case) -> Problem:
     q, k, v = case.inputs
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    return Problem(q.device.type, capability, q.dtype, q.size(3), v.size(3), q.size(1), k.size(1), staircase)
+    return Problem(q.device.type, capability, q.dtype, q.size(3), v.size(3), q.size(1), k.size(1))
 
 
-def skip_if_refused(backend: AttentionBackend, case: Case, mask: ShapedMask) -> None:
+def skip_if_refused(backend: AttentionBackend, case: Case) -> None:
     """Only on GPUs: on CPUs both backends take every case here."""
-    reason = backend.refusal(problem_of(case, staircase=mask.block > 1))
+    reason = backend.refusal(problem_of(case))
     if reason is not None:
         assert case.inputs[0].is_cuda, reason
         pytest.skip(f"{backend.name} refuses: {reason}")
@@ -146,7 +145,7 @@ def test_tiles_and_dtypes(
     backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     case = make_case(mask, rows, columns, dtype, device, scale=0.25)
-    skip_if_refused(backend, case, mask)
+    skip_if_refused(backend, case)
     check_contract(backend, case, mask, scale=0.25)
 
 
@@ -158,7 +157,7 @@ def test_query_heads_share_key_heads(
 ) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25, kv_heads=kv_heads)
-    skip_if_refused(backend, case, mask)
+    skip_if_refused(backend, case)
     check_contract(backend, case, mask, scale=0.25)
 
 
@@ -167,7 +166,7 @@ def test_query_heads_share_key_heads(
 def test_transposed_memory(backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25)
-    skip_if_refused(backend, case, mask)
+    skip_if_refused(backend, case)
     check_contract(backend, case, mask, scale=0.25, transposed=True)
 
 
@@ -177,7 +176,7 @@ def test_transposed_memory(backend: AttentionBackend, device: str, mask: ShapedM
 def test_scales_and_head_dims(backend: AttentionBackend, device: str, scale: float, head_dim: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float16
     case = make_case(CAUSAL_TILE, 33, 33, dtype, device, scale, head_dim=head_dim)
-    skip_if_refused(backend, case, CAUSAL_TILE)
+    skip_if_refused(backend, case)
     check_contract(backend, case, CAUSAL_TILE, scale)
 
 
@@ -188,8 +187,8 @@ def test_odd_head_dims_on_cpus(backend: AttentionBackend, head_dim: int) -> None
     check_contract(backend, case, CAUSAL_TILE, 0.3)
 
 
-CPU = Problem("cpu", None, torch.float32, 64, 64, 4, 4, staircase=False)
-HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 64, 64, 4, 4, staircase=False)
+CPU = Problem("cpu", None, torch.float32, 64, 64, 4, 4)
+HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 64, 64, 4, 4)
 AMPERE = replace(HOPPER, capability=(8, 0))
 
 
@@ -202,7 +201,6 @@ AMPERE = replace(HOPPER, capability=(8, 0))
         (FlashAttention(), replace(HOPPER, dtype=torch.float32), "needs bfloat16 or float16, got torch.float32"),
         (FlashAttention(), replace(HOPPER, head_dim=264, v_head_dim=264), "multiple of 8 up to 256, got 264"),
         (FlashAttention(), replace(HOPPER, capability=(7, 5)), r"needs compute capability 8.0 .* has \(7, 5\)"),
-        (FlashAttention(), replace(HOPPER, staircase=True), "cannot mask the staircase tiles"),
         (CudnnAttention(), CPU, "the tensors are on cpu, not cuda"),
         (CudnnAttention(), replace(HOPPER, head_dim=136, v_head_dim=136), "multiple of 8 up to 128, got 136"),
         (CudnnAttention(), replace(HOPPER, v_head_dim=32), r"head dims of q and v differ \(64 and 32\)"),
@@ -219,7 +217,7 @@ def test_refusals_say_why(backend: AttentionBackend, problem: Problem, reason: s
     assert re.search(reason, refusal)
 
 
-@pytest.mark.parametrize("problem", [CPU, HOPPER, replace(CPU, v_head_dim=3, staircase=True, dtype=torch.float16)])
+@pytest.mark.parametrize("problem", [CPU, HOPPER, replace(CPU, v_head_dim=3, dtype=torch.float16)])
 def test_math_refuses_nothing(problem: Problem) -> None:
     assert MathAttention().refusal(problem) is None
 
@@ -228,12 +226,10 @@ def test_math_refuses_nothing(problem: Problem) -> None:
     ("problem", "expected"),
     [
         (CPU, CpuFlashAttention),
-        (replace(CPU, staircase=True), CpuFlashAttention),
         (replace(CPU, v_head_dim=32), MathAttention),
         (HOPPER, CudnnAttention),
         (replace(HOPPER, head_dim=256, v_head_dim=256), FlashAttention),
         (replace(HOPPER, dtype=torch.float32), EfficientAttention),
-        (replace(HOPPER, staircase=True), EfficientAttention),
         (replace(HOPPER, dtype=torch.float64), MathAttention),
         (AMPERE, FlashAttention),
         (replace(AMPERE, capability=(7, 5)), EfficientAttention),

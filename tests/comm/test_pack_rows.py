@@ -50,4 +50,4 @@ def test_the_rows_that_other_ranks_attend_to(
 ) -> None:
     tiling = tiling_of(group_segments(layout, 64, 64, 1, 4), mask, masking, (64, 64))
     plans = [gathered_plan(tiling, rank, 1, Stages(1, 1), Stages(1, 1)) for rank in range(4)]
-    assert [plan.given_spans for plan in plans] == sent
+    assert [plan.send_spans for plan in plans] == sent

@@ -1,4 +1,4 @@
-"""What the cost model says of every method, and `explain`."""
+"""Estimates of every method by the cost model, and `explain`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from cp_dtensor import (
     local_positions,
     ring_attention,
 )
-from cp_dtensor.engine import lengths as agreement
+from cp_dtensor.engine import lengths as engine_lengths
 
 LENGTH = 37
 CU_SEQLENS = [2, 5, 5, 20, 21, 35]
@@ -127,7 +127,7 @@ def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pyte
     def exchange(*args: object) -> None:
         raise AssertionError("the ranks exchange their lengths")
 
-    monkeypatch.setattr(agreement, "exchange", exchange)
+    monkeypatch.setattr(engine_lengths, "_exchange", exchange)
     check_against_reference(CAUSAL, 2, layout)
 
 

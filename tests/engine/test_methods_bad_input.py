@@ -210,7 +210,8 @@ def test_ranks_that_disagree_are_told_alike_who_says_what(
         assert type(error) is ValueError
         assert f"the ranks of the context-parallel axis disagree about {of_odd}" in str(error)
     moved = [collective.kind for collective in collectives if collective.kind in MOVING]
-    assert moved == ["AllGather"] * 2 * RANKS  # the exchange over each axis, and nothing after it
+    # Over each axis lengths and hashes, then the sizes of readable facts and these; nothing after it.
+    assert moved == ["AllGather"] * 2 * 3 * RANKS
 
 
 def test_contexts_that_disagree_about_the_method_say_so_in_debug_mode() -> None:
@@ -251,7 +252,9 @@ def test_a_call_that_fails_leaves_buffers_and_torch_as_they_were(fails: str, met
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=RING_ULYSSES)
         tokens, labels = torch.arange(8), torch.arange(8.0).view(1, 8)
-        context = context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[0, 1], method=method)
+        context = context_parallel(
+            mesh, buffers=[tokens, labels], buffer_seq_dims=[0, 1], method=method, debug=fails == "lengths"
+        )
         q, k, v = (shard(each, HeadTail(), rank, RANKS) for each in whole[:3])
 
         def fail() -> None:

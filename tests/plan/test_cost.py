@@ -1,4 +1,4 @@
-"""The cost model behind rotate_method="auto": laws of the prediction, and which rotation it chooses."""
+"""The cost model behind rotate_method="auto": laws of the prediction, and the chosen KV transport."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_busiest_rank_is_among_those_that_are_asked() -> None:
 
 
 def test_every_batch_row_counts_for_the_busiest_rank() -> None:
-    """Two rows are dealt out forwards and one backwards, and the first queries see the fewest keys."""
+    """Two rows are divided forwards and one backwards, and the first queries see the fewest keys."""
     partition = LayoutPartition(MirroredBatch(), 64, 64, 3, 8)
     window = dataclasses.replace(
         shape(64, 8), batch_size=3, partition=partition, mask=SlidingWindow(63, 0), masking=Masking.INTERVALS

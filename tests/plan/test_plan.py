@@ -1,4 +1,4 @@
-"""Plans: steps compute everything once, wait for what they read, and transfer alike on every rank."""
+"""Plans: steps compute every pair once, wait for the rows that they read, and transfer alike on every rank."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, calls, count_covered, positions
+from support.schedules import Call, calls, count_covered, gathered_rows, positions
 
 from cp_dtensor.plan.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
-from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling, gathered_rows
+from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling
 from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
 from cp_dtensor.spec.masks import Causal, Full
 
@@ -45,13 +45,15 @@ def heads_of(step: Step) -> set[int]:
 
 
 def brought(plan: Plan, transfer: Transfer) -> list[tuple[int, int, Span]]:
-    """(source, part, rows in the transfer's buffer) of all that this rank wants of it."""
+    """(source, part, rows in the transfer's buffer) of all rows that this rank receives by it."""
     if transfer.hop is None:
         return [
-            (source, part, plan.rows.span(source, part)) for source, parts in enumerate(plan.wanted) for part in parts
+            (source, part, plan.rows.span(source, part))
+            for source, parts in enumerate(plan.recv_parts)
+            for part in parts
         ]
     source = (plan.rank - transfer.hop) % plan.world_size
-    return [(source, part, plan.rows.local_span(source, part)) for part in plan.wanted[source]]
+    return [(source, part, plan.rows.local_span(source, part)) for part in plan.recv_parts[source]]
 
 
 @each_pass
@@ -108,13 +110,13 @@ def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> N
     call, _, plans = case
     for plan in plans:
         assert plan.rows == gathered_rows(call.groups)
-        assert plan.wanted[plan.rank] == plan.given[plan.rank] == ()
-        assert [plans[source].given[plan.rank] for source in range(call.ranks)] == list(plan.wanted)
+        assert plan.recv_parts[plan.rank] == plan.send_parts[plan.rank] == ()
+        assert [plans[source].send_parts[plan.rank] for source in range(call.ranks)] == list(plan.recv_parts)
 
 
 @given(planned())
 def test_gradients_come_home_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
-    """Of each row that a rank pulls the owner pulls the gradient, from where it lies; from the next rank first."""
+    """The owner of each pulled row pulls its gradient from the same place, from the next rank first."""
     plans = case[2]
     away = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
     home = [
@@ -226,9 +228,9 @@ def test_head_tail_causal_by_hand() -> None:
         rank=1,
         rows=GatheredRows(lengths=((2, 2), (2, 2)), starts=((0, 6), (2, 4))),
         most_rows=8,
-        wanted=((0,), ()),
-        given=((0, 1), ()),
-        given_at=((2, 4), ()),
+        recv_parts=((0,), ()),
+        send_parts=((0, 1), ()),
+        send_starts=((2, 4), ()),
         forward=(
             Step((0, 3), None, local),
             Step((0, 2), Transfer((0, 2), None), remote, is_last=True),
@@ -246,9 +248,9 @@ def test_head_tail_causal_by_hand() -> None:
 
 
 def test_gaps_by_hand() -> None:
-    """Stripes may leave the end of what comes unseen; of a mirrored batch only one half sees what comes."""
-    stripes = Call(Striped(2), 7, 7, 1, 2, Causal())  # rank 0: 0 1, 4 5; rank 1: 2 3, 6
-    assert ring_plan(ShapeTiling(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # nobody of 0 1 4 5 sees 6
+    """The last received rows of stripes may be unseen; of a mirrored batch only one half sees received rows."""
+    stripes = Call(Striped(1), 4, 4, 1, 2, Causal())  # rank 0: 0 2; rank 1: 1 3
+    assert ring_plan(ShapeTiling(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # neither 0 nor 2 sees 3
     assert not ring_plan(ShapeTiling(stripes.groups, Causal()), 1, 1).forward[1].has_gaps
     mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Causal())
     for mask in (Full(), Causal()):

@@ -1,4 +1,4 @@
-"""Masks show exactly what their words say, whatever they are combined of."""
+"""Masks and their combinations have exactly the pairs of their definitions."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ from support.masked_problems import any_mask, fits, shown
 from support.processes import Processes
 
 from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.intervals import IntervalBand, IntervalSets, pairs_of
+from cp_dtensor.spec.intervals import IntervalBand, IntervalSets, count_pairs
 from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, interval_sets_of, is_plain
 
 lengths = st.integers(0, 14)
@@ -26,11 +26,11 @@ def masked(draw: st.DrawFn) -> tuple[Mask, int, int, int]:
     return draw(mask), q_len, kv_len, batch
 
 
-def dense(layers: IntervalSets, q_len: int, kv_len: int) -> torch.Tensor:
+def dense(sets: IntervalSets, q_len: int, kv_len: int) -> torch.Tensor:
     count = torch.zeros(q_len, kv_len, dtype=torch.int64)
-    for layer in layers:
+    for bands in sets:
         reached = 0
-        for band in layer:
+        for band in bands:
             assert reached <= band.first < band.last <= q_len, "bands are disjoint and in order"
             reached = band.last
             for query in range(band.first, band.last):
@@ -42,11 +42,11 @@ def dense(layers: IntervalSets, q_len: int, kv_len: int) -> torch.Tensor:
 
 @settings(max_examples=200)
 @given(masked())
-def test_layers_show_every_allowed_pair_once_and_no_other(case: tuple[Mask, int, int, int]) -> None:
+def test_interval_sets_have_every_allowed_pair_once_and_no_other(case: tuple[Mask, int, int, int]) -> None:
     mask, q_len, kv_len, batch = case
     by_row = interval_sets_of(mask, q_len, kv_len, batch)
     expected = shown(mask, q_len, kv_len, batch)
-    found = torch.stack([dense(layers, q_len, kv_len) for layers in by_row]).unsqueeze(1).expand(batch, -1, -1, -1)
+    found = torch.stack([dense(sets, q_len, kv_len) for sets in by_row]).unsqueeze(1).expand(batch, -1, -1, -1)
     assert torch.equal(found, expected.long())
     assert mask.pairs(q_len, kv_len) == int(expected.sum()) // batch
 
@@ -58,9 +58,9 @@ def test_pairs_of_a_part(case: tuple[Mask, int, int, int], data: st.DataObject) 
     mask = mask.of_batch_row(0)
     queries = tuple(sorted(data.draw(st.tuples(st.integers(0, q_len), st.integers(0, q_len)))))
     keys = tuple(sorted(data.draw(st.tuples(st.integers(0, kv_len), st.integers(0, kv_len)))))
-    (layers,) = interval_sets_of(mask, q_len, kv_len, 1)
+    (sets,) = interval_sets_of(mask, q_len, kv_len, 1)
     expected = shown(mask, q_len, kv_len, 1)[0, 0, slice(*queries), slice(*keys)].sum()
-    assert pairs_of(layers, queries, keys) == int(expected)
+    assert count_pairs(sets, queries, keys) == int(expected)
 
 
 def test_millions_of_tokens_take_no_longer_than_few() -> None:
@@ -80,7 +80,11 @@ def test_masks_are_values() -> None:
 
 def test_documents_from_ids_and_lengths() -> None:
     one, several = Documents.from_ids(torch.tensor([4, 4, 9, 9, 9])), Documents.from_ids([[0, 0], [0, 1]])
-    assert one.layers(5, 5) == Documents.from_lengths([2, 3]).layers(5, 5) == Documents([0, 2, 5]).layers(5, 5)
+    assert (
+        one.interval_sets(5, 5)
+        == Documents.from_lengths([2, 3]).interval_sets(5, 5)
+        == Documents([0, 2, 5]).interval_sets(5, 5)
+    )
     assert isinstance(several, Batched)
     assert [row.cu_seqlens for row in several.masks] == [(0, 2), (0, 1, 2)]
     assert pickle.loads(pickle.dumps(one)) == one == Documents.from_ids([0, 0, 1, 1, 1]) != Documents([0, 2, 5])
@@ -144,7 +148,7 @@ def test_masks_that_torch_has_kernels_of(mask: Mask, q_len: int, kv_len: int, pl
         (lambda: Documents.from_ids([0, 0, 1]).pairs(6, 6), r"from_ids got ids of 3 tokens, expected one .* of the 6"),
         (lambda: Documents([0, 9]).pairs(5, 5), r"end at 9 \(queries\) and 9 \(keys\), expected at most .* 5 and 5"),
         (lambda: interval_sets_of(Batched([Full()]), 3, 3, 2), r"of 1 batch rows, got a batch of 2"),
-        (lambda: Batched([Full()]).layers(3, 3), r"layers by batch row"),
+        (lambda: Batched([Full()]).interval_sets(3, 3), r"interval sets by batch row"),
     ],
 )
 def test_bad_masks_say_what_is_wrong(make: object, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Masks and dropout that do not fit are refused alike on every rank, before K/V travel; nothing changes by it."""
+"""Masks and dropout that do not fit are refused alike on every rank before K/V travel, and leave no trace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 @contextmanager
 def nothing_changes() -> Iterator[None]:
-    """Neither torch's SDPA, nor the state of its generator."""
+    """Checks that torch's SDPA and the state of its generator stay the same."""
     whole, before = torch.arange(24.0).view(1, 1, 6, 4), F.scaled_dot_product_attention
     alone, drawn = before(whole, whole, whole), torch.get_rng_state()
     yield
@@ -71,11 +71,11 @@ def in_call_without_lengths(arguments: Arguments) -> None:
 def in_context(arguments: Arguments) -> None:
     tokens, labels = torch.arange(LENGTH), torch.arange(2.0 * LENGTH).view(2, LENGTH).requires_grad_()
     data, here = labels.data_ptr(), shard(torch.arange(LENGTH), HeadTail(), dist.get_rank(), RANKS, 0)
-    options = {"mask": arguments["mask"]} if "mask" in arguments else {}
+    options = {name: arguments[name] for name in ("mask", "debug") if name in arguments}
     try:
         with context_parallel(dist.group.WORLD, buffers=[tokens, labels], buffer_seq_dims=[0, 1], **options):
             assert torch.equal(tokens, here)
-            Attention()(tensor(), **{name: value for name, value in arguments.items() if name != "mask"})
+            Attention()(tensor(), **{name: value for name, value in arguments.items() if name not in options})
     finally:
         assert torch.equal(tokens, torch.arange(LENGTH))
         assert torch.equal(labels, torch.arange(2.0 * LENGTH).view(2, LENGTH))
@@ -96,7 +96,7 @@ each_entry = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 
 
 def check_refused(entry: Entry, arguments: Arguments, error: type[Exception], message: str) -> int:
-    """Returns how many collectives each rank has called: of its group's lengths alone."""
+    """Returns the number of collectives of each rank, which are exchanges of lengths only."""
     with nothing_changes(), recorded_collectives() as collectives:
         errors = errors_by_rank(RANKS, lambda rank: entry(arguments))
     assert [type(each) for each in errors] == [error] * RANKS
@@ -163,7 +163,7 @@ def test_what_every_rank_sees_is_refused_before_any_collective(
     ids=["a list", "another device"],
 )
 @pytest.mark.parametrize("entry", [in_call, in_call_without_lengths])
-def test_what_torch_does_not_pass_on_to_regions(
+def test_attn_masks_that_torch_does_not_pass_on_to_contexts(
     attn_mask: Any, error: type[Exception], message: str, entry: Entry
 ) -> None:
     assert check_refused(entry, {"attn_mask": attn_mask}, error, message) == 0
@@ -179,7 +179,7 @@ OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
         {"attn_mask": torch.ones(2, 1, 1, 8).bool()}, rf"{COLUMNS}.*the same for all queries is passed whole"
     ),
     "a mask for three rows": ({"mask": Batched([Full(), Causal(), Full()])}, "of 3 batch rows, got a batch of 2"),
-    "two layers of three rows": (
+    "two masks of three rows": (
         {"mask": Batched([Full(), Causal(), Full()]) & SlidingWindow(3, 0)},
         "of 3 batch rows, got a batch of 2",
     ),
@@ -208,8 +208,8 @@ OF_LENGTHS: dict[str, tuple[Arguments, str]] = {
 def test_what_depends_on_the_whole_length_is_refused_when_that_is_known(
     arguments: Arguments, message: str, entry: Entry
 ) -> None:
-    # Lengths that nobody has said are found together; of those of a context and a module, CPUs tell each other always.
-    assert check_refused(entry, arguments, ValueError, message) == (0 if entry is in_call else 1)
+    collectives = check_refused(entry, arguments, ValueError, message)
+    assert collectives == (1 if entry is in_call_without_lengths else 0)  # undeclared lengths are found together
 
 
 @pytest.mark.parametrize("rows", [8, 1])
@@ -242,12 +242,12 @@ def test_ranks_with_different_masks_are_told_so(mode: Arguments, usual: Mask, od
     assert len({str(error) for error in errors}) == 1
     with pytest.raises(ValueError, match=r"disagree about mask: rank 1 says '\w+\(.*, the others '\w+\(|\"\w+\("):
         raise errors[0] or AssertionError
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
 
 
-def test_regions_whose_masks_differ_say_so() -> None:
+def test_contexts_whose_masks_differ_say_so_in_debug_mode() -> None:
     def body(rank: int) -> None:
-        in_context({"mask": PrefixLM(4 + rank // 2)})
+        in_context({"mask": PrefixLM(4 + rank // 2), "debug": True})
 
     for error in errors_by_rank(RANKS, body):
         assert type(error) is ValueError
@@ -255,15 +255,15 @@ def test_regions_whose_masks_differ_say_so() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"dropout_p": 0.5}, {"attn_mask": torch.zeros(8, 24)}], ids=["p", "attn_mask"])
-def test_regions_in_which_one_rank_asks_for_more_say_so(arguments: Arguments) -> None:
-    for error in errors_by_rank(RANKS, lambda rank: in_context(arguments if rank == 0 else {})):
+def test_contexts_in_which_one_rank_passes_more_say_so_in_debug_mode(arguments: Arguments) -> None:
+    for error in errors_by_rank(RANKS, lambda rank: in_context({**(arguments if rank == 0 else {}), "debug": True})):
         assert type(error) is ValueError
         assert "the ranks of the context-parallel axis disagree about " in str(error)
         assert "rank 0 says " in str(error)
 
 
 def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:
-    """As of padding, with a length that does not divide: the ranks disagree, and are told what is expected."""
+    """A padding mask of local keys, with a length that does not divide: the error has the expected number of keys."""
 
     def body(rank: int) -> None:
         q = torch.zeros(1, 1, 3 if rank == 0 else 2, 8)

@@ -32,8 +32,8 @@ def keys_seen(mask: Mask, seq_len: int) -> np.ndarray:
     """How many keys each query sees, all batch rows together, counted query by query."""
     seen = np.zeros(seq_len, dtype=np.int64)
     for row in range(mask.batch_size or 1):
-        for layer in mask.of_batch_row(row).layers(seq_len, seq_len):
-            for band in layer:
+        for bands in mask.of_batch_row(row).interval_sets(seq_len, seq_len):
+            for band in bands:
                 for query in range(band.first, band.last):
                     first, last = band.keys(query)
                     seen[query] += max(last - first, 0)

@@ -28,7 +28,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def shows(mask: Mask, query: int, key: int, q_len: int, kv_len: int) -> bool:
-    """Whether a query sees a key, by the words of the docstrings; shares nothing with `layers`."""
+    """Whether a query sees a key, by the words of the docstrings; shares nothing with `interval_sets`."""
     match mask:
         case Full():
             return True

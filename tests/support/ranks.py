@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
-_TIMEOUT_SECONDS = 60
+_TIMEOUT_SECONDS = 10
 _PATIENCE_SECONDS = 3  # how long the others may take to end by themselves after an error, before they are woken
 
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks for it on destruction

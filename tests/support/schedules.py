@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
 from cp_dtensor.plan.tiles import Tile, TileMask
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, gathered_rows, group_segments
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, group_segments, rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -37,24 +37,40 @@ class Call:
         return np.tril(pairs) if self.mask == Causal() else pairs
 
 
+def tiles_against(groups: Sequence[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[Tile, ...]:
+    return ShapeTiling(tuple(groups), mask).tiles_against(rank, source)
+
+
+def gathered_tiles(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tuple[Tile, ...]:
+    return ShapeTiling(tuple(groups), mask).gathered_tiles(rank)
+
+
+def recv_parts(groups: Sequence[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[int, ...]:
+    return ShapeTiling(tuple(groups), mask).recv_parts(rank, source)
+
+
+def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
+    return rows_in_order(groups[0].kv_by_rank)
+
+
 any_layout = st.one_of(
     st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]),
     st.builds(Striped, st.integers(1, 5)),
 )
 
 
+def plain_masks(layout: Layout) -> st.SearchStrategy[Mask]:
+    """The masks that tiles by shape cover: between stripes of several tokens none but the full one."""
+    stripes_of_blocks = isinstance(layout, Striped) and layout.block > 1
+    return st.just(Full()) if stripes_of_blocks else st.sampled_from((Full(), Causal()))
+
+
 @st.composite
 def calls(draw: st.DrawFn, longest: int = 60) -> Call:
     q_len = draw(st.integers(0, longest))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(0, longest)))
-    return Call(
-        draw(any_layout),
-        q_len,
-        kv_len,
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 8)),
-        draw(st.sampled_from((Full(), Causal()))),
-    )
+    layout = draw(any_layout)
+    return Call(layout, q_len, kv_len, draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(plain_masks(layout)))
 
 
 def positions(segments: tuple[Segment, ...]) -> np.ndarray:

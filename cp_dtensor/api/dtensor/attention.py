@@ -129,7 +129,7 @@ def _request(
     masking: Masking, backend: AttentionBackend | None, allowed: Allowed,
 ) -> CallRequest:  # fmt: skip
     """What is asked for. `backend` None: the policy's, of those that are `allowed`."""
-    problem = describe_problem(q, k, v, staircase=False, by_row=masking is not Masking.BY_SHAPE)
+    problem = describe_problem(q, k, v, by_row=masking is not Masking.BY_SHAPE)
     return CallRequest(
         partition=partition,
         mask=mask,

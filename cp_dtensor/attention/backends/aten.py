@@ -8,7 +8,6 @@ from cp_dtensor._torch.tensors import laid_out_after
 from cp_dtensor.attention.backends.base import (
     AttentionBackend,
     Problem,
-    additive_mask,
     expand_kv_heads,
     reduce_kv_heads,
 )
@@ -18,7 +17,6 @@ aten = torch.ops.aten
 
 # The memory-efficient kernels read LSE and bias rows in groups of this many elements.
 _LSE_ALIGNMENT = 32
-_BIAS_ALIGNMENT = 16
 
 
 class FlashAttention(AttentionBackend):
@@ -114,7 +112,7 @@ class EfficientAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _stairs(mask, q, k), True, 0.0, mask.is_causal, scale=scale
+            q, k, v, None, True, 0.0, mask.is_causal, scale=scale
         )
         return out, lse[:, :, : q.size(2)]
 
@@ -130,20 +128,10 @@ class EfficientAttention(AttentionBackend):
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
         seed, offset = _random_state(q.device)
         grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, _stairs(mask, q, k), out, lse, seed, offset, 0.0,
+            grad_out, q, k, v, None, out, lse, seed, offset, 0.0,
             [True, True, True, False], mask.is_causal, scale=scale,
         )  # fmt: skip
         return grad_q, reduce_kv_heads(grad_k, kv_heads), reduce_kv_heads(grad_v, kv_heads)
-
-
-def _stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The bias of a staircase tile, expanded over batch and heads, in rows of aligned pitch."""
-    if mask.is_full or mask.is_causal:
-        return None
-    columns = k.size(2)
-    bias = additive_mask(mask, q.size(2), columns + -columns % _BIAS_ALIGNMENT, q)
-    assert bias is not None
-    return bias[:, :columns].expand(q.size(0), q.size(1), -1, -1)
 
 
 class CpuFlashAttention(AttentionBackend):
@@ -159,9 +147,7 @@ class CpuFlashAttention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
-        )
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask.is_causal, scale=scale)
         return out, lse
 
     def backward(
@@ -169,12 +155,8 @@ class CpuFlashAttention(AttentionBackend):
         lse: torch.Tensor, mask: TileMask, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=_cpu_stairs(mask, q, k), scale=scale
+            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, scale=scale
         )
-
-
-def _cpu_stairs(mask: TileMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    return None if mask.is_causal else additive_mask(mask, q.size(2), k.size(2), q)
 
 
 class MathAttention(AttentionBackend):
@@ -214,8 +196,11 @@ def _widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> torch.Tensor:
     logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
-    bias = additive_mask(mask, q.size(2), k.size(2), logits)
-    return logits if bias is None else logits + bias
+    if mask.is_full:
+        return logits
+    assert mask.is_causal, "interval-masked tiles have a backend of their own"
+    hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu_(1)
+    return logits.masked_fill_(hidden, float("-inf"))
 
 
 def _half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
@@ -230,8 +215,6 @@ def _half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
         return _unequal_head_dims(problem)
     if problem.head_dim % 8 or problem.head_dim > max_head_dim:
         return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
-    if problem.staircase:
-        return "it cannot mask the staircase tiles of this layout (Striped with block > 1)"
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.plan.tiles import ShapedMask, TileMask
+from cp_dtensor.plan.tiles import TileMask
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,6 @@ class Problem:
     v_head_dim: int
     q_heads: int
     kv_heads: int
-    staircase: bool
-    """Whether any tile has a mask other than full or causal."""
     by_row: bool = False
     """True if tiles are interval-masked, or have a bias or dropout."""
 
@@ -71,17 +69,6 @@ class AttentionBackend(ABC):
         With P = exp(scale q k^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
         dK = scale dS^T Q. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
         """
-
-
-def additive_mask(mask: TileMask, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor | None:
-    """A tile's mask as a (rows, columns) bias of zeros and -inf in `like`'s dtype, None if nothing is masked."""
-    if mask.is_full:
-        return None
-    assert isinstance(mask, ShapedMask), "backends that mask by shape refuse problems that need more"
-    row = torch.arange(rows, device=like.device) // mask.block
-    column = torch.arange(columns, device=like.device) // mask.block
-    hidden = column[None, :] > row[:, None]
-    return torch.zeros(rows, columns, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 
 def expand_kv_heads(kv: torch.Tensor, q_heads: int) -> torch.Tensor:

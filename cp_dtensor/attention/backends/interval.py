@@ -88,7 +88,7 @@ class TileRows:
         self._keys, self._kv = mask.keys, mask.kv
         self._device = device
         # Made outside of CUDA graph capture where possible, so that later calls share the tables cached in the mask.
-        self.mask = _torch.prepared(lambda: self._row_mask(mask.layers))
+        self.mask = _torch.prepared(lambda: self._row_mask(mask.interval_sets))
 
     @cached_property
     def q_positions(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from cp_dtensor.attention.backends.base import AttentionBackend, Problem
 from cp_dtensor.attention.masked import RowMask, attention_backward
-from cp_dtensor.plan.tiles import ShapedMask, TileMask
+from cp_dtensor.plan.tiles import TileMask
 
 _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
 
@@ -18,8 +18,7 @@ class WideGradients(AttentionBackend):
     """The forward of another backend, with gradients in float32 (float64 for float64 inputs).
 
     torch's kernels round gradients to the dtype of their inputs, so that a sum of several has several rounding errors.
-    Float32 gradients of a rank's own tile, usually the largest term, avoid the largest of these errors. The other
-    backend computes gradients of tiles that are neither full nor causal.
+    Float32 gradients of a rank's own tile, usually the largest term, avoid the largest of these errors.
     """
 
     backend: AttentionBackend
@@ -40,8 +39,6 @@ class WideGradients(AttentionBackend):
         self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, mask: TileMask, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        if not isinstance(mask, ShapedMask) or not (mask.is_full or mask.is_causal):
-            return self.backend.backward(grad_out, q, k, v, out, lse, mask, scale)
         rows = _CAUSAL if mask.is_causal else _FULL
         grad_dtype = torch.promote_types(q.dtype, torch.float32)
         return attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=grad_dtype)

@@ -58,7 +58,7 @@ class InBlocks(Shards):
 def _layout(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Layout:
     if isinstance(shards, ByLayout):
         return case.layout_value(shards.name)
-    return BalancedBlocks.of(whole_mask(case, device))
+    return BalancedBlocks(whole_mask(case, device))
 
 
 @contextmanager

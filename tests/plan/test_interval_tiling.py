@@ -1,4 +1,4 @@
-"""Tiles of any mask: every allowed pair once, of keys that have come, and few keys that nobody looks at."""
+"""Tiles of any mask: every allowed pair once, of received keys, and few unneeded keys."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def keys_of(tile: Tile, group: GroupSegments, plan: Plan) -> np.ndarray:
-    """Positions of the rows that a tile counts in, -1 where nothing has come."""
+    """Positions of the rows that a tile counts in, -1 where nothing was received."""
     if tile.source == plan.rank:
         return positions(group.kv_by_rank[plan.rank])
     sources = range(plan.world_size) if tile.source is None else (tile.source,)
@@ -64,7 +64,7 @@ def keys_of(tile: Tile, group: GroupSegments, plan: Plan) -> np.ndarray:
     keys = np.full(length, -1)
     for source in sources:
         shard = positions(group.kv_by_rank[source])
-        for part in plan.wanted[source]:
+        for part in plan.recv_parts[source]:
             keys[slice(*place(source, part))] = shard[slice(*plan.rows.local_span(source, part))]
     return keys
 
@@ -98,14 +98,14 @@ def test_what_one_wants_the_other_gives(case: Case) -> None:
         assert reader.most_rows == max(plan.rows.total for plan in plans)
         for owner in plans:
             assert reader.rows.lengths == owner.rows.lengths
-            assert reader.wanted[owner.rank] == owner.given[reader.rank]
-            starts = [reader.rows.starts[owner.rank][part] for part in owner.given[reader.rank]]
-            assert list(owner.given_at[reader.rank]) == starts
+            assert reader.recv_parts[owner.rank] == owner.send_parts[reader.rank]
+            starts = [reader.rows.starts[owner.rank][part] for part in owner.send_parts[reader.rank]]
+            assert list(owner.send_starts[reader.rank]) == starts
             assert all(start >= 0 for start in starts)
 
 
 def received(plan: Plan) -> int:
-    return sum(plan.rows.lengths[source][part] for source, parts in enumerate(plan.wanted) for part in parts)
+    return sum(plan.rows.lengths[source][part] for source, parts in enumerate(plan.recv_parts) for part in parts)
 
 
 def test_a_window_brings_a_window_of_keys() -> None:

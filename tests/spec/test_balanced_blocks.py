@@ -1,4 +1,4 @@
-"""BalancedBlocks: whole blocks, even work, few ranges; what is refused."""
+"""BalancedBlocks: whole blocks, even work, few ranges, refusals."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_work_is_even_up_to_a_few_blocks(layout: BalancedBlocks, ranks: int) -> 
         assert layout.imbalance(ranks) == 0.0
 
 
-def test_a_causal_block_mask_is_dealt_as_head_tail() -> None:
+def test_a_causal_block_mask_is_divided_as_head_tail() -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu", BLOCK_SIZE=16)
-    layout = BalancedBlocks.of(mask)
+    layout = BalancedBlocks(mask)
     assert layout.work == tuple(range(1, 17))
     for ranks in (2, 4, 8):
         found = [layout.segments(256, rank, ranks) for rank in range(ranks)]
@@ -83,7 +83,7 @@ def test_a_causal_block_mask_is_dealt_as_head_tail() -> None:
 
 
 def of_real_mask(name: str, seq_len: int) -> BalancedBlocks:
-    return BalancedBlocks.of(whole_mask(Case(seq_len, Heads(1, 1), 8, 1, "float32", name, "HeadTail", "auto"), CPU))
+    return BalancedBlocks(whole_mask(Case(seq_len, Heads(1, 1), 8, 1, "float32", name, "HeadTail", "auto"), CPU))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("documents 512", 2), ("window 4096", 2), ("causal", 8)])
@@ -113,7 +113,7 @@ def test_batch_rows_and_heads_count_together() -> None:
         return (q >= kv) & ((b > 0) | (h > 0) | (kv < 8))
 
     mask = create_block_mask(mod, 2, 2, 30, 30, device="cpu", BLOCK_SIZE=8)
-    assert BalancedBlocks.of(mask) == BalancedBlocks((1 + 3, 1 + 6, 1 + 9, 1 + 12), 8, 30)
+    assert BalancedBlocks(mask) == BalancedBlocks((1 + 3, 1 + 6, 1 + 9, 1 + 12), 8, 30)
 
 
 def test_values() -> None:
@@ -130,9 +130,9 @@ def test_values() -> None:
     [
         (lambda: BalancedBlocks((1, 2), 4, 9), r"the work of 3 blocks, .*9 tokens in blocks of 4; got \(1, 2\)"),
         (lambda: BalancedBlocks((1,) * 9, 4, 9), "got 9 values"),
-        (lambda: BalancedBlocks([1, 2], 4, 8), r"as a tuple.*got \[1, 2\]"),  # type: ignore[arg-type]
+        (lambda: BalancedBlocks([1, 2], 4, 8), r"as a tuple.*got \[1, 2\]"),
         (lambda: BalancedBlocks((1, -2), 4, 8), r"integers >= 0 as a tuple.*got \(1, -2\)"),
-        (lambda: BalancedBlocks((1.0, 2), 4, 8), r"got \(1.0, 2\)"),  # type: ignore[arg-type]
+        (lambda: BalancedBlocks((1.0, 2), 4, 8), r"got \(1.0, 2\)"),
         (lambda: BalancedBlocks((), 0, 8), "block to be an integer >= 1, got 0"),
         (lambda: BalancedBlocks((), 4, -1), "seq_len to be an integer >= 0, got -1"),
         (lambda: BalancedBlocks((1,), 4, 4, tolerance=-1), "BalancedBlocks expects tolerance to be a fraction"),
@@ -143,23 +143,29 @@ def test_refusals(make: Callable[[], object], message: str) -> None:
         make()
 
 
+def test_the_name_of_old_still_makes_it_with_a_warning() -> None:
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
+    with pytest.warns(DeprecationWarning, match=r"is now BalancedBlocks\(block_mask\)"):
+        assert BalancedBlocks.of(mask, tolerance=0.1) == BalancedBlocks(mask, tolerance=0.1)
+
+
 def test_masks_of_other_keys_are_refused() -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 16, 32, device="cpu", BLOCK_SIZE=8)
     with pytest.raises(ValueError, match="as many keys as queries, got 16 queries and 32 keys"):
-        BalancedBlocks.of(mask)
+        BalancedBlocks(mask)
 
 
 @pytest.mark.parametrize("what", [Causal(), None, torch.ones(8, 8)], ids=str)
 def test_what_is_no_block_mask_is_refused(what: object) -> None:
-    with pytest.raises(TypeError, match=f"expects a BlockMask, got {type(what).__name__}"):
-        BalancedBlocks.of(what)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"expects a BlockMask, .*; got {type(what).__name__}"):
+        BalancedBlocks(what)
 
 
 def test_a_mask_of_one_block_that_goes_with_all_lengths_is_refused() -> None:
-    """It has no lengths of its own: a layout of one token would be made of it."""
+    """It has no length of its own: the layout would be of one token."""
     mask = BlockMask.from_kv_blocks(
         torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
         BLOCK_SIZE=_torch.WHOLE_BLOCK, seq_lengths=(1, 1),
     )  # fmt: skip
     with pytest.raises(ValueError, match="or of a single block that goes with all lengths"):
-        BalancedBlocks.of(mask)
+        BalancedBlocks(mask)

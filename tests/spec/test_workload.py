@@ -1,4 +1,4 @@
-"""Workload: prefix sums of what queries see, what a cut separates, and how even layouts are."""
+"""Workload: prefix sums over queries, the reach across a cut, and the imbalance of layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cp_dtensor.spec.load_balance import workload_of
 
 
 @given(any_mask, st.integers(LONGEST, 2 * LONGEST))
-def test_areas_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -> None:
+def test_workloads_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -> None:
     workloads = workload_of(mask, seq_len)
     expected = [0, *accumulate(keys_seen(mask, seq_len).tolist())]
     assert [workloads.before(position) for position in range(seq_len + 1)] == expected
@@ -24,9 +24,9 @@ def test_areas_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -
 
 @given(of_one_row, st.integers(1, LONGEST - 1))
 def test_what_reaches_across_a_cut(mask: Mask, cut: int) -> None:
-    layers = mask.layers(LONGEST, LONGEST)
+    sets = mask.interval_sets(LONGEST, LONGEST)
     seen = {
-        query: [band.keys(query) for layer in layers for band in layer if band.first <= query < band.last]
+        query: [band.keys(query) for bands in sets for band in bands if band.first <= query < band.last]
         for query in (cut - 1, cut)
     }
     shown = {query: [span for span in spans if span[0] < span[1]] for query, spans in seen.items()}

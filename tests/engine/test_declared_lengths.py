@@ -1,13 +1,11 @@
-"""Which global length a shard belongs to: all ranks must come to one answer, or at least one must refuse."""
+"""Declared global lengths: all ranks find the same one for their shards, or at least one rank refuses."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.engine.lengths import CallFacts, known_length
+from cp_dtensor.engine.lengths import known_length
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()])
@@ -53,55 +51,3 @@ def test_lengths_far_from_the_declared_are_exchanged() -> None:
 
 def test_lengths_that_look_alike_on_some_ranks_are_always_exchanged() -> None:
     assert answers(1000, (1000, 1001), HeadTail(), 8) == [None] * 8
-
-
-def test_facts_survive_their_encoding() -> None:
-    facts = CallFacts(
-        5,
-        7,
-        2,
-        8,
-        4,
-        64,
-        32,
-        "torch.bfloat16",
-        "Causal()",
-        "none",
-        "bfloat16 (8,) grad",
-        0.5,
-        0.125,
-        "Striped(block=64)",
-        "ring",
-        "alltoall",
-        True,
-        False,
-        5,
-        -1,
-    )
-    assert CallFacts.decoded(facts.encoded()) == facts
-
-
-def test_long_texts_that_begin_alike_stay_apart() -> None:
-    facts = CallFacts(
-        5,
-        7,
-        2,
-        8,
-        4,
-        64,
-        32,
-        "torch.bfloat16",
-        "Full()",
-        "none",
-        "bfloat16 (8,) grad",
-        0.0,
-        0.125,
-        "A" * 60 + "1",
-        "ring",
-        "alltoall",
-        True,
-        False,
-        -1,
-        12,
-    )
-    assert facts.encoded() != replace(facts, layout="A" * 60 + "2").encoded()

@@ -1,4 +1,4 @@
-"""Layouts made for a mask: every position belongs to one rank, shards and work are even, blocks are few."""
+"""Layouts that balance a mask: every position belongs to one rank, shards and work are even, blocks are few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which heads each rank of a Ulysses axis attends with: all of them once, as evenly as may be, with few copies."""
+"""Partition of heads over a Ulysses axis: each head once, as evenly as possible, with little replication."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ranks_and_stages_differ_by_at_most_one_unit(partition: HeadPartition) -
 
 @settings(max_examples=300)
 @given(partitions())
-def test_the_busiest_rank_has_as_few_query_heads_as_any_division_could_give_it(partition: HeadPartition) -> None:
+def test_the_busiest_rank_has_as_few_query_heads_as_possible(partition: HeadPartition) -> None:
     assert load(partition) == -(-partition.q_heads // partition.world_size)
 
 
@@ -140,7 +140,7 @@ def test_heads_that_divide_by_the_ranks_are_not_copied(world_size: int, per_rank
     ],
     ids=str,
 )
-def test_divisions_by_hand(
+def test_partitions_by_hand(
     heads: tuple[int, int], ranks: int, stages: int, copies: int, by_rank: list[list[Span]]
 ) -> None:
     partition = partition_heads(*heads, ranks, stages)
