@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import LocalContents
-from cp_dtensor.api.dtensor.attention import local_only_sdpa
+from cp_dtensor.api.dtensor.attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import ActiveConfig
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.validation import check_qkv, checked_mask
@@ -83,7 +83,7 @@ def current_context() -> ActiveContext | None:
 
 
 def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards, or None outside of regions and for DTensors that span the region's ranks."""
+    """SDPA of this rank's shards, or of DTensors; None outside of contexts and where torch has a rule for DTensors."""
     if call.q.is_meta:
         return None
     context = current_context()
@@ -100,10 +100,13 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
         result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
+        if result is not None:
+            return result
+        result = dtensor_sdpa(call, context.settings.mask, context.settings.deterministic)
         if result is None and context.settings.mask is not None:
             raise NotImplementedError(
-                f"the mask of this context ({context.settings.mask}) is for plain tensors: got DTensors over the ranks "
-                "of the context; pass their local shards"
+                f"the mask of this context ({context.settings.mask}) is for plain tensors, and for DTensors that are "
+                "sharded along the sequence: got other DTensors over the ranks of the context"
             )
         return result
     return sdpa_of_shards(context, call)
@@ -122,7 +125,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
         q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
-        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, first=call.first,
+        modifiers=modifiers_of(q, _mask_for_four_dims(call), call.dropout_p, first=call.first),
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 

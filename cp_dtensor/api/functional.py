@@ -8,7 +8,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import Parts, ShardCallSpec, made_of, mask_tokens, parts_of, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, mask_tokens, parts_of, token_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.custom_op import backends_token, traced_attention_by_tokens
 from cp_dtensor.engine.validation import (
@@ -118,8 +118,8 @@ def context_parallel_attention(
     settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     out, lse = attend(
-        q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
-        scale=scale, lengths=lengths, needs_lse=return_lse,
+        q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
+        modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -203,7 +203,7 @@ def _constants(
     )
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     shown = checked_mask(made_of(mask), is_causal)
-    return token_of(ShardCallSpec.of(settings)), backends_token(), mask_tokens.token_of(shown)
+    return token_of(CompiledCallSpec.of(settings)), backends_token(), mask_tokens.token_of(shown)
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from cp_dtensor.api.active_context import CAPTURED_BEFORE, ActiveContext
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, call_spec_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -148,14 +148,14 @@ class _ContextForward:
 @_torch.constant_in_trace
 def _refuse_left_out_of(token: str, layout: bool, mask: bool) -> None:
     call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
+    assert isinstance(call_spec, CompiledCallSpec)
     refuse_left_out("ContextParallel", call_spec.settings().ranks, layout=layout, mask=mask)
 
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a region of the settings that `token` stands for."""
     call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
+    assert isinstance(call_spec, CompiledCallSpec)
     return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)
 
 

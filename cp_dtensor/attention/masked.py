@@ -19,7 +19,7 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import KeptValues
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
-from cp_dtensor.attention.backends.base import AttentionBackend, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.attention.triton.arguments import check_attention
@@ -28,6 +28,7 @@ from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.intervals import Intervals
 from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
 from cp_dtensor.spec.intervals import IntervalSet
 from cp_dtensor.spec.layouts import Segment
@@ -289,7 +290,7 @@ class IntervalAttention(AttentionBackend):
     def name(self) -> str:
         return "INTERVALS"
 
-    def refusal(self, problem: Problem) -> str | None:
+    def refusal(self, spec: CallSpec) -> str | None:
         return None
 
     def forward(

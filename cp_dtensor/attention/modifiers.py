@@ -50,11 +50,11 @@ class Modifiers:
         return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
 
     def drawn(self, device: torch.device) -> Modifiers:
-        """With a seed, if there is dropout.
+        """With a seed, if there is dropout and no seed yet.
 
         Drawn on the device, as torch's kernels do: so checkpoints restore it, and CUDA graphs draw another each time.
         """
-        if not self.dropout_p:
+        if not self.dropout_p or self.seed is not None:
             return self
         return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 

@@ -25,7 +25,7 @@ from cp_dtensor.comm.transport import (
 )
 from cp_dtensor.plan.partition import (
     BACKWARD_FLOPS,
-    CallShape,
+    CallSpec,
 )
 from cp_dtensor.plan.plan import Plan, Stages, Step, Transfer, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
@@ -170,7 +170,7 @@ class ExchangedGrads(GradTransfers):
 class CollectiveTransport(KVTransport):
     """What rotations by exchange have in common; they differ in their plans."""
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self
 
     @property
@@ -258,11 +258,11 @@ class Staging:
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of tiles that mask by row: sixteen waves, since their blocks have work of all sizes."""
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         """The steps of a call on one rank, everybody else's K/V at once."""
         return gathered_plan(shape.tiling, rank, shape.kv_heads, *self.stages(shape))
 
-    def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
+    def stages(self, shape: CallSpec) -> tuple[Stages, Stages]:
         """Of forward and of backward."""
         tiling = shape.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
@@ -305,7 +305,7 @@ class AllGather(CollectiveTransport):
     def keeps_own_gradients_wide(self) -> bool:
         return True  # it is the most exact of the rotations, and symm_mem is the fastest
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         return self.staging.plan(shape, rank)
 
 
@@ -343,7 +343,7 @@ class AllToAll(CollectiveTransport):
     def keeps_own_gradients_wide(self) -> bool:
         return False
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         tiling = shape.tiling
         shard = tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads
         worthwhile = int(shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)

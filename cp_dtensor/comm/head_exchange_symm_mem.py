@@ -20,7 +20,7 @@ from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Tensors
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 
 if TRITON_AVAILABLE:
     from cp_dtensor.comm.triton_kernels import ALIGNMENT, PIECE_FIELDS, launch_copies
@@ -189,7 +189,7 @@ class SharedMemoryHeads(HeadExchange):
         return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
 
 
-def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> str | None:
+def obstacle_to_shared_memory(shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why heads cannot be exchanged so, None if they can; the same on every rank of the group.
 
     Args:
@@ -205,7 +205,7 @@ def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device
     return workspaces.why_unshared(group, device)
 
 
-def shared_memory_heads(shape: CallShape, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
+def shared_memory_heads(shape: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
     """The exchange of a call, where there is no obstacle.
 
     Args:

@@ -17,7 +17,7 @@ from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import why_unshared
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.plan.tiling import Masking
 
@@ -114,7 +114,7 @@ class Auto(TransportMethod):
     def name(self) -> str:
         return "auto"
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         if device.type != "cuda":
             return AllGather()
         shares_memory = workspaces.why_unshared(group, device) is None
@@ -127,7 +127,7 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 
 
 @lru_cache(maxsize=4096)
-def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
+def choose(shape: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
     """Symmetric memory if ranks share it, else the rotation of (nearly) the least predicted time on the slowest rank.
 
     Of forward and backward together.
@@ -140,7 +140,7 @@ def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory:
 
 
 def slowest_seconds(
-    transport: KVTransport, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
+    transport: KVTransport, shape: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Predicted time of forward (with `backward`: and backward) on the slowest rank."""
     plans = plans_of_some_ranks(transport, shape, world_size)
@@ -152,7 +152,7 @@ def slowest_seconds(
 
 
 @lru_cache(maxsize=64)
-def plans_of_some_ranks(transport: KVTransport, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
+def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int) -> tuple[Plan, ...]:
     """The plans from which the slowest rank's time is predicted; every rank asks about the same ones."""
     # The first and the last rank have the most and the least to receive. What masks by shape is alike on the others.
     busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.spec.layouts import Span
 
@@ -72,7 +72,7 @@ class TransportMethod(ABC):
         """The name that `set_rotate_method` knows."""
 
     @abstractmethod
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         """The rotation of a call; the same on all ranks of the group."""
 
 
@@ -95,7 +95,7 @@ class KVTransport(TransportMethod):
         """Whether the gradients of a rank's own tiles may take longer, so that they need not be rounded before sums."""
 
     @abstractmethod
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         """The steps of a call on one rank, in the order that suits this rotation."""
 
     @abstractmethod

@@ -1,11 +1,14 @@
-"""Recipes of attention of shards, for compiled code."""
+"""Compiled call specs: attention calls as constants of compiled code, and values that are read when it runs.
+
+Compiled code holds text and numbers, not objects, and may be kept on disk. So configurations and masks have keys, equal
+in every process. Masks, layouts and lengths that differ from context to context are read from the open context when
+compiled code runs.
+"""
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import index
@@ -18,14 +21,16 @@ from cp_dtensor._torch.tensors import split_rows
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.autograd import AttentionCall
-from cp_dtensor.engine.config import AttentionConfig, Splitting, check_batch_size, with_context_mask
+from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.engine.autograd import BoundCall
+from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.planner import Decision, decide_call, decision_on, remembered
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.validation import check_bias
+from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.layouts import Contiguous, Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask
+from cp_dtensor.spec.masks import Causal, Full, Mask, shown_by_both
 
 # Layouts and masks as arguments of functions that Dynamo follows, where it may not know the objects themselves.
 
@@ -208,158 +213,111 @@ found_numbers = FoundNumbers()
 outstanding = Outstanding()
 
 
-class CompiledCallSpec(ABC):
-    """How to decide calls of one kind, in any process that has the same groups. A value.
-
-    `repr` is its token, the same in every process, so that compiled code can be kept on disk.
-    """
-
-    @property
-    @abstractmethod
-    def finds_mask(self) -> bool:
-        """Whether calls have a mask or a layout that is only known where they run."""
-
-    @property
-    @abstractmethod
-    def compares(self) -> bool:
-        """Whether the ranks compare at every call what must agree."""
-
-    @abstractmethod
-    def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
-    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate.
-
-        With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, in documents
-        that `mask` is inside of.
-        """
-
-    @abstractmethod
-    def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed,
-    ) -> AttentionCall:  # fmt: skip
-        """The call on local shards; communicates nothing, and says the same in backward as in forward."""
-
-    @abstractmethod
-    def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed, constants: Hashable,
-    ) -> AttentionCall:  # fmt: skip
-        """`resolve` and `decide` of a call that finds and compares nothing; of equal `constants`, looked up."""
-
-
-_OPERATORS = 5
-"""Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
-
-
-_call_specs = Tokens[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
-
-
-def token_of(call_spec: CompiledCallSpec) -> str:
-    """What stands for a recipe in compiled code."""
-    return _call_specs.token_of(call_spec)
-
-
-def call_spec_of(token: str) -> CompiledCallSpec:
-    """What the token stands for."""
-    return _call_specs.of(token)
-
-
 ACTIVE_CONFIG = "cp_dtensor_settings"
-"""Where a region leaves `ActiveConfig` of its thread for compiled code, which holds none."""
-_FOUND_LAYOUT = Contiguous()  # in the place of one that is found where code runs
+"""Key of the thread state in which an open context leaves its `ActiveConfig` for compiled code."""
+_LAYOUT_OF_CONTEXT = Contiguous()
+"""Placeholder for a layout that is read from the open context."""
 
 
 @dataclass(frozen=True)
 class ActiveConfig:
-    """The settings of an open region."""
+    """The configuration of an open context."""
 
     settings: AttentionConfig
 
     @cached_property
     def token(self) -> str:
-        """Of its recipe."""
-        return token_of(ShardCallSpec.of(self.settings))
+        """The key of its compiled call spec."""
+        return token_of(CompiledCallSpec.of(self.settings))
 
 
 @dataclass(frozen=True)
-class ShardCallSpec(CompiledCallSpec):
-    """How to decide calls on shards of one kind: `AttentionConfig`, with groups by their names.
+class CompiledCallSpec:
+    """An `AttentionConfig` with process groups by their names, valid in every process that has these groups.
 
-    Lengths that a region knows of its buffers, its mask, and a layout made for it are not part of it, or code would be
-    compiled for each: they are looked up in the region that is open when the code runs.
+    Its `repr` is its key in compiled code. The lengths of a context's buffers, its mask, and a layout made for it are
+    not part of the spec, or code would be compiled for each context: they are read from the context when code runs.
     """
 
     groups: tuple[str, ...]
-    splitting: Splitting
+    layout: Layout
+    method: str
+    transport: TransportMethod
+    deterministic: bool
     fixed_lengths: tuple[int, ...] | None
     debug: bool
-    finds_mask: bool = False  # or the layout
+    finds_mask: bool = False
+    """True if a mask or a layout is read from the open context."""
     fixed_mask: Mask | None = None
     alignment: int = 1
-    """Of the layout that is found."""
+    """Alignment of a layout that is read from the open context."""
+    placed: SequencePartition | None = None
+    """The partition of DTensors, whatever their lengths."""
 
     @classmethod
-    def of(cls, settings: AttentionConfig) -> ShardCallSpec:
-        """The recipe of some settings."""
+    def of(cls, config: AttentionConfig) -> CompiledCallSpec:
+        """The compiled call spec of a configuration."""
         groups = tuple(
-            _torch.name_of_group(group) for group in (settings.ranks.outer, settings.ranks.inner) if group is not None
+            _torch.name_of_group(group) for group in (config.ranks.outer, config.ranks.inner) if group is not None
         )
-        fixed = None if settings.lengths_vary else settings.declared_lengths
-        splitting, mask = settings.splitting, None if settings.lengths_vary else settings.mask
+        varies, layout = config.lengths_vary, config.layout
         # A layout of one length is made for a mask, and like it differs from context to context.
-        of_one_context = settings.lengths_vary and splitting.layout.only_length is not None
-        alignment = splitting.layout.alignment if of_one_context else 1
-        if of_one_context:
-            splitting = replace(splitting, layout=_FOUND_LAYOUT)
-        finds = settings.lengths_vary and (settings.mask is not None or of_one_context)
-        return cls(groups, splitting, fixed, settings.debug, finds, mask, alignment)
+        of_one_context = varies and layout.only_length is not None
+        return cls(
+            groups,
+            _LAYOUT_OF_CONTEXT if of_one_context else layout,
+            config.method,
+            config.transport,
+            config.deterministic,
+            None if varies else config.declared_lengths,
+            config.debug,
+            finds_mask=varies and (config.mask is not None or of_one_context),
+            fixed_mask=None if varies else config.mask,
+            alignment=layout.alignment if of_one_context else 1,
+            placed=None if config.placed is None else config.placed.resized(0, 0, 0),
+        )
 
     def __repr__(self) -> str:
-        splitting = self.splitting
         lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
         return (
-            f"{splitting.method} ({splitting.transport.name}) over {' x '.join(self.groups)}, {splitting.layout}"
-            f"{lengths}{', deterministic' * splitting.deterministic}{', debug' * self.debug}"
+            f"{self.method} ({self.transport.name}) over {' x '.join(self.groups)}, {self.placed or self.layout}"
+            f"{lengths}{', deterministic' * self.deterministic}{', debug' * self.debug}"
             f"{', masked' * self.finds_mask}"
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
             f"{'' if self.alignment == 1 else f', in blocks of {self.alignment}'}"
         )
 
-    @property
-    def compares(self) -> bool:
-        return self.debug
-
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
         known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        state = _torch.get_thread_state(ACTIVE_CONFIG)
-        ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
-        of_context = None
-        if self.finds_mask or (edges is not None and self.fixed_lengths is None):
-            again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
-            of_context = _of_recompute() if again else _of_open_context(ambient)
-        if (
-            ambient is not None
-            and (known is None or self.finds_mask)
-            and of_context in (None, _of_open_context(ambient))
-        ):
+        """The global (q, kv) lengths, checked or found, and what the call reads at run time; may communicate.
+
+        With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, and `mask` is
+        the mask inside of each document.
+        """
+        if self.placed is not None and known is not None:
+            return known, Found(mask, None)
+        of_context = ambient = None
+        reads_lengths = edges is not None and self.fixed_lengths is None
+        if known is None or self.finds_mask or reads_lengths:
+            state = _torch.get_thread_state(ACTIVE_CONFIG)
+            ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
+            if self.finds_mask or reads_lengths:
+                again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
+                of_context = _of_recompute() if again else _of_open_context(ambient)
+        if ambient is not None and of_context in (None, _of_open_context(ambient)):
             settings = ambient.settings
         else:
-            settings = self.settings() if of_context is None else self._settings_with(of_context)
+            settings = self.settings(of_context)
         rows = 1
         if edges is not None:
             packed = edges.in_rows(settings.declared_lengths)
             rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
-            mask = with_context_mask(self.fixed_mask, mask)
-        if of_context is not None:
-            mask = with_context_mask(of_context.mask, mask)
+            mask = mask if self.fixed_mask is None else shown_by_both(self.fixed_mask, mask)
+        if of_context is not None and of_context.mask is not None:
+            mask = shown_by_both(of_context.mask, mask)
         check_batch_size(q, settings)
         lengths = global_lengths(
             q, k, v, settings, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True
@@ -369,38 +327,45 @@ class ShardCallSpec(CompiledCallSpec):
 
     def decide(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed,
-    ) -> AttentionCall:  # fmt: skip
-        splitting = self.splitting if found.layout is None else replace(self.splitting, layout=found.layout)
-        return decide_call(q, k, v, splitting, lengths, found.mask, modifiers, scale, self._ranks(), allowed)
+        modifiers: Modifiers, scale: float, allowed: Allowed,
+    ) -> BoundCall:  # fmt: skip
+        """The call on local shards; does not communicate, and gives the same in backward as in forward."""
+        config = self.settings()
+        if found.layout is not None:
+            config = replace(config, layout=found.layout)
+        return bound_call(q, k, v, config, lengths, found.mask, modifiers, scale, allowed)
 
-    def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed, constants: Hashable,
-    ) -> AttentionCall:  # fmt: skip
-        ranks = self._ranks()
-        bias = None if modifiers.bias is None else modifiers.bias.shape
-        of_modifiers = (bias, modifiers.dropout_p > 0)
-        key = (constants, q.shape, k.shape, v.shape, q.dtype, q.device, lengths, of_modifiers, ranks.rank, ranks.size)
+    def settings(self, of_context: Ambient | None = None) -> AttentionConfig:
+        """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""
+        ranks = SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+        return AttentionConfig(
+            ranks,
+            self.layout if of_context is None else of_context.layout,
+            self.method,
+            self.transport,
+            self.deterministic,
+            self.debug,
+            self.fixed_mask,
+            self.fixed_lengths if of_context is None else of_context.lengths,
+            placed=self.placed,
+        )
 
-        def make() -> Decision:
-            self.resolve(q, k, v, mask, modifiers, scale, lengths)  # refuses what does not fit
-            return decision_on(q, k, v, self.splitting, lengths, mask, modifiers, ranks, allowed)
 
-        return remembered(ranks.outer, key, make).call(ranks, scale)
+_OPERATORS = 6
+"""Version of the operators' results: part of every key, so that code on disk of other versions is not used."""
 
-    def settings(self) -> AttentionConfig:
-        """The settings, on this process's groups."""
-        return AttentionConfig(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
 
-    def _settings_with(self, found: Ambient) -> AttentionConfig:
-        splitting = replace(self.splitting, layout=found.layout)
-        return replace(self.settings(), splitting=splitting, declared_lengths=found.lengths)
+_call_specs = Tokens[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
 
-    def _ranks(self) -> SequenceRanks:
-        return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+
+def token_of(call_spec: CompiledCallSpec) -> str:
+    """The key of a compiled call spec."""
+    return _call_specs.token_of(call_spec)
+
+
+def call_spec_of(token: str) -> CompiledCallSpec:
+    """The compiled call spec of a key."""
+    return _call_specs.of(token)
 
 
 def _of_open_context(ambient: ActiveConfig | None) -> Ambient:

@@ -19,7 +19,7 @@ from cp_dtensor.plan.head_partition import (
     partition_heads,
     with_heads,
 )
-from cp_dtensor.plan.partition import CallShape, MergedPartition, OuterPartition, inner_partitions
+from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
 from cp_dtensor.plan.plan import Plan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
@@ -62,7 +62,7 @@ class Estimate:
 
 
 def estimates(
-    shape: CallShape, outer: Axis, inner: Axis | None, transport_method: TransportMethod
+    shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
     """By the name of the method, of all that the axes can do; the one to prefer if times are equal comes first."""
     if inner is None:
@@ -81,7 +81,7 @@ def fastest(found: dict[str, Estimate]) -> str:
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
-def ring_estimate(shape: CallShape, axis: Axis, transport_method: TransportMethod) -> Estimate:
+def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over one axis."""
     transport = _transport(transport_method, shape, axis)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
@@ -98,7 +98,7 @@ def ring_estimate(shape: CallShape, axis: Axis, transport_method: TransportMetho
     )
 
 
-def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
+def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
     heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
@@ -140,7 +140,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transpor
     )
 
 
-def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
+def nested_ring_estimate(shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over the outer axis of rings over the inner one."""
     worst: Estimate | None = None
     for place in sorted({0, outer.size - 1}):
@@ -175,7 +175,7 @@ def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_m
     return worst
 
 
-def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) -> KVTransport:
+def _transport(transport_method: TransportMethod, shape: CallSpec, axis: Axis) -> KVTransport:
     """What the method takes there, without asking the ranks."""
     if axis.size == 1:
         return AllGather()
@@ -188,7 +188,7 @@ def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) 
     return choose(shape, axis.size, axis.hardware, axis.shares_memory)
 
 
-def _passes(transport: KVTransport, shape: CallShape, axis: Axis) -> tuple[float, float]:
+def _passes(transport: KVTransport, shape: CallSpec, axis: Axis) -> tuple[float, float]:
     """Seconds of forward and of backward."""
     forward = slowest_seconds(transport, shape, axis.size, axis.hardware, backward=False)
     return forward, slowest_seconds(transport, shape, axis.size, axis.hardware, backward=True) - forward
@@ -198,7 +198,7 @@ def _begun(axis: Axis) -> float:
     return _CALL_LAUNCHES * axis.hardware.launch
 
 
-def _received(plan: Plan, shape: CallShape) -> float:
+def _received(plan: Plan, shape: CallSpec) -> float:
     """Bytes of K/V in forward, and of K/V and their gradients in backward."""
     forward, backward = (
         sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
@@ -207,7 +207,7 @@ def _received(plan: Plan, shape: CallShape) -> float:
     return float(forward + 2 * backward)
 
 
-def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
+def _ring_memory(plan: Plan, shape: CallSpec, transport: KVTransport) -> float:
     """K/V of a step and of those ahead, two transfers of gradients, one of what others contribute to them, and this
     rank's own K/V: all that it publishes, or the heads that it has packed."""
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
@@ -221,7 +221,7 @@ def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
     return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
 
 
-def _exchanged(shape: CallShape, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
+def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
     """Bytes of a rank's tensors, in forward and in backward, on the way to heads and on the way to rows."""
     group = shape.partition.groups()[0]
     queries, keys = (

@@ -21,13 +21,15 @@ from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine.autograd import AttentionCall, gradient_of_sinks, new_grad_bias
+from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, new_grad_bias
 from cp_dtensor.engine.compiled_spec import (
+    CompiledCallSpec,
     Found,
-    _call_specs,
+    call_spec_of,
     found_numbers,
     mask_tokens,
     outstanding,
+    token_of,
 )
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.masks import Mask
@@ -45,21 +47,21 @@ _NAME = "_cp_dtensor_kept"
 class Kept:
     """A call that has run forward, and what it has saved, or nothing if that is not to be kept."""
 
-    def __init__(self, call: AttentionCall | None = None, rows: Tensors = ()) -> None:
+    def __init__(self, call: BoundCall | None = None, rows: Tensors = ()) -> None:
         self.call = call
         self.rows = rows
 
 
-def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
+def keeps_rows(call: BoundCall, q: torch.Tensor) -> bool:
     """Whether what a call saves is worth keeping and may be kept here: not where a CUDA graph is made.
 
     A graph's memory is written again at each replay, and Inductor wants to know of all of it; what is kept elsewhere is
     gone by then. What other calls save is what the operator got and gave, which autograd keeps if need be.
     """
-    return call.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
+    return call.plan.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
 
 
-def keep(keeper: torch.Tensor, call: AttentionCall, rows: Tensors) -> None:
+def keep(keeper: torch.Tensor, call: BoundCall, rows: Tensors) -> None:
     """Keeps a call, and what it has saved if that is to be kept, as long as the memory of `keeper`."""
     setattr(keeper.untyped_storage(), _NAME, Kept(call, rows))
 
@@ -90,17 +92,17 @@ def _backends(token: str) -> Allowed:
 
 
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, token: str, backends: str, mask: Mask,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: CompiledCallSpec,
+    backends: str, mask: Mask,
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
 
     With `cu_seqlens`, of packed tokens: see `Recipe.resolve`.
     """
-    call_spec = _call_specs.of(token)
     return traced_attention_by_tokens(
-        q, k, v, modifiers, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
-        finds_more=call_spec.finds_mask or call_spec.compares, cu_seqlens=cu_seqlens,
+        q, k, v, modifiers, token_of(call_spec), backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
+        finds_more=call_spec.finds_mask or call_spec.debug, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
@@ -130,21 +132,17 @@ def _forward(
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    decider, known = _call_specs.of(call_spec), None if q_len < 0 else (q_len, kv_len)
+    decider, known = call_spec_of(call_spec), None if q_len < 0 else (q_len, kv_len)
     modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
-    shown, allowed, finds = mask_tokens.of(mask), _backends(backends), _finds(call_spec, q_len, edges is not None)
+    finds = _finds(call_spec, q_len, edges is not None)
     # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
     gives_lse = needs_lse or needs_backward
-    if known is None or finds or decider.compares:
-        lengths, found = decider.resolve(q, k, v, shown, modifiers, scale, known, edges, gives_lse=gives_lse)
-        q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-        call = decider.decide(q, k, v, lengths, found, modifiers, scale, allowed)
-    else:
-        lengths, found = known, Found(shown, None)
-        call = decider.decide_known(q, k, v, known, shown, modifiers, scale, allowed, (call_spec, backends, mask))
+    lengths, found = decider.resolve(q, k, v, mask_tokens.of(mask), modifiers, scale, known, edges, gives_lse=gives_lse)
+    q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
+    call = decider.decide(q, k, v, lengths, found, modifiers, scale, _backends(backends))
     with no_autocast(q), _torch.below_autograd():
-        out, lse, saved = call.forward(q, k, v, modifiers, gives_lse)
+        out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
     begun_in = outstanding.begin(found, needs_backward)
@@ -160,7 +158,7 @@ def _forward(
 
 def _finds(call_spec: str, q_len: int, has_edges: bool) -> bool:
     """Whether lengths or mask are not known before the call runs."""
-    return has_edges or (isinstance(q_len, int) and q_len < 0) or _call_specs.of(call_spec).finds_mask
+    return has_edges or (isinstance(q_len, int) and q_len < 0) or call_spec_of(call_spec).finds_mask
 
 
 def _fake_forward(
@@ -193,15 +191,15 @@ def _backward(
         q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
     modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     of_forward = kept(found)
-    call = of_forward.call or _call_specs.of(call_spec).decide(
+    call = of_forward.call or call_spec_of(call_spec).decide(
         q, k, v, (q_len, kv_len), what, modifiers, scale, _backends(backends)
     )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = of_forward.rows if keeps_rows(call, q) else ()
-        saved = rows or call.saved_again(q, k, v, out, lse)
-        grads = call.backward(grad_out, modifiers, saved, grad_bias)
+        saved = rows or call.plan.saved_again(q, k, v, out, lse, call.ranks)
+        grads = call.plan.backward(grad_out, modifiers, saved, grad_bias, call.ranks, call.scale)
         of_qkv = [joined_rows(_row_after_row(grad), what.rows) for grad in grads]
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)

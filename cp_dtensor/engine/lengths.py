@@ -268,7 +268,7 @@ def global_lengths(
     Raises:
         ValueError: lengths that do not fit, alike on every rank if the ranks have told each other.
     """
-    layout, splitting = settings.layout, settings.splitting
+    layout = settings.layout
     rank, world_size = settings.ranks.rank, settings.ranks.size
     if not settings.debug:
         if lengths is not None:
@@ -284,12 +284,12 @@ def global_lengths(
         head_dim=q.size(3), v_head_dim=v.size(3), dtype=str(q.dtype), mask=repr(mask),
         attn_mask=modifiers.described(q), sinks=modifiers.described_sinks(values=settings.debug),
         dropout_p=modifiers.dropout_p, scale=scale,
-        layout=repr(layout), method=splitting.method, rotate_method=splitting.transport.name,
-        deterministic=is_deterministic(q, allowed_backends(), splitting.deterministic),
+        layout=repr(layout), method=settings.method, rotate_method=settings.transport.name,
+        deterministic=is_deterministic(q, allowed_backends(), settings.deterministic),
         requires_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         declared_q=-1 if lengths is None else lengths[0], declared_kv=-1 if lengths is None else lengths[1],
         returns_lse=gives_lse and _may_exchange_heads(q, settings), compiled=compiled,
-        attn_mask_has_rows=modifiers.has_rows and splitting.method in ("ulysses", "hybrid"),  # "auto" is a ring then
+        attn_mask_has_rows=modifiers.has_rows and settings.method in ("ulysses", "hybrid"),  # "auto" is a ring then
     )  # fmt: skip
     everyone = exchange(facts, settings.ranks, q.device)
     found = (
@@ -305,7 +305,7 @@ def global_lengths(
 
 def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
     """Whether lse may travel. In rings it does not, which is what "auto" takes over one axis of CPUs."""
-    method = settings.splitting.method
+    method = settings.method
     return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
 
 

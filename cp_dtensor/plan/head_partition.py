@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cp_dtensor.plan.partition import (
-    CallShape,
+    CallSpec,
 )
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Span, share
@@ -91,7 +91,7 @@ class HeadStaging:
     """Times as many where attention does not hide exchanges (measured on 4 H200s, no ring around them: docs/log.md)."""
     most: int = 4
 
-    def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
+    def stages(self, shape: CallSpec, world_size: int, publishes: bool) -> int:
         """As many as are worthwhile and divide a rank's query heads."""
         groups = shape.partition.groups()
         least = self.flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else self.more_unhidden)
@@ -100,7 +100,7 @@ class HeadStaging:
         return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
 
 
-def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
+def hides_exchanges(shape: CallSpec, publishes: bool) -> bool:
     """Whether exchanges of heads hide under attention.
 
     What ranks publish in shared memory is copied within a GPU, by a kernel, which those that mask by row leave no
@@ -112,7 +112,7 @@ def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
 DEFAULT_HEAD_STAGING = HeadStaging()
 
 
-def with_heads(shape: CallShape, heads: HeadPartition, units: Span) -> CallShape:
+def with_heads(shape: CallSpec, heads: HeadPartition, units: Span) -> CallSpec:
     """The shape of attention with some units of heads."""
     first, last = heads.query_heads(units)
     return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cp_dtensor.comm.collective import AllGather
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import GroupSegments, Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail, Layout
@@ -78,7 +78,7 @@ def picture(mask: Mask, layout: Layout, seq_len: int, ranks: int, batch_row: int
     key_owner, buffer_row = np.full(seq_len, NOBODY), np.full((ranks, seq_len), NOBODY)
     partition = LayoutPartition(layout, seq_len, seq_len, batch_size, ranks)
     masking = Masking.BY_SHAPE if is_plain(mask, seq_len, seq_len) else Masking.INTERVALS
-    shape = CallShape(partition, mask, batch_size, 1, 1, 1, 1, 1, masking)
+    shape = CallSpec(partition, mask, batch_size, 1, 1, 1, 1, "float32", masking)
     (group,) = partition.groups()
     for rank in range(ranks):
         plan = AllGather().plan(shape, rank)

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transport import KVTransport
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, group_segments
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
@@ -72,7 +72,7 @@ def computed_by(
         here = groups[group]
         queries = np.array([position for segment in here.q_by_rank[rank] for position in segment.positions()])
         partition = LayoutPartition(layout, seq_len, seq_len, 2, ranks)
-        plan = transport.plan(CallShape(partition, Causal(), 2, 1, 1, 1, 1, 1, causal_masking(layout)), rank)
+        plan = transport.plan(CallSpec(partition, Causal(), 2, 1, 1, 1, 1, "float32", causal_masking(layout)), rank)
         for number, step in enumerate(plan.forward):
             for tile in step.tiles:
                 if tile.batch != here.batch:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispatcher
 from cp_dtensor.engine import planner as planning
-from cp_dtensor.engine.ring import RingCall
-from cp_dtensor.engine.ulysses import UlyssesCall
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.head_partition import HeadStaging
 
 Names = tuple[str, ...] | None
@@ -199,8 +199,8 @@ def test_which_axis_does_what(
 ) -> None:
     """The sizes of the groups that exchange rows for heads, and of those around which K/V travel."""
     with (
-        mock.patch.object(UlyssesCall, "forward", autospec=True, side_effect=UlyssesCall.forward) as by_heads,
-        mock.patch.object(RingCall, "forward", autospec=True, side_effect=RingCall.forward) as as_ring,
+        mock.patch.object(UlyssesPlan, "forward", autospec=True, side_effect=UlyssesPlan.forward) as by_heads,
+        mock.patch.object(RingPlan, "forward", autospec=True, side_effect=RingPlan.forward) as as_ring,
     ):
         check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
     for calls, sizes in ((by_heads.call_args_list, ulysses), (as_ring.call_args_list, rings)):

@@ -55,7 +55,7 @@ def test_hybrids_that_share_a_ring_axis_decide_each_for_itself() -> None:
         for name in ("ulysses_b", "ulysses_c", "ulysses_b"):
             q = tensor()
             context_parallel_attention(q, q, q, mesh=mesh["ring", name], method="hybrid", seq_len=16)
-            decided.append(len(splitting._decisions[mesh.get_group("ring")]))
+            decided.append(len(splitting._plans[mesh.get_group("ring")]))
         return decided
 
     assert run_ranks(8, body) == [[1, 2, 2]] * 8
@@ -99,7 +99,7 @@ def test_attention_of_dtensors_by_heads_is_decided_once() -> None:
             for _ in range(3):
                 q = DTensor.from_local(tensor(), mesh, [Shard(2)])
                 F.scaled_dot_product_attention(q, q, q)
-                decided.append(len(splitting._decisions[mesh.get_group()]))
+                decided.append(len(splitting._plans[mesh.get_group()]))
         return decided
 
     assert run_ranks(2, body) == [[1, 1, 1]] * 2

@@ -23,7 +23,7 @@ from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, uly
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.masked import IntervalAttention
 from cp_dtensor.engine import planner as splitting
-from cp_dtensor.engine.compiled_spec import ShardCallSpec
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -120,7 +120,7 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
 
     def recording(*args: Any, **options: Any) -> AttentionConfig:
         settings = original(*args, **options)
-        said.append(settings.splitting.deterministic)
+        said.append(settings.deterministic)
         return settings
 
     qkv = torch.randn(4, 3, 2, 8)
@@ -133,7 +133,7 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
 def test_it_is_part_of_what_compiled_code_stands_for() -> None:
     def body(_rank: int) -> list[str]:
         return [
-            repr(ShardCallSpec.of(AttentionConfig.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
+            repr(CompiledCallSpec.of(AttentionConfig.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
             for options in ({}, {"deterministic": True})
         ]
 
@@ -161,11 +161,11 @@ def deterministic_or_not(rank: int) -> None:
             for deterministic in (True, False, True):
                 inputs = shards.inputs()
                 try:
-                    splitting._decisions.clear()  # or nobody asks about what has been decided
+                    splitting._plans.clear()  # or nobody asks about what has been decided
                     torch.use_deterministic_algorithms(deterministic)
                     with hooks:
                         out = function(*inputs)
-                    splitting._decisions.clear()
+                    splitting._plans.clear()
                     torch.use_deterministic_algorithms(False)  # torch refuses the other way round
                     shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
                 finally:

@@ -48,7 +48,7 @@ def _errors(rank: int, problem: Problem, layout: Layout, stages: int, shares_mem
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(planning, "obstacle_to_shared_memory", obstacle))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(splitting, "_plans", WeakKeyDictionary()))  # decide anew
         results = attend(local, problem, layout, dist.group.WORLD, method="ulysses")
     assert found
     assert all((each is None) == shares_memory for each in found), found
@@ -79,7 +79,7 @@ def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(head_exchange_symm_mem._Table, "copy", late_copy))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(splitting, "_plans", WeakKeyDictionary()))  # decide anew
         expected, *ways = (
             {"mesh": dist.group.WORLD, "method": method, "rotate_method": rotate_method}
             for method, rotate_method in [("ring", "allgather"), *methods]
@@ -107,7 +107,7 @@ def _compiled(rank: int, method: str, stages: int) -> list[float]:
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(splitting, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method=method)
         compiled = torch.compile(_attention_of(method, problem), fullgraph=True, backend="aot_eager")
         *qkv, grad_out = inputs
@@ -146,7 +146,7 @@ def _error(rank: int) -> float:
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=4)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(splitting, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
         with mock.patch.object(ring, "ring_forward", failing), pytest.raises(RuntimeError, match="planted"):
             attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
@@ -162,7 +162,7 @@ def _graph(rank: int, stages: int) -> list[float]:
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(splitting, "_plans", WeakKeyDictionary()))  # decide anew
         return _replayed(rank)
 
 

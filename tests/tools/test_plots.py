@@ -9,7 +9,7 @@ import pytest
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.engine.planner import RingDecision
+from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.plan.head_partition import HeadPartition
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import Tile
@@ -100,8 +100,8 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
         found = []
         for panel in plot_methods.PANELS:
             counts = []
-            for _, decision in plot_methods.decisions(panel, partition, transport):
-                rings = [decision] if isinstance(decision, RingDecision) else [ring for ring in decision.inner if ring]
+            for _, plan in plot_methods.plans(panel, partition, transport):
+                rings = [plan] if isinstance(plan, RingPlan) else [ring for ring in plan.inner if ring]
                 counts.append(sum(len(step.tiles) for ring in rings for step in ring.plan.forward))
             found.append((min(counts), max(counts)))
         assert found == expected

@@ -13,12 +13,16 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
-from cp_dtensor.api.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
+from cp_dtensor.api.dtensor.attention import dtensor_sdpa, from_local, placed_partition
 from cp_dtensor.api.dtensor.placements import BATCH_DIM, HEAD_DIM, SEQ_DIM, AttentionPlacements, is_seq_sharded, on_seq
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.attention.backends.select import backend_by_name
-from cp_dtensor.engine.ring import RingCall, ring_backward, ring_forward
-from cp_dtensor.engine.validation import refuse_unsupported_sdpa, softmax_scale
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.autograd import BoundCall
+from cp_dtensor.engine.planner import plan_ring, shaped_spec
+from cp_dtensor.engine.validation import checked_mask, refuse_unsupported_sdpa, softmax_scale
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -52,7 +56,7 @@ def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _torch.run_locally(op, info)
     q, k, v = info.local_args[:3]
     call, plan = _plan(op, bound, specs[0], specs[1], q, k, v)
-    out, lse = ring_forward(q, k, v, call)
+    out, lse, _ = call.plan.forward(q, k, v, NO_MODIFIERS, True, call.ranks, call.scale)
     mesh, shape = specs[0].mesh, bound["query"].shape
     wrapped_lse = from_local(lse, mesh, plan.q, tuple(shape[:3]))
     wrapped_out = from_local(out, mesh, plan.q, (*shape[:3], bound["value"].size(3)))
@@ -71,7 +75,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     out, lse = local["out"], local["logsumexp"]
     call, plan = _plan(op, bound, specs[1], specs[2], q, k, v)
     lse = lse.reshape(lse.shape[:3])[:, :, : q.size(2)]
-    grads = ring_backward(grad_out, q, k, v, out, lse, call)
+    grads = call.plan.backward(grad_out, NO_MODIFIERS, (q, k, v, out, lse), None, call.ranks, call.scale)
     wrapped = tuple(
         from_local(grad, specs[0].mesh, placements, tuple(bound[name].shape))
         for grad, placements, name in zip(
@@ -83,7 +87,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _plan(
     op: Any, bound: Arguments, q_spec: Any, k_spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[RingCall, AttentionPlacements]:
+) -> tuple[BoundCall, AttentionPlacements]:
     refuse_unsupported_sdpa(None, bound["dropout_p"])
     if bound.get("return_debug_mask"):
         raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
@@ -92,10 +96,15 @@ def _plan(
     scale = softmax_scale(q, bound["scale"])
     if scale <= 0:
         raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
-    lengths = (bound["query"].size(2), bound["key"].size(2))
-    call = plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend)
-    assert isinstance(call, RingCall)  # strategies shard keys and values over one axis only
-    return call, plan
+    mesh, lengths = q_spec.mesh, (bound["query"].size(2), bound["key"].size(2))
+    mask = checked_mask(None, bound["is_causal"])
+    # Tiles are masked by shape, whatever SDPA would choose: the op is called by the name of its backend.
+    partition = placed_partition(*lengths, q.size(0), plan, mesh)
+    spec = shaped_spec(partition, mask, q.shape, k.shape, v.shape, q.dtype, q.device)
+    # Strategies shard keys and values over one axis at most.
+    ranks = None if plan.ring_axis is None else SequenceRanks(mesh.get_group(plan.ring_axis))
+    group, rank = (None, 0) if ranks is None else (ranks.outer, ranks.rank)
+    return BoundCall(plan_ring(spec, transport_by_name(None), backend, group, rank), ranks, scale), plan
 
 
 def _refuse_masks(op: Any, bound: Arguments) -> None:

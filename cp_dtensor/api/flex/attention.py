@@ -16,7 +16,7 @@ from cp_dtensor.api.flex.custom_ops import check_mask_lengths, finds_layout, tra
 from cp_dtensor.api.flex.gather_kv import GatheredKeys, WholeKeys
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, made_of, parts_of, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, made_of, parts_of, token_of
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
@@ -187,7 +187,7 @@ def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Before anything else: what the host does next is done while they travel.
-    whole = WholeKeys(ranks, layout, lengths[1], lengths[1], settings.splitting.transport)
+    whole = WholeKeys(ranks, layout, lengths[1], lengths[1], settings.transport)
     keys, values = GatheredKeys.apply(call.k, call.v, whole)
     positions = rows.positions(call.q.device)
     if mask is not None and rows.count:
@@ -281,7 +281,7 @@ def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
     """Of the recipe, for compiled code."""
     settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
     refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
-    return token_of(ShardCallSpec.of(settings))
+    return token_of(CompiledCallSpec.of(settings))
 
 
 @_torch.constant_in_trace

@@ -23,15 +23,15 @@ from cp_dtensor.api.flex.block_mask import (
 from cp_dtensor.api.flex.gather_kv import WholeKeys
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import Found, ShardCallSpec, call_spec_of, found_numbers, outstanding
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Found, call_spec_of, found_numbers, outstanding
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full, Mask
 
 
-def shard_call_spec(token: str) -> ShardCallSpec:
+def shard_call_spec(token: str) -> CompiledCallSpec:
     """The recipe of some shards."""
     call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
+    assert isinstance(call_spec, CompiledCallSpec)
     return call_spec
 
 
@@ -42,7 +42,7 @@ def _partition_of(token: str, what: Found | None = None) -> tuple[SequenceRanks,
 
 
 def _whole_keys(token: str, what: Found | None, seq_len: int, rows: int) -> WholeKeys:
-    return WholeKeys(*_partition_of(token, what), seq_len, rows, shard_call_spec(token).splitting.transport)
+    return WholeKeys(*_partition_of(token, what), seq_len, rows, shard_call_spec(token).transport)
 
 
 def _found_in(found: torch.Tensor | None) -> Found | None:

@@ -7,10 +7,10 @@ import torch
 from cp_dtensor._torch.tensors import laid_out_after
 from cp_dtensor.attention.backends.base import (
     AttentionBackend,
-    Problem,
     expand_kv_heads,
     reduce_kv_heads,
 )
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
 
 aten = torch.ops.aten
@@ -31,8 +31,8 @@ class FlashAttention(AttentionBackend):
     def name(self) -> str:
         return "FLASH_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        return half_precision_refusal(problem, max_head_dim=256)
+    def refusal(self, spec: CallSpec) -> str | None:
+        return half_precision_refusal(spec, max_head_dim=256)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -58,18 +58,18 @@ class FlashAttention(AttentionBackend):
         )  # fmt: skip
 
 
-def half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
+def half_precision_refusal(spec: CallSpec, max_head_dim: int) -> str | None:
     """What the flash and cuDNN kernels refuse alike."""
-    if problem.device_type != "cuda":
-        return f"the tensors are on {problem.device_type}, not cuda"
-    if problem.capability is not None and problem.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, got {problem.dtype}"
-    if problem.head_dim != problem.v_head_dim:
-        return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
-    if problem.head_dim % 8 or problem.head_dim > max_head_dim:
-        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
+    if spec.device_type != "cuda":
+        return f"the tensors are on {spec.device_type}, not cuda"
+    if spec.capability is not None and spec.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, this device has {spec.capability}"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"it needs bfloat16 or float16, got {spec.dtype}"
+    if spec.head_dim != spec.v_head_dim:
+        return f"head dims of q and v differ ({spec.head_dim} and {spec.v_head_dim})"
+    if spec.head_dim % 8 or spec.head_dim > max_head_dim:
+        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {spec.head_dim}"
     return None
 
 
@@ -91,8 +91,8 @@ class CudnnAttention(AttentionBackend):
     def name(self) -> str:
         return "CUDNN_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        return half_precision_refusal(problem, max_head_dim=128)
+    def refusal(self, spec: CallSpec) -> str | None:
+        return half_precision_refusal(spec, max_head_dim=128)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -146,16 +146,14 @@ class EfficientAttention(AttentionBackend):
     def name(self) -> str:
         return "EFFICIENT_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cuda":
-            return f"the tensors are on {problem.device_type}, not cuda"
-        if problem.dtype == torch.float64:
+    def refusal(self, spec: CallSpec) -> str | None:
+        if spec.device_type != "cuda":
+            return f"the tensors are on {spec.device_type}, not cuda"
+        if spec.dtype == "float64":
             return "it does not compute in float64"
-        alignment = 4 if problem.dtype == torch.float32 else 8
-        if problem.head_dim % alignment or problem.v_head_dim % alignment:
-            return (
-                f"it needs head dims that are multiples of {alignment}, got {problem.head_dim} and {problem.v_head_dim}"
-            )
+        alignment = 4 if spec.dtype == "float32" else 8
+        if spec.head_dim % alignment or spec.v_head_dim % alignment:
+            return f"it needs head dims that are multiples of {alignment}, got {spec.head_dim} and {spec.v_head_dim}"
         return None
 
     def forward(
@@ -204,11 +202,11 @@ class CpuFlashAttention(AttentionBackend):
     def name(self) -> str:
         return "FLASH_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cpu":
-            return f"the tensors are on {problem.device_type}, not cpu"
-        if problem.head_dim != problem.v_head_dim:
-            return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
+    def refusal(self, spec: CallSpec) -> str | None:
+        if spec.device_type != "cpu":
+            return f"the tensors are on {spec.device_type}, not cpu"
+        if spec.head_dim != spec.v_head_dim:
+            return f"head dims of q and v differ ({spec.head_dim} and {spec.v_head_dim})"
         return None
 
     def forward(
@@ -243,7 +241,7 @@ class MathAttention(AttentionBackend):
     def name(self) -> str:
         return "MATH"
 
-    def refusal(self, problem: Problem) -> str | None:
+    def refusal(self, spec: CallSpec) -> str | None:
         return None
 
     def forward(

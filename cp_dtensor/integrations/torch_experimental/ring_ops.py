@@ -17,9 +17,8 @@ from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.autograd import Attention
-from cp_dtensor.engine.planner import CallRequest, decide_ring, describe_problem
-from cp_dtensor.engine.ring import RingCall, ring_backward
+from cp_dtensor.engine.autograd import Attention, BoundCall
+from cp_dtensor.engine.planner import plan_ring, shaped_spec
 from cp_dtensor.engine.validation import check_qkv, positive_scale, refuse_unsupported_sdpa, softmax_scale
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
@@ -288,7 +287,9 @@ class AtenOp:
             scaled, call = self._call(group, layout, given, key, value, kwargs)
         lse = without_padding(lse.squeeze(-1) if lse.dim() == out.dim() else lse, out)
         with torch.no_grad(), no_autocast(query):
-            grad_q, grad_k, grad_v = ring_backward(grad_out, scaled.detach(), key, value, out, lse.contiguous(), call)
+            saved = scaled.detach(), key, value, out, lse.contiguous()
+            grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, call.scale)
+        grad_q, grad_k, grad_v = grads
         if scaled is not given:
             (grad_q,) = torch.autograd.grad(scaled, given, grad_q)
         grads = grad_q, grad_k, grad_v
@@ -302,31 +303,24 @@ class AtenOp:
         key: torch.Tensor,
         value: torch.Tensor,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, RingCall]:
+    ) -> tuple[torch.Tensor, BoundCall]:
         mask = next((kwargs[name] for name in ("attn_bias", "attn_mask") if kwargs.get(name) is not None), None)
         refuse_unsupported_sdpa(mask, kwargs.get("dropout_p") or 0.0)
         if kwargs.get("return_debug_mask"):
             raise NotImplementedError("no rank has the attention weights of the whole sequence: got return_debug_mask")
         check_qkv(query, key, value, True)
-        problem = describe_problem(query, key, value)
-        backend = backend_by_name(_BACKENDS[self.name], query.device.type)
-        refusal = backend.refusal(problem)
-        if refusal is not None:
-            raise NotImplementedError(f"{self.name} cannot compute this attention ({problem}): {refusal}")
         lengths = (query.size(2) * group.size(), key.size(2) * group.size())
-        request = CallRequest(
-            partition=LayoutPartition(layout or Contiguous(), *lengths, query.size(0), group.size()),
-            mask=Full() if layout is None else Causal(),
-            problem=problem,
-            batch_size=query.size(0),
-            itemsize=query.element_size(),
-            device=query.device,
-            backend=backend,
-            transport=transport_by_name(None),
-        )
+        partition = LayoutPartition(layout or Contiguous(), *lengths, query.size(0), group.size())
+        shapes = query.shape, key.shape, value.shape
+        spec = shaped_spec(partition, Full() if layout is None else Causal(), *shapes, query.dtype, query.device)
+        backend = backend_by_name(_BACKENDS[self.name], query.device.type)
+        refusal = backend.refusal(spec)
+        if refusal is not None:
+            raise NotImplementedError(f"{self.name} cannot compute this attention ({spec}): {refusal}")
         query, scale = positive_scale(query, softmax_scale(query, kwargs.get("scale")))
-        ranks = SequenceRanks(group) if group.size() > 1 else None
-        return query, decide_ring(request, group if ranks else None, group.rank() if ranks else 0).call(ranks, scale)
+        ranks = SequenceRanks(group)
+        plan = plan_ring(spec, transport_by_name(None), backend, group if group.size() > 1 else None, ranks.rank)
+        return query, BoundCall(plan, ranks, scale)
 
 
 def as_aten_op(op: Any) -> AtenOp | None:

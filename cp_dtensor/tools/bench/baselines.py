@@ -20,7 +20,7 @@ from cp_dtensor.comm.select import ROTATE_METHODS, TRANSPORTS
 from cp_dtensor.engine.cost_model import estimates, fastest
 from cp_dtensor.engine.planner import axes_of
 from cp_dtensor.engine.validation import Mesh, sequence_ranks
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.bench.baseline import Baseline
 from cp_dtensor.tools.bench.cases import LAYOUTS, Case
@@ -192,9 +192,9 @@ def _predicted_ms(way: Way, case: Case, pass_name: str, device: torch.device) ->
         return None
     ranks = sequence_ranks(_mesh(way.ulysses_degree, device.type))
     itemsize = getattr(torch, case.dtype).itemsize
-    shape = CallShape(
+    shape = CallSpec(
         LayoutPartition(case.layout_value(way.layout), case.seq_len, case.seq_len, case.batch, ranks.size),
-        case.mask_value, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, itemsize,
+        case.mask_value, case.batch, case.heads.q, case.heads.kv, case.head_dim, case.head_dim, case.dtype,
         Masking.BY_SHAPE if case.is_plain else Masking.INTERVALS,
     )  # fmt: skip
     outer, inner = axes_of(ranks, device, itemsize)
