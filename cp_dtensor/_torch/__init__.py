@@ -47,10 +47,11 @@ from cp_dtensor._torch.patches import (
 from cp_dtensor._torch.profiling import label
 from cp_dtensor._torch.sdpa import (
     FUSED_SDPA_OPS,
+    SDPA_BACKENDS,
+    enabled_sdpa_backends,
     math_sdpa,
     original_sdpa,
     override_sdpa,
-    sdpa_backend_enabled,
     user_sdpa_priority,
 )
 from cp_dtensor._torch.symmetric_memory import SymmetricBuffer, symmetric_buffer
@@ -76,6 +77,7 @@ from cp_dtensor._torch.varlen import varlen_attn_overridden
 __all__ = [
     "FLEX_ATTENTION_IS_KNOWN",
     "FUSED_SDPA_OPS",
+    "SDPA_BACKENDS",
     "WHOLE_BLOCK",
     "OpHandler",
     "SymmetricBuffer",
@@ -91,6 +93,7 @@ __all__ = [
     "current_stream_handle",
     "dtensor_dispatcher",
     "dtensor_tables",
+    "enabled_sdpa_backends",
     "expand_strategies",
     "experimental_context_parallel_settings",
     "flex_attention_redirected",
@@ -121,7 +124,6 @@ __all__ = [
     "reduce_scatter_single",
     "refuse_in_compiled_function",
     "run_locally",
-    "sdpa_backend_enabled",
     "start_all_to_all",
     "swap_identities",
     "symmetric_buffer",

@@ -96,7 +96,7 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         )
     if call.q.is_nested:
         raise NotImplementedError("context-parallel regions take no nested tensors yet, got nested q, k or v")
-    if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
+    if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
         # A tensor-parallel DTensor, say, over ranks that all have the same sequence shard: its local heads are plain
         # shards. A DTensor over the region's own ranks knows by itself how it is sharded; the dispatcher has it.
         result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
@@ -121,7 +121,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
         )
     if not _torch.is_traced(call.q):  # traced: at run time, by the recipe
         check_batch_size(call.q, context.settings)
-    q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
+    q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
         q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
+from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_of
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
@@ -15,12 +19,13 @@ from cp_dtensor.engine.validation import (
     Mesh,
     check_qkv,
     checked_mask,
+    checked_method,
     checked_seq_len,
     positive_scale,
     refuse_dtensors,
     softmax_scale,
 )
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Mask
 
 
@@ -29,7 +34,7 @@ def context_parallel_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     method: str = "auto",
     is_causal: bool = False,
     mask: Mask | None = None,
@@ -50,13 +55,17 @@ def context_parallel_attention(
     Every rank passes its shard and gets its rows of softmax(scale q k^T + mask) v over the whole sequence.
     Differentiable; backward needs no context and may run in any thread.
 
+    q, k and v may be DTensors on one mesh instead, placed in any way: the result is that of their full tensors, a
+    DTensor placed as q (and sharded along the sequence wherever q, k or v are). `attn_mask` and `sinks` are DTensors
+    then, `mesh` is None, and layout None or `Contiguous()`.
+
     Args:
         q: (B, H, S, D), this rank's queries in `layout` order; S may differ between ranks, and be 0.
         k: (B, Hkv, T, D), this rank's keys. T may differ from S (cross-attention).
         v: (B, Hkv, T, Dv), this rank's values.
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second; rank in the
-            sequence = outer rank * inner size + inner rank.
+            dims; None for that of DTensors. Of two dims the one whose name begins with "ulysses" is the inner axis,
+            otherwise the second; rank in the sequence = outer rank * inner size + inner rank.
         method: "ring": K/V travel, over two axes as a ring of rings; "ulysses": ranks exchange rows for heads;
             "hybrid": by heads over the inner axis, as a ring over the outer one; "auto": what is predicted to be
             fastest (see `explain`).
@@ -103,7 +112,9 @@ def context_parallel_attention(
     lengths = None if seq_len is None else checked_seq_len(seq_len)
     q, k, v = _as_autocast_says(q), _as_autocast_says(k), _as_autocast_says(v)
     check_qkv(q, k, v, enable_gqa)
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
+        if mesh is None:
+            raise TypeError("expected mesh to be a DeviceMesh or a process group, got None")
         rotate_method = transport_by_name(rotate_method).name  # the default is read here, and guarded
         token, backends, shown = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
@@ -114,7 +125,16 @@ def context_parallel_attention(
             q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
         )  # fmt: skip
         return (out, lse) if return_lse else out
+    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
+        _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
+        return _of_dtensors(
+            q, k, v, mask, is_causal, return_lse, attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks, scale=scale,
+            enable_gqa=enable_gqa, method=checked_method(method), rotate_method=rotate_method,
+            deterministic=bool(deterministic),
+        )  # fmt: skip
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
+    if mesh is None:
+        raise TypeError("expected mesh to be a DeviceMesh or a process group, got None; only DTensors have their own")
     settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     out, lse = attend(
@@ -129,7 +149,7 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     is_causal: bool = False,
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
@@ -163,7 +183,7 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     is_causal: bool = False,
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
@@ -190,6 +210,46 @@ def ulysses_attention(
         sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
         return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
+
+
+def _refuse_of_shards_only(
+    q: DTensor, k: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: tuple[int, int] | None, debug: bool
+) -> None:  # fmt: skip
+    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths.
+
+    Raises:
+        ValueError, NotImplementedError: such arguments.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
+            "under enable_context_parallel_dispatcher()"
+        )
+    if mesh is not None and mesh != q.device_mesh:
+        raise ValueError(
+            f"expected mesh to be None or that of the DTensors, {q.device_mesh}, got {mesh}; pass their local tensors "
+            "(to_local()) if these are shards of a sequence over another mesh"
+        )
+    if layout not in (None, Contiguous()):
+        raise ValueError(
+            f"expected layout to be None or Contiguous(), since DTensors are sharded in contiguous chunks, got {layout}"
+        )
+    if lengths not in (None, (q.size(2), k.size(2))):
+        raise ValueError(
+            f"expected seq_len to be None or that of the DTensors, {(q.size(2), k.size(2))}, got {lengths}"
+        )
+    if debug:
+        raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
+
+
+def _of_dtensors(
+    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, is_causal: bool, return_lse: bool, **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of DTensors; inside of a context over their ranks, a mask must be passed if the context has one."""
+    if mask is None:
+        refuse_left_out("context_parallel_attention", sequence_ranks_of(q, k, v), layout=True, mask=False)
+    out, lse = dtensor_attention(q, k, v, mask=checked_mask(mask, is_causal), needs_lse=return_lse, **options)
+    return out if lse is None else (out, lse)
 
 
 @_torch.constant_in_trace

@@ -203,9 +203,10 @@ def test_which_axis_does_what(
         mock.patch.object(RingPlan, "forward", autospec=True, side_effect=RingPlan.forward) as as_ring,
     ):
         check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
-    for calls, sizes in ((by_heads.call_args_list, ulysses), (as_ring.call_args_list, rings)):
-        groups = [call.args[0].group for call in calls]
-        assert {group.size() for group in groups if group is not None} == sizes
+    axes = [call.args[6] for call in by_heads.call_args_list]
+    assert {(ranks.inner or ranks.outer).size() for ranks in axes} == ulysses
+    groups = [call.args[0].group(call.args[6]) for call in as_ring.call_args_list]
+    assert {group.size() for group in groups if group is not None} == rings
 
 
 def test_tensor_parallel_heads_inside_of_a_hybrid_context() -> None:

@@ -20,6 +20,7 @@ from cp_dtensor.api.dtensor.placements import (
     AttentionPlacements,
     is_seq_sharded,
     local_segment,
+    on_seq,
     plan_placements,
 )
 from cp_dtensor.api.interception import SdpaArguments
@@ -39,7 +40,7 @@ from cp_dtensor.engine.validation import (
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import CachedHash, Segment
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.spec.masks import Batched, Mask
 
 
 def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
@@ -53,10 +54,11 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
         mask: the mask of the open context, besides that of the call.
         deterministic: True if results must be equal in every run.
     """
-    sharded = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
-    if not sharded or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):
+    q, k, v = call.q, call.k, call.v
+    sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
+    if not sharded or not q.dim() == k.dim() == v.dim() == 4:
         return None
-    if not is_seq_sharded(*(tensor.placements for tensor in sharded)):
+    if not is_seq_sharded(*sharded):
         # DTensor has no rule for the fused CPU op, and ours has none for masks: plain operations have.
         masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu" and mask is None
         return _torch.math_sdpa(call) if masked_on_cpu else None
@@ -66,7 +68,7 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
             "the context; call attention of DTensors outside of compiled code"
         )
     out, _ = dtensor_attention(
-        call.q, call.k, call.v, mask=checked_mask(mask, call.is_causal), attn_mask=call.attn_mask,
+        q, k, v, mask=checked_mask(mask, call.is_causal), attn_mask=call.attn_mask,
         dropout_p=call.dropout_p, scale=call.scale, enable_gqa=call.enable_gqa, deterministic=deterministic,
     )  # fmt: skip
     return out
@@ -125,11 +127,29 @@ def dtensor_attention(
         deterministic=deterministic,
     )  # fmt: skip
     out, lse = attend(
-        local_q, local_k, local_v, config, mask=mask, scale=scale, modifiers=modifiers, lengths=(q.size(2), k.size(2)),
-        needs_lse=needs_lse,
+        local_q, local_k, local_v, config, mask=_of_local_rows(mask, q, plan, local_q.size(0)), scale=scale,
+        modifiers=modifiers, lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
     )  # fmt: skip
     wrapped_lse = from_local(lse, mesh, plan.q, tuple(q.shape[:3])) if needs_lse else None
     return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3))), wrapped_lse
+
+
+def _of_local_rows(mask: Mask, q: DTensor, plan: AttentionPlacements, rows: int) -> Mask:
+    """The mask of this rank's batch rows; `rows` is their number."""
+    if mask.batch_size is None or rows == q.size(0):
+        return mask
+    if mask.batch_size != q.size(0):
+        raise ValueError(f"expected a mask for {q.size(0)} batch rows, got one for {mask.batch_size}: {mask}")
+    first, _ = first_of(q, plan)
+    return Batched([mask.of_batch_row(first + row) for row in range(rows)]) if rows else mask.of_batch_row(0)
+
+
+def sequence_ranks_of(*tensors: torch.Tensor) -> SequenceRanks:
+    """The ranks over which any of some DTensors is sharded along the sequence; this rank's first axis if none is."""
+    sharded = _on_one_mesh(*tensors)
+    by_axis = zip(*(tensor.placements for tensor in sharded), strict=True)
+    axes = [axis for axis, placements in enumerate(by_axis) if any(map(on_seq, placements))]
+    return SequenceRanks.over([sharded[0].device_mesh.get_group(axis) for axis in axes[:2] or [0]])
 
 
 _cached_placements = lru_cache(maxsize=1024)(plan_placements)
@@ -200,11 +220,9 @@ def _on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ValueError: plain tensors among DTensors, or different meshes.
     """
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if len(sharded) == len(tensors) and all(tensor.device_mesh is sharded[0].device_mesh for tensor in sharded):
-        return tuple(sharded)
     if len(sharded) < len(tensors):
         raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
-    if any(tensor.device_mesh != sharded[0].device_mesh for tensor in sharded):
+    if len({*[tensor.device_mesh for tensor in sharded]}) > 1:
         raise ValueError(f"expected q, k and v on one mesh, {_received(*tensors)}")
     return tuple(sharded)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -26,7 +27,7 @@ class AttentionPlacements:
     ulysses_axis: int | None = None
     """The mesh axis over which rows are exchanged for heads, if there is one."""
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes whose ranks share the sequence, the outer one first."""
         return tuple(axis for axis in (self.ring_axis, self.ulysses_axis) if axis is not None)

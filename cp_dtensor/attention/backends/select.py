@@ -33,7 +33,7 @@ class Allowed(NamedTuple):
     """What the process's settings ask of attention; read in forward, and the same for its backward."""
 
     enabled: tuple[bool, ...]
-    """Each backend of torch, in the order of `_BACKENDS`."""
+    """Each backend of torch, in the order of `_torch.SDPA_BACKENDS`."""
     order: tuple[str, ...] | None
     """The user's order of them, if there is one."""
     deterministic: bool = False
@@ -45,7 +45,7 @@ def allowed_backends() -> Allowed:
     `torch.use_deterministic_algorithms` say at this moment."""
     order = _torch.user_sdpa_priority()
     return Allowed(
-        tuple(map(_torch.sdpa_backend_enabled, _BACKENDS)),
+        _torch.enabled_sdpa_backends(),
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -96,7 +96,7 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
 
 @lru_cache(maxsize=1024)
 def _choose(spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
-    is_enabled = dict(zip(_BACKENDS, enabled, strict=True))
+    is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
     refusals = []
     for name in _by_preference(spec, user_order):
         if not is_enabled[name]:
