@@ -12,9 +12,9 @@ from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_o
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, mask_tokens, parts_of, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
 from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.custom_op import backends_token, traced_attention_by_tokens
+from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
 from cp_dtensor.engine.validation import (
     Mesh,
     check_qkv,
@@ -121,8 +121,8 @@ def context_parallel_attention(
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
-        out, lse = traced_attention_by_tokens(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=debug,
+        out, lse = traced_attention_by_keys(
+            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, reads_more=debug,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
@@ -257,13 +257,13 @@ def _constants(
     mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
 ) -> tuple[str, str, str]:  # fmt: skip
-    """The tokens of recipe, backends and mask, for compiled code."""
+    """The keys of call spec, backends and mask, for compiled code."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     shown = checked_mask(made_of(mask), is_causal)
-    return token_of(CompiledCallSpec.of(settings)), backends_token(), mask_tokens.token_of(shown)
+    return key_of(CompiledCallSpec.of(settings)), backends_key(), mask_keys.key_of(shown)
 
 
 def _as_autocast_says(tensor: torch.Tensor) -> torch.Tensor:

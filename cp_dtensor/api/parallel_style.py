@@ -115,7 +115,7 @@ class _ContextForward:
         self._replaced = replaced  # a forward that the module had as an instance attribute before
         self._context = context
         self._said = said
-        self._token = context.ambient.token
+        self._token = context.ambient.key
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

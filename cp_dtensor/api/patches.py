@@ -104,9 +104,7 @@ def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
 def _variant_of_compiled_code() -> str:
     """What functions are compiled for in this thread: attention over local shards only would be wrong in a region."""
     context = innermost_context()
-    return (
-        "" if context is None else f"cp_dtensor: {context.ambient.token}{', each rank alone' * attends_alone(context)}"
-    )
+    return "" if context is None else f"cp_dtensor: {context.ambient.key}{', each rank alone' * attends_alone(context)}"
 
 
 def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:

@@ -10,7 +10,7 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.custom_op import CuSeqlens, backends_token, traced_attention
+from cp_dtensor.engine.custom_op import CuSeqlens, backends_key, traced_attention
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.validation import (
@@ -50,10 +50,10 @@ def attend(
     q, scale = positive_scale(q, softmax_scale(q, scale))
     if _torch.is_traced(q):
         call_spec = CompiledCallSpec.of(config)
-        if config.mask is not None and not call_spec.finds_mask:
+        if config.mask is not None and not call_spec.reads_context:
             mask = shown_by_both(config.mask, mask)
         modifiers = modifiers.drawn(q.device)
-        return traced_attention(q, k, v, modifiers, call_spec, backends_token(), mask, scale, lengths, needs_lse)
+        return traced_attention(q, k, v, modifiers, call_spec, backends_key(), mask, scale, lengths, needs_lse)
     if config.mask is not None:
         mask = shown_by_both(config.mask, mask)
     needs_lse = needs_lse or modifiers.need_lse
@@ -89,7 +89,7 @@ def attend_packed(
         call_spec = CompiledCallSpec.of(config)
         q, scale = positive_scale(q, softmax_scale(q, scale))
         return traced_attention(
-            q, k, v, NO_MODIFIERS, call_spec, backends_token(), within, scale, None, True, cu_seqlens=cu_seqlens
+            q, k, v, NO_MODIFIERS, call_spec, backends_key(), within, scale, None, True, cu_seqlens=cu_seqlens
         )
     packed = PackedEdges.of(*cu_seqlens).in_rows(config.declared_lengths)
     q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))

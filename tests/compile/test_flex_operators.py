@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cp_dtensor import Causal, ContextParallel, HeadTail, Layout, PerDocument, _torch
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, key_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.unified import RingAttnMode
 
@@ -117,7 +117,7 @@ def operators(rank: int) -> None:
 
 def context_token(layout: Layout) -> str:
     settings = AttentionConfig.of(dist.group.WORLD, "auto", layout, None, debug=False)  # type: ignore[arg-type]
-    return token_of(CompiledCallSpec.of(settings))
+    return key_of(CompiledCallSpec.of(settings))
 
 
 def test_operators(two_processes: Processes) -> None:

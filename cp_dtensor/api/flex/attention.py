@@ -16,7 +16,7 @@ from cp_dtensor.api.flex.custom_ops import check_mask_lengths, finds_layout, tra
 from cp_dtensor.api.flex.gather_kv import GatheredKeys, WholeKeys
 from cp_dtensor.api.left_out import refuse_left_out
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, made_of, parts_of, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, key_of, made_of, parts_of
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
@@ -281,7 +281,7 @@ def _token(mesh: Mesh, layout: Any, debug: bool) -> str:
     """Of the recipe, for compiled code."""
     settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
     refuse_left_out("context_parallel_flex_attention", settings.ranks, layout=layout is not None)
-    return token_of(CompiledCallSpec.of(settings))
+    return key_of(CompiledCallSpec.of(settings))
 
 
 @_torch.constant_in_trace

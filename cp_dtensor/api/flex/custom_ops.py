@@ -23,7 +23,13 @@ from cp_dtensor.api.flex.block_mask import (
 from cp_dtensor.api.flex.gather_kv import WholeKeys
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Found, call_spec_of, found_numbers, outstanding
+from cp_dtensor.engine.compiled_spec import (
+    CompiledCallSpec,
+    RuntimeValues,
+    call_spec_of,
+    pending_backwards,
+    runtime_numbers,
+)
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full, Mask
 
@@ -35,19 +41,19 @@ def shard_call_spec(token: str) -> CompiledCallSpec:
     return call_spec
 
 
-def _partition_of(token: str, what: Found | None = None) -> tuple[SequenceRanks, Layout]:
+def _partition_of(token: str, what: RuntimeValues | None = None) -> tuple[SequenceRanks, Layout]:
     """Over whom, and how; the layout is the one that was found, if there is any."""
     settings = shard_call_spec(token).settings()
     return settings.ranks, settings.layout if what is None or what.layout is None else what.layout
 
 
-def _whole_keys(token: str, what: Found | None, seq_len: int, rows: int) -> WholeKeys:
+def _whole_keys(token: str, what: RuntimeValues | None, seq_len: int, rows: int) -> WholeKeys:
     return WholeKeys(*_partition_of(token, what), seq_len, rows, shard_call_spec(token).transport)
 
 
-def _found_in(found: torch.Tensor | None) -> Found | None:
+def _found_in(found: torch.Tensor | None) -> RuntimeValues | None:
     """What a call of `flex_keys` has found besides lengths."""
-    return None if found is None or found.numel() < 2 else found_numbers.of(int(found[1]))
+    return None if found is None or found.numel() < 2 else runtime_numbers.of(int(found[1]))
 
 
 def world_size(token: str) -> int:
@@ -57,7 +63,7 @@ def world_size(token: str) -> int:
 
 def finds_layout(token: str) -> bool:
     """Whether the layout is only found where compiled code runs, being one of those made for one length."""
-    return shard_call_spec(token).finds_mask
+    return shard_call_spec(token).reads_context
 
 
 def _lies_anywhere(token: str, block: int) -> bool:
@@ -99,10 +105,10 @@ def _keys(
     said = known if told or decider.debug else None  # debugging, ranks compare what their masks say
     lengths, what = decider.resolve(q, k, v, Full(), NO_MODIFIERS, scale, said)
     check_mask_lengths(lengths, known)
-    if what.ambient is not None:
-        check_context_mask(what.ambient[0])
+    if what.of_context is not None:
+        check_context_mask(what.of_context.mask)
     ranks, layout = _partition_of(call_spec, what)
-    if decider.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
+    if decider.reads_context and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
@@ -111,9 +117,9 @@ def _keys(
     keys, values = _whole_keys(call_spec, what, lengths[1], rows).gathered(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # What was found is handed to backward, which then needs no region and no communication to know it.
-    if decider.finds_mask:
-        begun_in = outstanding.begin(what, needs_backward)
-        found = torch.tensor([lengths[1], found_numbers.number_of(what), begun_in], device="cpu")
+    if decider.reads_context:
+        begun_in = pending_backwards.begin(what, needs_backward)
+        found = torch.tensor([lengths[1], runtime_numbers.number_of(what), begun_in], device="cpu")
     else:
         found = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
     return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), found
@@ -149,7 +155,7 @@ def _keys_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     what = _found_in(found)
     if what is not None:
-        outstanding.end(what, int(found[2]))
+        pending_backwards.end(what, int(found[2]))
     keys = _whole_keys(call_spec, what, int(found[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return keys.gradients(grad_k, grad_v, local)
 

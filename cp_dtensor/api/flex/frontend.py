@@ -66,7 +66,7 @@ def _context_token() -> str:
             "FlexAttention is not supported where attention is left to each rank alone, inside of a context-parallel "
             "region: use F.scaled_dot_product_attention"
         )
-    return context.ambient.token
+    return context.ambient.key
 
 
 def _check_captured() -> None:
