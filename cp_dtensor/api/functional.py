@@ -113,8 +113,6 @@ def context_parallel_attention(
     q, k, v = _as_autocast_says(q), _as_autocast_says(k), _as_autocast_says(v)
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
-        if mesh is None:
-            raise TypeError("expected mesh to be a DeviceMesh or a process group, got None")
         rotate_method = transport_by_name(rotate_method).name  # the default is read here, and guarded
         token, backends, shown = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
@@ -133,8 +131,6 @@ def context_parallel_attention(
             deterministic=bool(deterministic),
         )  # fmt: skip
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-    if mesh is None:
-        raise TypeError("expected mesh to be a DeviceMesh or a process group, got None; only DTensors have their own")
     settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     refuse_left_out("context_parallel_attention", settings.ranks, layout=layout is not None, mask=mask is not None)
     out, lse = attend(
@@ -254,7 +250,7 @@ def _of_dtensors(
 
 @_torch.constant_in_trace
 def _constants(
-    mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
+    mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
 ) -> tuple[str, str, str]:  # fmt: skip
     """The keys of call spec, backends and mask, for compiled code."""

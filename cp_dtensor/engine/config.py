@@ -11,7 +11,7 @@ from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.validation import Mesh, checked_layout, ranks_and_method
 from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
-from cp_dtensor.spec.layouts import Contiguous, Layout
+from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
 
@@ -43,7 +43,7 @@ class AttentionConfig:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
+        cls, mesh: Mesh | None, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
         deterministic: bool = False,
     ) -> AttentionConfig:  # fmt: skip
         """The checked configuration of public arguments.
@@ -54,14 +54,6 @@ class AttentionConfig:
         ranks, method = ranks_and_method(mesh, method)
         transport = transport_by_name(rotate_method)
         return cls(ranks, checked_layout(layout), method, transport, bool(deterministic), debug)
-
-    @classmethod
-    def of_partition(
-        cls, ranks: SequenceRanks, placed: SequencePartition, method: str, transport: TransportMethod, *,
-        deterministic: bool = False, mask: Mask | None = None,
-    ) -> AttentionConfig:  # fmt: skip
-        """The configuration of DTensors, whose placements say which rank has which tokens."""
-        return cls(ranks, Contiguous(), method, transport, deterministic, mask=mask, placed=placed)
 
     def partition(self, lengths: tuple[int, int], batch_size: int) -> SequencePartition:
         """The partition of a call with these global (queries, keys)."""

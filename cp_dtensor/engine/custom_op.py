@@ -116,10 +116,9 @@ def traced_attention_by_keys(
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
-        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, *(cu_seqlens or (None, None)), call_spec, backends, mask,
-        modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len, kv_len,
-        needs_lse or modifiers.need_lse,
-        torch.is_grad_enabled(),
+        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, *(cu_seqlens or (None, None)), call_spec, backends,
+        mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len, kv_len,
+        needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
 

@@ -41,7 +41,6 @@ class SequencePartition(Partition):
     q_len: int
     kv_len: int
     batch_size: int
-    world_size: int
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -21,8 +21,7 @@ from cp_dtensor.comm import head_exchange_symm_mem
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.engine import planner as splitting
-from cp_dtensor.engine import ring
-from cp_dtensor.engine.ring import ring_forward
+from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.plan.head_partition import HeadStaging
 
 pytestmark = pytest.mark.gpu(2)
@@ -136,19 +135,20 @@ def _error(rank: int) -> float:
     problem = Problem(512, 512, 1, 8, 8, 64, is_causal=True, dtype=torch.float32)
     inputs = shards(problem, 0, HeadTail(), rank)
     calls = []
+    forward = RingPlan.forward
 
     def failing(*args: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("planted")
-        return ring_forward(*args)
+        return forward(*args)
 
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=4)
         stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(splitting, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
-        with mock.patch.object(ring, "ring_forward", failing), pytest.raises(RuntimeError, match="planted"):
+        with mock.patch.object(RingPlan, "forward", failing), pytest.raises(RuntimeError, match="planted"):
             attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
         results = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
     return max((ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True))

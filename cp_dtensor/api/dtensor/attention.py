@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ from cp_dtensor.engine.validation import (
 )
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
-from cp_dtensor.spec.layouts import CachedHash, Segment
+from cp_dtensor.spec.layouts import CachedHash, Contiguous, Segment
 from cp_dtensor.spec.masks import Batched, Mask
 
 
@@ -120,11 +119,10 @@ def dtensor_attention(
             f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
             f"{_received(q, k, v)}"
         )
-    config = AttentionConfig.of_partition(
+    config = AttentionConfig(
         # Without such an axis each rank is alone; its plans are cached for any of its groups.
-        SequenceRanks.over(groups or [mesh.get_group(0)]),
-        placed_partition(q.size(2), k.size(2), local_q.size(0), plan, mesh), method, transport_by_name(rotate_method),
-        deterministic=deterministic,
+        SequenceRanks.over(groups or [mesh.get_group(0)]), Contiguous(), method, transport_by_name(rotate_method),
+        deterministic, placed=placed_partition(q.size(2), k.size(2), local_q.size(0), plan, mesh),
     )  # fmt: skip
     out, lse = attend(
         local_q, local_k, local_v, config, mask=_of_local_rows(mask, q, plan, local_q.size(0)), scale=scale,
@@ -168,11 +166,6 @@ class PlacedPartition(CachedHash, SequencePartition):
 
     __hash__ = CachedHash.__hash__
 
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        """Number of ranks."""
-        return prod(self.mesh_shape[axis] for axis in self.plan.axes)
-
     def groups(self) -> tuple[GroupSegments, ...]:
         places = list(product(*(range(self.mesh_shape[axis]) for axis in self.plan.axes)))
         q_by_rank, kv_by_rank = (
@@ -208,8 +201,8 @@ def from_local(
 def _to_local(
     tensor: DTensor, placements: tuple[Placement, ...], grad_placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    # Redistributing is a no-op where the placements are already right, but its backward brings Partial gradients home
-    # to the placements of the input.
+    # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
+    # placements of the input.
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
 
 
@@ -239,15 +232,15 @@ def _received(*tensors: torch.Tensor) -> str:
 def local_only_sdpa(
     call: SdpaArguments, ring_ranks: Collection[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
 ) -> torch.Tensor | None:
-    """SDPA of DTensors whose mesh crosses the ring in one rank only (over heads or batch): of their local tensors.
+    """SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
 
-    Returns None if the mesh shares more ranks with the ring, or the ring has but one.
+    Returns None if the mesh shares more ranks with the context, or the context has a single rank.
 
     Raises:
         NotImplementedError: such DTensors that are not sharded (or replicated) alike over batch or heads.
     """
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
-    with _torch.no_modes():  # the mesh's tensor is real, also where all others are being traced
+    with _torch.no_modes():  # the mesh's tensor is real, also where other tensors are traced
         shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
     if len(shared_ranks) > 1 or len(ring_ranks) == 1:
         return None
@@ -283,8 +276,8 @@ def local_modifiers(
         kv_len: keys of the whole sequence.
         attn_mask: a DTensor on the same mesh that broadcasts to (B, H, S, kv_len), placed in any way.
         sinks: a DTensor (H,) on the same mesh, placed in any way.
-        dropout_p: the pattern is that of all batch rows, heads and positions together, however they are placed.
-        plan: where the computation is placed.
+        dropout_p: the pattern depends on global batch rows, heads and positions, not on placements.
+        plan: the placements of the computation.
 
     Raises:
         ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.
@@ -301,7 +294,7 @@ def local_modifiers(
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The first rank's: ranks that hold the same must drop the same."""
+    """The first rank's seed, for all: ranks with equal shards must drop equal weights."""
     seed = torch.randint(1 << 62, (), dtype=torch.int64, device=local.device)
     for axis in range(mesh.ndim):
         if _torch.is_traced(local):
@@ -312,7 +305,7 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
-    """Where a rank's batch rows and query heads begin."""
+    """The first of a rank's batch rows, and of its query heads."""
     coordinate = q.device_mesh.get_coordinate()
     assert coordinate is not None
     batch, head = (
@@ -323,7 +316,7 @@ def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
 
 
 def local_bias(q: DTensor, attn_mask: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
-    """The part of an attn_mask that a rank's queries have, (B or 1, H or 1, S or 1, key positions or 1).
+    """The part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1).
 
     Raises:
         ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.

@@ -1,7 +1,7 @@
-"""What DTensor does for torch's fused SDPA ops: ring attention where the strategies shard the sequence.
+"""DTensor handlers and sharding strategies of torch's fused SDPA ops: ring attention of sequence shards.
 
-`F.scaled_dot_product_attention` on DTensors is caught one level higher (`dtensor_sdpa`), where a call's settings can
-live in its autograd node. These handlers serve code that calls the ops themselves, or that runs below autograd.
+`F.scaled_dot_product_attention` on DTensors is intercepted above autograd (`dtensor_sdpa`). These handlers serve code
+that calls the ops directly, or that runs below autograd.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BACKEND_NAMES = {
 
 
 def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
+    """Handler of `scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
     call = _torch.bound_arguments(op, args, kwargs)
     call["q"], call["k"], call["v"] = call.pop("query"), call.pop("key"), call.pop("value")
     result = dtensor_sdpa(SdpaArguments(**call))
@@ -48,7 +48,7 @@ def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fused forward op: its tuple of outputs, with DTensor output and LSE (B, H, S) placed as the query."""
+    """Handler of a fused forward op. Returns its outputs; out and LSE (B, H, S) are DTensors placed as the query."""
     bound = _torch.bound_arguments(op, args, kwargs)
     _refuse_masks(op, bound)
     info, specs = _torch.propagated(op, args, kwargs)
@@ -64,7 +64,7 @@ def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fused backward op: gradients placed as their inputs, Partial for keys that meet queries of several ranks."""
+    """Handler of a fused backward op. Gradients are placed as inputs; Partial for keys of several ranks' queries."""
     bound = _torch.bound_arguments(op, args, kwargs)
     _refuse_masks(op, bound)
     info, specs = _torch.propagated(op, args, kwargs)
@@ -108,7 +108,7 @@ def _plan(
 
 
 def _refuse_masks(op: Any, bound: Arguments) -> None:
-    """Refuses masks where ours would be the rule for them: along the sequence, and of the CPU op altogether."""
+    """Refuses masks of sequence shards, and every mask of the CPU op, for which torch has no rule."""
     inputs = [bound[name] for name in ("query", "key", "value")]
     if is_seq_sharded(*(tensor.placements for tensor in inputs if isinstance(tensor, DTensor))):
         refuse_unsupported_sdpa(bound.get("attn_mask", bound.get("attn_bias")), 0.0)
@@ -117,7 +117,7 @@ def _refuse_masks(op: Any, bound: Arguments) -> None:
 
 
 def _placements(q: tuple[Placement, ...], kv: tuple[Placement, ...]) -> AttentionPlacements:
-    """The plan that a strategy has chosen, read off the placements of q and k."""
+    """The placements that a strategy has chosen, from those of q and k."""
     kv_on_seq = list(map(on_seq, kv))
     grad_kv = tuple(
         Partial() if isinstance(on_kv, Replicate) and isinstance(on_q, Shard) else on_kv
@@ -155,51 +155,32 @@ _FORWARD_OUTPUTS: dict[Any, Callable[[DTensor, DTensor, int, int], tuple[Any, ..
 }
 
 
-# Sharding strategies of torch's fused SDPA ops, with the sequence dim among what may be sharded.
+# Sharding strategies of torch's fused SDPA ops, with the sequence dim among those that may be sharded
 
-aten = torch.ops.aten
-
-# What each output and each tensor input of an op is: a query-like tensor (B, H, S, ...), a key-like one
-# (B, Hkv, T, ...), the gradient of a key-like one, the same on every rank, or no tensor.
+# Roles of the tensors of an op: query-like (B, H, S, ...), key-like (B, Hkv, T, ...), gradient of a key-like one, equal
+# on every rank, no tensor.
 Q, KV, GRAD_KV, SAME, NONE = "q", "kv", "grad_kv", "same", "none"
+_GRADS, _GRAD_INPUTS = (Q, GRAD_KV, GRAD_KV), (Q, Q, KV, KV, Q, Q)
 
 # op: (roles of outputs, roles of tensor inputs)
 FORWARD_OPS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    aten._scaled_dot_product_flash_attention.default: (
-        (Q, Q, NONE, NONE, NONE, NONE, SAME, NONE, SAME),
-        (Q, KV, KV),
-    ),
+    aten._scaled_dot_product_flash_attention.default: ((Q, Q, *[NONE] * 4, SAME, NONE, SAME), (Q, KV, KV)),
     aten._scaled_dot_product_efficient_attention.default: ((Q, Q, NONE, NONE), (Q, KV, KV)),
-    aten._scaled_dot_product_cudnn_attention.default: (
-        (Q, Q, NONE, NONE, NONE, NONE, NONE, NONE, NONE),
-        (Q, KV, KV),
-    ),
+    aten._scaled_dot_product_cudnn_attention.default: ((Q, Q, *[NONE] * 7), (Q, KV, KV)),
     aten._scaled_dot_product_flash_attention_for_cpu.default: ((Q, Q), (Q, KV, KV)),
 }
 BACKWARD_OPS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    aten._scaled_dot_product_flash_attention_backward.default: (
-        (Q, GRAD_KV, GRAD_KV),
-        (Q, Q, KV, KV, Q, Q),
-    ),
-    aten._scaled_dot_product_efficient_attention_backward.default: (
-        (Q, GRAD_KV, GRAD_KV, NONE),
-        (Q, Q, KV, KV, Q, Q),
-    ),
-    aten._scaled_dot_product_cudnn_attention_backward.default: (
-        (Q, GRAD_KV, GRAD_KV),
-        (Q, Q, KV, KV, Q, Q),
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        (Q, GRAD_KV, GRAD_KV),
-        (Q, Q, KV, KV, Q, Q),
-    ),
+    aten._scaled_dot_product_flash_attention_backward.default: (_GRADS, _GRAD_INPUTS),
+    aten._scaled_dot_product_efficient_attention_backward.default: ((*_GRADS, NONE), _GRAD_INPUTS),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (_GRADS, _GRAD_INPUTS),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (_GRADS, _GRAD_INPUTS),
 }
 
 Strategy = Callable[[Any], Any]
 
 
 def with_sequence_sharding(op: Any) -> Callable[[Strategy | None], Strategy]:
-    """How to make the new strategy of `op` from the one that torch has (None if it has none)."""
+    """Returns a function that makes the new strategy of `op` from torch's (None if torch has none)."""
     outputs, inputs = (FORWARD_OPS | BACKWARD_OPS)[op]
     first_kv = inputs.index(KV)
 
@@ -225,7 +206,7 @@ def with_sequence_sharding(op: Any) -> Callable[[Strategy | None], Strategy]:
 def _one_axis_strategies(
     roles: Sequence[str], q_heads: int, kv_heads: int, mesh_size: int
 ) -> list[list[Placement | None]]:
-    """What one mesh axis can do: nothing, shard the batch, the sequence (of all, or of queries only), or the heads."""
+    """Placements on one mesh axis: replicated, or sharded by batch, sequence (of all, or of queries), or heads."""
     shardings: list[tuple[Placement, Placement, Placement]] = [
         (Replicate(), Replicate(), Replicate()),
         (Shard(BATCH_DIM), Shard(BATCH_DIM), Shard(BATCH_DIM)),
