@@ -119,7 +119,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
             f"{context.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
-    if not _torch.is_traced(call.q):  # traced: at run time, by the recipe
+    if not _torch.is_traced(call.q):  # checked at run time in compiled code
         check_batch_size(call.q, context.settings)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)

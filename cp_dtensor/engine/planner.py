@@ -92,7 +92,7 @@ def bound_call(
     return BoundCall(plan, ranks, scale)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,

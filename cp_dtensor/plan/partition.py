@@ -1,6 +1,6 @@
-"""How a sequence is divided over two axes, and what that is to each of them. Integers only.
+"""Partitions of a sequence over one or two mesh axes, and the description of one attention call. Integers only.
 
-The division of the whole is over all ranks, rank = outer rank * inner size + inner rank.
+The partition of a whole sequence is over all its ranks, rank = outer rank * inner size + inner rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
 from cp_dtensor.spec.masks import Mask
 
-# How a sequence is divided, as small values by which decisions can be looked up.
-
 BACKWARD_FLOPS = 2.5
 """Operations of backward over those of forward: five matrix products instead of two."""
 
 
 class Partition(ABC):
-    """Where all ranks' rows stand in the sequence. Frozen and quick to hash."""
+    """Positions of all ranks' rows in the sequence. Frozen and quick to hash."""
 
     @abstractmethod
     def groups(self) -> tuple[GroupSegments, ...]:
@@ -150,7 +148,7 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class MergedPartition(Partition):
-    """To the outer axis, after the inner one has brought its ranks' rows together (Ulysses inside of a ring)."""
+    """The outer axis' partition after the inner one has gathered the rows of its ranks (Ulysses inside of a ring)."""
 
     whole: Partition
     inner_size: int
@@ -162,23 +160,23 @@ class MergedPartition(Partition):
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
         unbroken = all(map(_is_unbroken, whole))
-        queries = self._united([group.q_by_rank for group in whole], unbroken)
-        keys = self._united([group.kv_by_rank for group in whole], unbroken)
+        queries = self._merged([group.q_by_rank for group in whole], unbroken)
+        keys = self._merged([group.kv_by_rank for group in whole], unbroken)
         return tuple(
             replace(group, q_by_rank=q_by_rank, kv_by_rank=kv_by_rank)
             for group, q_by_rank, kv_by_rank in zip(whole, queries, keys, strict=True)
         )
 
     def query_rows(self, outer_rank: int) -> GatheredRows:
-        """Where the inner ranks' queries lie once they are together."""
+        """Order of the inner ranks' gathered queries."""
         return rows_in_order(self._block(self.whole.groups()[0].q_by_rank, outer_rank))
 
     def key_rows(self, outer_rank: int) -> GatheredRows:
-        """Where the inner ranks' keys and values lie once they are together."""
+        """Order of the inner ranks' gathered keys and values."""
         return rows_in_order(self._block(self.whole.groups()[0].kv_by_rank, outer_rank))
 
-    def _united(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
-        """For each batch group every outer rank's segments. Rows stand as the first batch group has them in order.
+    def _merged(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
+        """For each batch group every outer rank's segments, in the order of positions of the first batch group.
 
         Where there are stripes, all segments stay stripes, short ones too: causal tiles are between equal stripes.
         """
@@ -201,9 +199,9 @@ class MergedPartition(Partition):
 
 @dataclass(frozen=True)
 class OuterPartition(Partition):
-    """To the outer axis of a two-level ring: keys go to the one rank of each inner axis that has the same place in it.
+    """The outer axis' partition in a nested ring: keys go to the rank with the same inner rank, for all of its axis.
 
-    There they are seen by the queries of that whole inner axis.
+    There the queries of that whole inner axis attend to them.
     """
 
     whole: Partition
@@ -231,7 +229,7 @@ class OuterPartition(Partition):
 
 @dataclass(frozen=True)
 class InnerPartition(Partition):
-    """To an inner axis of a two-level ring: its own queries, and the keys of an inner axis that came from `source`."""
+    """An inner axis' partition in a nested ring: its own queries, and the keys of the inner axis at `source`."""
 
     whole: Partition
     inner_size: int
@@ -254,7 +252,7 @@ class InnerPartition(Partition):
 
 
 def inner_partitions(whole: Partition, plan: Plan, inner_size: int) -> list[InnerPartition]:
-    """For each step of the outer ring what the inner axis does in it; `plan` is one of an `OuterPartition`."""
+    """The inner axis' partition in each step of the outer ring; `plan` is of an `OuterPartition`."""
     hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
     return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
 
@@ -264,7 +262,7 @@ def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> t
 
 
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
-    """Neighbours as one, where together they are an unbroken range in every batch group."""
+    """The segments, with neighbours joined that are one range of positions in every batch group."""
     joined: list[list[Segment]] = []
     for here in segments:
         if joined and all(_continues(before, segment) for before, segment in zip(joined[-1], here, strict=True)):
@@ -282,5 +280,5 @@ def _continues(before: Segment, segment: Segment) -> bool:
 
 
 def _is_unbroken(group: GroupSegments) -> bool:
-    """Whether the rows of a batch group are ranges, with no stripes among them."""
+    """True if the rows of a batch group are ranges, with no stripes among them."""
     return all(segment.is_contiguous for segments in (*group.q_by_rank, *group.kv_by_rank) for segment in segments)

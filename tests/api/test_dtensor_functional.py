@@ -15,6 +15,7 @@ from support.masked_problems import MaskedProblem, any_mask, fits
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_dtensor import (
     Contiguous,
@@ -181,5 +182,20 @@ def test_other_refusals() -> None:
             pytest.raises(ValueError, match="got mask=None inside"),
         ):
             context_parallel_attention(q, q, q)
+
+    run_ranks(2, body)
+
+
+def test_masks_of_contexts_are_not_traced() -> None:
+    """Code compiled in a context with a mask serves others, whose masks it would not read."""
+
+    def body(_rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        q = distribute_tensor(torch.zeros(2, 2, 12, 4, dtype=torch.float64), mesh, (CP,), src_data_rank=None)
+        with (
+            context_parallel(mesh, mask=Causal()),
+            pytest.raises(NotImplementedError, match="in compiled code, the mask"),
+        ):
+            make_fx(lambda: F.scaled_dot_product_attention(q, q, q))()
 
     run_ranks(2, body)
