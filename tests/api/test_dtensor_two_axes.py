@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispatcher
-from cp_dtensor.engine import planner as planning
+from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.head_partition import HeadStaging
@@ -110,7 +110,7 @@ def test_uneven_shards_over_two_axes(names: Names, shape: Shape) -> None:
 
 
 def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=2))
+    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=2))
     problem = Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True)
     check(ULYSSES_RING, (2, 2), [problem], ((CP, CP),) * 3)
 

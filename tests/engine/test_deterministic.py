@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, ulysses_attention, varlen_attention
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.masked import IntervalAttention
-from cp_dtensor.engine import planner as splitting
+from cp_dtensor.engine import planner
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
@@ -156,16 +156,16 @@ def deterministic_or_not(rank: int) -> None:
         asked.append(allowed.deterministic)
         return False
 
-    with mock.patch.object(splitting, "is_deterministic", noted):
+    with mock.patch.object(planner, "is_deterministic", noted):
         for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
             for deterministic in (True, False, True):
                 inputs = shards.inputs()
                 try:
-                    splitting._plans.clear()  # or nobody asks about what has been decided
+                    planner._plans.clear()  # or nobody asks about what has been decided
                     torch.use_deterministic_algorithms(deterministic)
                     with hooks:
                         out = function(*inputs)
-                    splitting._plans.clear()
+                    planner._plans.clear()
                     torch.use_deterministic_algorithms(False)  # torch refuses the other way round
                     shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
                 finally:

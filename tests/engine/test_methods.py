@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine import planner as planning
+from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.head_partition import HeadStaging
@@ -72,7 +72,7 @@ def test_any_number_of_heads(q_heads: int, kv_heads: int, names: tuple[str, ...]
 def test_stages_of_heads_change_nothing(
     is_causal: bool, q_heads: int, kv_heads: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages))
+    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages))
     problem = Problem(29, 29, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=4, is_causal=is_causal)
     check(problem, HeadTail(), ("cp",), (2,), method="ulysses")
     check(problem, HeadTail(), RING_ULYSSES, (2, 2), method="hybrid")
