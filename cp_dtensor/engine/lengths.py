@@ -81,7 +81,6 @@ def _facts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
-    splitting = settings.splitting
     declared_q, declared_kv = (None, None) if lengths is None else lengths
     facts: Facts = {
         "batch_size": q.size(0),
@@ -95,10 +94,10 @@ def _facts(
         "sinks": modifiers.described_sinks(values=settings.debug),
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
-        "layout": repr(splitting.layout),
-        "method": splitting.method,
-        "rotate_method": splitting.transport.name,
-        "deterministic": is_deterministic(q, allowed_backends(), splitting.deterministic),
+        "layout": repr(settings.layout),
+        "method": settings.method,
+        "rotate_method": settings.transport.name,
+        "deterministic": is_deterministic(q, allowed_backends(), settings.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         "declared_q": declared_q,
         "declared_kv": declared_kv,
@@ -106,7 +105,7 @@ def _facts(
         "returns_lse": gives_lse and _may_exchange_heads(q, settings),
         "compiled": compiled,
         # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then.
-        "attn_mask_has_rows": modifiers.has_rows and splitting.method in ("ulysses", "hybrid"),
+        "attn_mask_has_rows": modifiers.has_rows and settings.method in ("ulysses", "hybrid"),
     }
     return _without_gradients(facts) if compiled else facts
 
@@ -271,7 +270,7 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
 
 def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
     """True if lse may travel. In rings it does not, which "auto" takes over one axis of CPUs."""
-    method = settings.splitting.method
+    method = settings.method
     return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
 
 

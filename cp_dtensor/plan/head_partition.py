@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cp_dtensor.plan.partition import (
-    CallShape,
+    CallSpec,
 )
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Span, share
@@ -92,7 +92,7 @@ class HeadStaging:
     """Multiplier of `flops_per_stage` if exchanges do not overlap attention (measured on 4 H200s, docs/log.md)."""
     most: int = 4
 
-    def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
+    def stages(self, shape: CallSpec, world_size: int, publishes: bool) -> int:
         """Returns the number of stages that are worthwhile and divide a rank's query heads."""
         groups = shape.partition.groups()
         least = self.flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else self.more_unhidden)
@@ -101,7 +101,7 @@ class HeadStaging:
         return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
 
 
-def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
+def hides_exchanges(shape: CallSpec, publishes: bool) -> bool:
     """True if exchanges of heads overlap attention.
 
     Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
@@ -113,7 +113,7 @@ def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
 DEFAULT_HEAD_STAGING = HeadStaging()
 
 
-def with_heads(shape: CallShape, heads: HeadPartition, units: Span) -> CallShape:
+def with_heads(shape: CallSpec, heads: HeadPartition, units: Span) -> CallSpec:
     """The shape of attention with some units of heads."""
     first, last = heads.query_heads(units)
     return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])

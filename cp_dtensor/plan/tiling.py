@@ -59,7 +59,7 @@ class GatheredRows:
     starts: tuple[tuple[int, ...], ...]
     """`starts[rank][part]`: first row of the part in the buffer; -1 if it is not there."""
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.lengths)
