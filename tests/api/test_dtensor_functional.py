@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.dtensor_checks import CP, DP, TP, Placements, R, distributed
+from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, torch_before_2_12
 from support.masked_problems import MaskedProblem, any_mask, fits
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,6 +98,7 @@ def check(
         compare(name, got, want, (names, method, problem, rank))
 
 
+@torch_before_2_12
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_functions_equal_full_tensors(call: tuple[Any, ...]) -> None:
