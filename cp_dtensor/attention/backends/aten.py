@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from cp_dtensor._torch.tensors import laid_out_after
-from cp_dtensor.attention.backends.base import (
-    AttentionBackend,
-    Problem,
-    expand_kv_heads,
-    reduce_kv_heads,
-)
+from cp_dtensor._torch.tensors import laid_out_after, wide_dtype
+from cp_dtensor.attention.backends.base import AttentionBackend, Problem, expand_kv_heads, reduce_kv_heads
 from cp_dtensor.plan.tiles import TileMask
 
 aten = torch.ops.aten
@@ -30,16 +26,13 @@ class FlashAttention(AttentionBackend):
     def refusal(self, problem: Problem) -> str | None:
         return _half_precision_refusal(problem, max_head_dim=256)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.is_causal, False, scale=scale)
         return out, lse
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rng_state, unused = _random_state(q.device)
         return aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2),
@@ -60,9 +53,7 @@ class CudnnAttention(AttentionBackend):
     def refusal(self, problem: Problem) -> str | None:
         return _half_precision_refusal(problem, max_head_dim=128)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         if _has_single_row(q, k):
             return self._flash.forward(q, k, v, mask, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -71,9 +62,8 @@ class CudnnAttention(AttentionBackend):
         return out, lse.view(out.shape[:3])
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if _has_single_row(q, k):
             return self._flash.backward(grad_out, q, k, v, out, lse, mask, scale)
         # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run a plan made for
@@ -86,7 +76,7 @@ class CudnnAttention(AttentionBackend):
         )  # fmt: skip
 
 
-def _has_single_row(q: torch.Tensor, k: torch.Tensor) -> bool:
+def _has_single_row(q: Tensor, k: Tensor) -> bool:
     return q.size(2) == 1 or k.size(2) == 1
 
 
@@ -102,14 +92,11 @@ class EfficientAttention(AttentionBackend):
             return "it does not compute in float64"
         alignment = 4 if problem.dtype == torch.float32 else 8
         if problem.head_dim % alignment or problem.v_head_dim % alignment:
-            return (
-                f"it needs head dims that are multiples of {alignment}, got {problem.head_dim} and {problem.v_head_dim}"
-            )
+            dims = f"{problem.head_dim} and {problem.v_head_dim}"
+            return f"it needs head dims that are multiples of {alignment}, got {dims}"
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, mask.is_causal, scale=scale
@@ -117,9 +104,8 @@ class EfficientAttention(AttentionBackend):
         return out, lse[:, :, : q.size(2)]
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k.size(1)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         padding = -lse.size(2) % _LSE_ALIGNMENT
@@ -140,23 +126,17 @@ class CpuFlashAttention(AttentionBackend):
     name = "FLASH_ATTENTION"
 
     def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cpu":
-            return _wrong_device(problem, "cpu")
-        return _unequal_head_dims(problem)
+        return _wrong_device(problem, "cpu") or _unequal_head_dims(problem)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask.is_causal, scale=scale)
         return out, lse
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, scale=scale
-        )
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        compute = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return compute(grad_out, q, k, v, out, lse, 0.0, mask.is_causal, scale=scale)
 
 
 class MathAttention(AttentionBackend):
@@ -167,18 +147,15 @@ class MathAttention(AttentionBackend):
     def refusal(self, problem: Problem) -> str | None:
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = _widened(q, k, v)
         logits = _logits(q, k, mask, scale)
         lse = torch.logsumexp(logits, dim=-1)
         return torch.exp(logits - lse.unsqueeze(-1)) @ expand_kv_heads(v, q.size(1)), lse
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k.size(1)
         q, k, v, grad_out, out = _widened(q, k, v, grad_out, out)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
@@ -190,11 +167,11 @@ class MathAttention(AttentionBackend):
         return grad_logits @ k, grad_k, grad_v
 
 
-def _widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(wide_dtype(tensor)) for tensor in tensors)
 
 
-def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> torch.Tensor:
+def _logits(q: Tensor, k: Tensor, mask: TileMask, scale: float) -> Tensor:
     logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
     if mask.is_full:
         return logits
@@ -204,22 +181,20 @@ def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> t
 
 
 def _half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
-    """Why the flash and cuDNN kernels on CUDA cannot compute a problem, None if they can."""
+    """The reason why flash and cuDNN kernels on CUDA cannot compute a problem, None if they can."""
     if problem.device_type != "cuda":
         return _wrong_device(problem, "cuda")
     if problem.capability is not None and problem.capability < (8, 0):
         return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bfloat16 or float16, got {problem.dtype}"
-    if problem.head_dim != problem.v_head_dim:
-        return _unequal_head_dims(problem)
-    if problem.head_dim % 8 or problem.head_dim > max_head_dim:
+    if problem.head_dim == problem.v_head_dim and (problem.head_dim % 8 or problem.head_dim > max_head_dim):
         return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
-    return None
+    return _unequal_head_dims(problem)
 
 
-def _wrong_device(problem: Problem, needed: str) -> str:
-    return f"the tensors are on {problem.device_type}, not {needed}"
+def _wrong_device(problem: Problem, needed: str) -> str | None:
+    return None if problem.device_type == needed else f"the tensors are on {problem.device_type}, not {needed}"
 
 
 def _unequal_head_dims(problem: Problem) -> str | None:
@@ -228,6 +203,6 @@ def _unequal_head_dims(problem: Problem) -> str | None:
     return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two random-state arguments of fused backward kernels, not read without dropout."""
-    return (torch.zeros((2,), dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device))
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)

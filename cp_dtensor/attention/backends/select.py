@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
@@ -17,8 +18,7 @@ from cp_dtensor.attention.backends.aten import (
     MathAttention,
 )
 from cp_dtensor.attention.backends.base import AttentionBackend, Problem
-from cp_dtensor.attention.backends.interval import IntervalAttention
-from cp_dtensor.attention.backends.wide_gradients import WideGradients
+from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
 
 _BACKENDS: dict[str, AttentionBackend] = {
@@ -26,12 +26,11 @@ _BACKENDS: dict[str, AttentionBackend] = {
 }
 _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
+_WIDE_GRADIENTS = WideGradients()
 
-_FASTEST_FIRST = {
-    (9, 0): ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
-    (0, 0): ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"),
-}
-"""Names by least CUDA compute capability; (0, 0) also for CPUs. cuDNN is the fastest measured on H200."""
+_HOPPER_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+"""From compute capability 9.0 on. cuDNN is the fastest measured on H200."""
+_DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 
 
 class Allowed(NamedTuple):
@@ -60,7 +59,7 @@ def only_backend(name: str) -> Allowed:
     return Allowed(tuple(each == name for each in _BACKENDS), None, torch.are_deterministic_algorithms_enabled())
 
 
-def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> bool:
+def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
     """True if kernels must be deterministic: torch is set so, or the call (`asked`). False on CPUs, where all are."""
     return q.is_cuda and (allowed.deterministic or asked)
 
@@ -69,7 +68,7 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> Attentio
     """The first backend, in order of preference, that the user allows and that does not refuse the problem.
 
     `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order. The default
-    order is `_FASTEST_FIRST`. Interval-masked problems always use this package's own backend.
+    order depends on the GPU. Interval-masked problems always use this package's own backend.
 
     Raises:
         NotImplementedError: every allowed backend refuses; the message has the reason of each.
@@ -81,7 +80,7 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> Attentio
 
 
 def with_wide_gradients(backend: AttentionBackend, problem: Problem) -> AttentionBackend | None:
-    """The backend with float32 gradients from the Triton kernels, None where these kernels may be much slower.
+    """The backend of float32 gradients in place of `backend`, None where its Triton kernels may be much slower.
 
     Only on Hopper GPUs and in half precision: backward of a causal tile of 4,096 to 32,768 rows on an H200 takes 4 to
     22% longer than with cuDNN. Newer GPUs are not measured.
@@ -90,7 +89,7 @@ def with_wide_gradients(backend: AttentionBackend, problem: Problem) -> Attentio
     is_hopper = problem.capability is not None and problem.capability[0] == 9
     head_dim = max(problem.head_dim, problem.v_head_dim)
     is_ours = is_half and is_hopper and TRITON_AVAILABLE and head_dim <= MAX_HEAD_DIM[problem.dtype]
-    return WideGradients(backend) if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
+    return _WIDE_GRADIENTS if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
 
 
 def backend_by_name(name: str, device_type: str) -> AttentionBackend:
@@ -101,8 +100,9 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
 @lru_cache(maxsize=1024)
 def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
     is_enabled = dict(zip(_BACKENDS, enabled, strict=True))
+    default_order = _HOPPER_ORDER if (problem.capability or (0, 0)) >= (9, 0) else _DEFAULT_ORDER
     refusals = []
-    for name in sorted(_BACKENDS, key=user_order.index) if user_order else _fastest_first(problem.capability):
+    for name in sorted(_BACKENDS, key=user_order.index) if user_order else default_order:
         if not is_enabled[name]:
             refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
@@ -114,7 +114,3 @@ def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, 
     raise NotImplementedError(
         f"no allowed SDPA backend can compute this attention ({problem}):\n  " + "\n  ".join(refusals)
     )
-
-
-def _fastest_first(capability: tuple[int, int] | None) -> tuple[str, ...]:
-    return next(names for least, names in _FASTEST_FIRST.items() if (capability or (0, 0)) >= least)
