@@ -156,10 +156,9 @@ def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, d
 
 def _bias_block(bias: Tensor, rows: range, columns: range) -> Tensor:
     """The rows and columns of a bias that broadcasts to (B, H, S, T)."""
-    if bias.dim() > 0 and bias.size(-1) > 1:
-        bias = bias[..., columns.start : columns.stop]
-    if bias.dim() > 1 and bias.size(-2) > 1:
-        bias = bias[..., rows.start : rows.stop, :]
+    for dim, span in ((-1, columns), (-2, rows)):
+        if bias.dim() >= -dim and bias.size(dim) > 1:
+            bias = bias.narrow(dim, span.start, len(span))
     return bias
 
 

@@ -48,15 +48,13 @@ class RowMask:
         """`(lo, hi)`, None for the other kinds of masks."""
         return None if self.lo is None or self.hi is None else (self.lo, self.hi)
 
-    def padded_intervals(self, length: int) -> tuple[Tensor, Tensor]:
-        """`(lo, hi)`, (1 or B, length): after the last row come zeros, which are empty intervals."""
+    def padded_intervals(self, length: int) -> list[Tensor]:
+        """`[lo, hi]`, (1 or B, length): after the last row come zeros, which are empty intervals."""
         assert self.intervals is not None
-        lo, hi = self.intervals
-
-        def padded(x: Tensor) -> Tensor:
-            return F.pad(torch.atleast_2d(x), (0, length - x.size(-1)))
-
-        return self._cached(("padded", length), lambda: (padded(lo), padded(hi)))
+        both = self.intervals
+        return self._cached(
+            ("padded", length), lambda: [F.pad(torch.atleast_2d(x), (0, length - x.size(-1))) for x in both]
+        )
 
     def rows_of_columns(self, columns: int, block: int) -> Tensor:
         """The cached result of the function `rows_of_columns` for these intervals."""
