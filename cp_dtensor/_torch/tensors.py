@@ -78,6 +78,11 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of sums: float32, or float64 for float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def in_words(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views (..., D) and (..., Dv) as integers of one dtype, as wide as D and Dv permit, to copy and send them.
 

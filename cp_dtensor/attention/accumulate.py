@@ -10,16 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_dtensor.attention.merge import add_parts, merge
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class Part(NamedTuple):
@@ -39,7 +41,7 @@ class Accumulator(ABC):
     Heads of a later part are among heads that were added together at first.
     """
 
-    def __init__(self, shape: Sequence[int], like: torch.Tensor, state_dtype: torch.dtype, may_overwrite: bool) -> None:
+    def __init__(self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, may_overwrite: bool) -> None:
         """`like` has the dtype, device and memory order of the result."""
         self._shape = batch, heads, rows, _ = tuple(shape)
         self._batch, self._heads, self._rows = (0, batch), (0, heads), (0, rows)
@@ -51,10 +53,6 @@ class Accumulator(ABC):
     @abstractmethod
     def _empty(self, heads: int, dtype: torch.dtype) -> Tensors:
         """Uninitialised tensors of all rows of some heads."""
-
-    @abstractmethod
-    def _clear(self, tensors: Tensors) -> None:
-        """Sets tensors to the result of no parts."""
 
     @abstractmethod
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
@@ -84,6 +82,12 @@ class Accumulator(ABC):
             self._result = self._empty(self._shape[1], self._dtype)
             self._clear(self._result)
         return self._result
+
+    def _clear(self, tensors: Tensors) -> None:
+        """Sets tensors to the result of no parts."""
+        tensors[0].zero_()
+        for lse in tensors[1:]:
+            lse.fill_(float("-inf"))
 
     def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_State, Sequence[Part]]:
         """The first state of some heads, and the parts that it does not contain yet."""
@@ -152,9 +156,8 @@ class Accumulator(ABC):
             parts = []
         if self._result is None:
             self._result = self._empty(self._shape[1], self._dtype)
-        rows = self._rows
-        result = _cut(self._result, self._batch, heads, 0, *rows)
-        self._combine(result, _cut(state.tensors, self._batch, heads, state.heads[0], *rows), parts, 0)
+        result = _cut(self._result, self._batch, heads, 0, *self._rows)
+        self._combine(result, _cut(state.tensors, self._batch, heads, state.heads[0], *self._rows), parts, 0)
         state.completed += heads[1] - heads[0]
         if state.completed == state.heads[1] - state.heads[0]:
             self._states.remove(state)  # frees its memory
@@ -168,14 +171,8 @@ class OutputAccumulator(Accumulator):
         lse = self._like.new_empty((batch, heads, rows), dtype=self._state_dtype)
         return _empty((batch, heads, rows, dim), self._like, dtype), lse
 
-    def _clear(self, tensors: Tensors) -> None:
-        tensors[0].zero_()
-        tensors[1].fill_(float("-inf"))
-
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
-        triples = []
-        for _, rows, (out, lse) in parts:
-            triples.append(((rows[0] - first_row, rows[1] - first_row), out, lse))
+        triples = [((rows[0] - first_row, rows[1] - first_row), out, lse) for _, rows, (out, lse) in parts]
         merge(result[0], result[1], base[0], base[1], triples)
 
 
@@ -186,9 +183,6 @@ class GradientAccumulator(Accumulator):
         batch, _, rows, dim = self._shape
         return (_empty((batch, heads, rows, dim), self._like, dtype),)
 
-    def _clear(self, tensors: Tensors) -> None:
-        tensors[0].zero_()
-
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
         stacks = []
         for _, rows, (tensor,) in parts:
@@ -197,12 +191,12 @@ class GradientAccumulator(Accumulator):
         add_parts(result[0], base[0], stacks, self._state_dtype)
 
 
-def output_accumulator(q: torch.Tensor, v_head_dim: int, state_dtype: torch.dtype) -> Accumulator:
+def output_accumulator(q: Tensor, v_head_dim: int, state_dtype: torch.dtype) -> Accumulator:
     """Accumulates the `(out, lse)` of tiles, for queries q (B, H, S, D)."""
     return OutputAccumulator((*q.shape[:3], v_head_dim), q, state_dtype, may_overwrite=False)
 
 
-def gradient_accumulator(of: torch.Tensor, state_dtype: torch.dtype) -> Accumulator:
+def gradient_accumulator(of: Tensor, state_dtype: torch.dtype) -> Accumulator:
     """Accumulates the gradient of a tensor from the contributions of tiles and ranks."""
     return GradientAccumulator(of.shape, of, state_dtype, may_overwrite=True)
 
@@ -219,7 +213,7 @@ class _State:
     """Number of heads that have had their last part."""
 
 
-def place_sums(out: torch.Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> None:
+def place_sums(out: Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> None:
     """Writes gradients to their rows of `out` (B, H, S, D): summed where parts overlap, rounded once."""
     target = torch.zeros_like(out, dtype=sum_dtype) if len(parts) > 1 and _overlap(parts) else out
     for batch, (start, stop), tensors in parts:
@@ -234,9 +228,7 @@ def place_sums(out: torch.Tensor, parts: Sequence[Part], sum_dtype: torch.dtype)
 
 def _overlap(parts: Sequence[Part]) -> bool:
     """True if two parts have rows of the same batch rows in common; the spans of batch rows are equal or disjoint."""
-    places = sorted([part[:2] for part in parts])
-    for index in range(1, len(places)):
-        (batch, rows), (next_batch, next_rows) = places[index - 1], places[index]
+    for (batch, rows), (next_batch, next_rows) in pairwise(sorted([part[:2] for part in parts])):
         if batch == next_batch and rows[1] > next_rows[0]:
             return True
     return False
@@ -248,6 +240,6 @@ def _cut(tensors: Tensors, batch: Span, heads: Span, first_head: int, start: int
     return tuple([x[batch[0] : batch[1], head:end, start:stop] for x in tensors])
 
 
-def _empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
     """In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order."""
     return torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)

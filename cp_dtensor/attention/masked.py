@@ -9,12 +9,13 @@ differentiable by autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cp_dtensor._torch.tensors import TRITON_AVAILABLE
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE, unit_stride, wide_dtype
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout
 from cp_dtensor.attention.triton.reference import (
@@ -26,8 +27,7 @@ from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.spec.layouts import Segment
 
 if TRITON_AVAILABLE:
-    from cp_dtensor.attention.triton.backward import launch_attention_backward
-    from cp_dtensor.attention.triton.delta import launch_attention_delta
+    from cp_dtensor.attention.triton.backward import launch_attention_backward, launch_attention_delta
     from cp_dtensor.attention.triton.forward import launch_attention_forward
 
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
@@ -35,9 +35,9 @@ MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask, scale: float, *,
-    bias: torch.Tensor | None = None, dropout: Dropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *, bias: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial result `(out, lse)` of a tile.
 
     Args:
@@ -54,20 +54,20 @@ def attention_forward(
         out: (B, H, S, Dv), in q's dtype; 0 for rows that attend to nothing.
         lse: (B, H, S), float32 (float64 for float64 inputs); -inf for such rows.
     """
-    _check(q, k, v, mask, scale, bias, dropout)
-    q, k, v = _unit_stride(q, k, v)
+    dropout = _checked(q, k, v, mask, scale, bias, dropout)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     out = _empty_like(q, v.size(3), None)
-    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
-    forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=_effective(dropout))
+    forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout)
     return out, lse
 
 
 def attention_backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    mask: RowMask, scale: float, *, bias: torch.Tensor | None = None, delta: torch.Tensor | None = None,
-    dropout: Dropout | None = None, grad_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RowMask, scale: float, *,
+    bias: Tensor | None = None, delta: Tensor | None = None, dropout: Dropout | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """This tile's share of `(dq, dk, dv)`, from the out and lse of all tiles of its rows. Deterministic.
 
     Args:
@@ -81,20 +81,19 @@ def attention_backward(
     Returns:
         dq: (B, H, S, D), dk: (B, Hkv, T, D), dv: (B, Hkv, T, Dv); 0 for rows and columns without attended pairs.
     """
-    _check(q, k, v, mask, scale, bias, dropout)
-    grad_out, q, k, v = _unit_stride(grad_out, q, k, v)
+    dropout = _checked(q, k, v, mask, scale, bias, dropout)
+    grad_out, q, k, v = (unit_stride(x) for x in (grad_out, q, k, v))
     delta = attention_delta(grad_out, out) if delta is None else delta
     dq, dk, dv = (_empty_like(x, x.size(3), grad_dtype) for x in (q, k, v))
     backward = launch_attention_backward if uses_triton(q, v) else attention_backward_reference
-    backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=_effective(dropout))
+    backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout)
     return dq, dk, dv
 
 
 def attention_bias_gradient(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, mask: RowMask,
-    scale: float, *, bias: torch.Tensor, delta: torch.Tensor, dropout: Dropout | None = None,
-    grad_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: RowMask, scale: float, *, bias: Tensor,
+    delta: Tensor, dropout: Dropout | None = None, grad_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """This tile's share of an additive bias's gradient, in the bias's shape: summed over dims that broadcast.
 
     Uses torch operations on every device, with bounded memory; slower than `attention_backward`.
@@ -104,31 +103,29 @@ def attention_bias_gradient(
         bias: as in `attention_forward`, floating.
         grad_dtype: of the result; None: the bias's. float32 to sum over tiles.
     """
-    _check(q, k, v, mask, scale, bias, dropout)
+    dropout = _checked(q, k, v, mask, scale, bias, dropout)
     if not bias.is_floating_point():
         raise ValueError(f"a bias of {bias.dtype} has no gradient")
-    gradient = bias_gradient_reference(
-        grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=_effective(dropout)
-    )
+    gradient = bias_gradient_reference(grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout)
     return gradient.to(grad_dtype or bias.dtype)
 
 
-def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
     """(B, H, S): sum(out * grad_out) over the last dim, in float32 or wider; all tiles of a row share it."""
     if not uses_triton(grad_out, out):
-        return (grad_out.to(_wide(grad_out)) * out).sum(-1)
+        return (grad_out.to(wide_dtype(grad_out)) * out).sum(-1)
     delta = grad_out.new_empty(grad_out.shape[:3], dtype=torch.float32)
-    launch_attention_delta(delta, *_unit_stride(grad_out, out))
+    launch_attention_delta(delta, unit_stride(grad_out), unit_stride(out))
     return delta
 
 
-def uses_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
+def uses_triton(q: Tensor, v: Tensor) -> bool:
     """True if the Triton kernels compute this, False if the reference implementation does."""
     head_dim = max(q.size(3), v.size(3))
     return TRITON_AVAILABLE and q.is_cuda and head_dim <= MAX_HEAD_DIM.get(q.dtype, 0) and has_tensor_cores(q.device)
 
 
-def positions_of(segments: Iterable[Segment], device: torch.device | str | None = None) -> torch.Tensor:
+def positions_of(segments: Iterable[Segment], device: torch.device | str | None = None) -> Tensor:
     """The global positions of the tokens of some segments, in local order: (tokens,) int64.
 
     >>> positions_of([Segment(start=2, length=5, block=2, period=8)]).tolist()
@@ -141,11 +138,14 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
     return torch.cat(parts)
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask, scale: float, bias: torch.Tensor | None,
-    dropout: Dropout | None,
-) -> None:  # fmt: skip
-    """Raises ValueError if these do not fit each other."""
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, bias: Tensor | None, dropout: Dropout | None
+) -> Dropout | None:
+    """Returns the dropout, None if it drops nothing (kernels without dropout are faster).
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+    """
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns = k.shape[1:3]
     if k.shape != (batch, kv_heads, columns, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
@@ -167,30 +167,18 @@ def _check(
     ):
         raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {shape}")
     if dropout is None:
-        return
+        return None
     for x, length in ((dropout.q_positions, rows), (dropout.kv_positions, columns)):
         if x.shape not in ((length,), (1, length), (batch, length)):
             raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(x.shape)}")
     if dropout.seed.device != q.device:
         raise ValueError(f"the seed of dropout must be on {q.device}, got {dropout.seed.device}")
+    return dropout if dropout.p > 0 else None
 
 
-def _empty_like(x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+def _empty_like(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     """(B, H, S, dim) in the memory order of x, so that merges with x and gradients of leaves copy nothing."""
     batch, heads, rows = x.shape[:3]
     if x.stride(1) < x.stride(2):  # (B, S, H, D) memory, as in most models
         return x.new_empty(batch, rows, heads, dim, dtype=dtype).transpose(1, 2)
     return x.new_empty(batch, heads, rows, dim, dtype=dtype)
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _effective(dropout: Dropout | None) -> Dropout | None:
-    """None if nothing is dropped: kernels without dropout are faster."""
-    return None if dropout is None or dropout.p == 0 else dropout
-
-
-def _unit_stride(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

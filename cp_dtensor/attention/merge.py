@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
 from cp_dtensor.spec.layouts import Span
@@ -20,15 +21,13 @@ from cp_dtensor.spec.layouts import Span
 if TRITON_AVAILABLE:
     from cp_dtensor.attention.triton.merge import launch_merge, launch_sum
 
-MergePart = tuple[Span, torch.Tensor, torch.Tensor]
+MergePart = tuple[Span, Tensor, Tensor]
 """`(rows, out, lse)`: a span of rows of the result, (B, H, rows, D) and (B, H, rows)."""
-SumPart = tuple[Span, torch.Tensor]
+SumPart = tuple[Span, Tensor]
 """`(rows, stack)`: a span of rows of the result, and (N, B, H, rows, D), N tensors to add there."""
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, base_out: torch.Tensor, base_lse: torch.Tensor, parts: Sequence[MergePart]
-) -> None:  # fmt: skip
+def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
     """Writes the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
 
     Args:
@@ -49,9 +48,7 @@ def merge(
         merge_reference(out, lse, base_out, base_lse, parts)
 
 
-def merge_reference(
-    out: torch.Tensor, lse: torch.Tensor, base_out: torch.Tensor, base_lse: torch.Tensor, parts: Sequence[MergePart]
-) -> None:  # fmt: skip
+def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
     """As `merge`, in plain torch operations: the reference implementation of the kernel."""
     in_place = out is base_out and out.dtype == lse.dtype
     total, total_lse = (out, lse) if in_place else (base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True))
@@ -68,7 +65,7 @@ def merge_reference(
         lse.copy_(total_lse)
 
 
-def add_parts(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
+def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
     """Writes a base plus some parts to `out`; one launch of the Triton kernel on a GPU.
 
     Args:
@@ -88,9 +85,7 @@ def add_parts(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], s
         add_parts_reference(out, base, parts, sum_dtype)
 
 
-def add_parts_reference(
-    out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype
-) -> None:
+def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
     """As `add_parts`, in plain torch operations: the reference implementation of the kernel."""
     in_place = out is base and out.dtype == sum_dtype
     total = out if in_place else base.to(sum_dtype, copy=True)
@@ -101,7 +96,7 @@ def add_parts_reference(
         out.copy_(total)
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merges the result over all keys with attention sinks; new tensors if there are sinks.
 
     A sink is a logit of each query head that counts in the softmax denominator alone: one more partial result, (0,
@@ -130,7 +125,7 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None)
     return merged, merged_lse
 
 
-def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The contribution of some rows to the gradient of the sinks: (H,), in lse's dtype.
 
         dsink = -sum over rows of exp(sink - lse') delta

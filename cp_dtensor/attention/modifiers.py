@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from cp_dtensor._torch.tensors import cut
 from cp_dtensor.spec.layouts import Span
@@ -15,22 +16,22 @@ from cp_dtensor.spec.layouts import Span
 class Modifiers:
     """Bias, dropout and sinks of the local queries and all keys."""
 
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or boolean, False masks."""
     dropout_p: float = 0.0
-    seed: torch.Tensor | None = None
+    seed: Tensor | None = None
     """() int64, of dropout; None before `drawn`."""
     first_batch: int = 0
     """Index of the first batch row among all, on which dropout depends."""
     first_head: int = 0
     """Index of the first query head among all, on which dropout depends."""
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     """(H,), any floating dtype: a logit of each query head that counts in the softmax denominator alone."""
 
     @classmethod
     def of(
-        cls, bias: torch.Tensor | None, dropout_p: float, seed: torch.Tensor | None, first_batch: int,
-        first_head: int, sinks: torch.Tensor | None,
+        cls, bias: Tensor | None, dropout_p: float, seed: Tensor | None, first_batch: int, first_head: int,
+        sinks: Tensor | None,
     ) -> Modifiers:  # fmt: skip
         """Returns the modifiers; without any, the object `NO_MODIFIERS`."""
         if bias is None and not dropout_p and sinks is None:
@@ -57,7 +58,7 @@ class Modifiers:
             return self
         return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 
-    def described(self, q: torch.Tensor) -> str:
+    def described(self, q: Tensor) -> str:
         """A description of the bias that must be equal on all ranks, independent of the local queries q."""
         if self.bias is None:
             return "none"
@@ -96,7 +97,7 @@ class Modifiers:
 NO_MODIFIERS = Modifiers()
 
 
-def bias_part(bias: torch.Tensor, batch: Span, heads: Span, rows: Span | None) -> torch.Tensor:
+def bias_part(bias: Tensor, batch: Span, heads: Span, rows: Span | None) -> Tensor:
     """Some batch rows, query heads and queries of a bias, whose dims may broadcast."""
     return cut(
         bias,

@@ -106,8 +106,7 @@ class Calls:
 
     def attention(self) -> None:
         from cp_dtensor.attention.masked import RowMask
-        from cp_dtensor.attention.triton.backward import launch_attention_backward
-        from cp_dtensor.attention.triton.delta import launch_attention_delta
+        from cp_dtensor.attention.triton.backward import launch_attention_backward, launch_attention_delta
         from cp_dtensor.attention.triton.dropout import Dropout
         from cp_dtensor.attention.triton.forward import launch_attention_forward
 
@@ -176,7 +175,6 @@ class Calls:
 def main() -> None:
     from cp_dtensor._torch.triton_launch import Launch
     from cp_dtensor.attention.triton import backward as attention_backward
-    from cp_dtensor.attention.triton import delta as attention_delta
     from cp_dtensor.attention.triton import forward as attention_forward
     from cp_dtensor.attention.triton import merge
     from cp_dtensor.comm import triton_kernels
@@ -184,7 +182,7 @@ def main() -> None:
     names = ("_launch", "_launches", "_delta_launch", "_merge_launch", "_sum_launch", "_copy_launch", "_flag_launch")
     forms = Forms()
     Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
-    for module in (attention_forward, attention_backward, attention_delta, triton_kernels, merge):
+    for module in (attention_forward, attention_backward, triton_kernels, merge):
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, checked(getattr(module, name)))

@@ -131,7 +131,7 @@ def test_kernels_fit_a_hopper_gpu() -> None:
     for result in results:
         assert result["shared"] <= SHARED_BYTES, result
         assert result["stack"] <= STACK_BYTES, result
-        # What the driver says of a loaded function, which is what `DirectLaunch` believes.
+        # The offsets and sizes that the PTX declares; `DirectLaunch` computes them itself.
         assert result["parameters"] == result["laid_out"], result
 
 

@@ -17,7 +17,6 @@ from support.triton_interpreter import replace_functions_once_a_launch
 
 kernel = pytest.importorskip("cp_dtensor.attention.triton.forward")
 backward_kernel = pytest.importorskip("cp_dtensor.attention.triton.backward")
-delta_kernel = pytest.importorskip("cp_dtensor.attention.triton.delta")
 configs = pytest.importorskip("cp_dtensor.attention.triton.configs")
 BlockConfig, launch = configs.BlockConfig, kernel.launch_attention_forward
 
@@ -171,7 +170,7 @@ def through_kernels(
     out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
     lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     launch(out, lse, q, k, v, mask, SCALE, bias=bias, dropout=dropout, config=config)
-    delta_kernel.launch_attention_delta(delta, grad_out, out)
+    backward_kernel.launch_attention_delta(delta, grad_out, out)
     gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
     both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
     backward_kernel.launch_attention_backward(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from cp_dtensor._torch.tensors import laid_out_after
-from cp_dtensor.attention.backends.base import (
-    AttentionBackend,
-    expand_kv_heads,
-    reduce_kv_heads,
-)
+from cp_dtensor._torch.tensors import laid_out_after, wide_dtype
+from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
 
@@ -30,16 +27,13 @@ class FlashAttention(AttentionBackend):
     def refusal(self, spec: CallSpec) -> str | None:
         return _half_precision_refusal(spec, max_head_dim=256)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.is_causal, False, scale=scale)
         return out, lse
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rng_state, unused = _random_state(q.device)
         return aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2),
@@ -60,9 +54,7 @@ class CudnnAttention(AttentionBackend):
     def refusal(self, spec: CallSpec) -> str | None:
         return _half_precision_refusal(spec, max_head_dim=128)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         if _has_single_row(q, k):
             return self._flash.forward(q, k, v, mask, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -71,9 +63,8 @@ class CudnnAttention(AttentionBackend):
         return out, lse.view(out.shape[:3])
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if _has_single_row(q, k):
             return self._flash.backward(grad_out, q, k, v, out, lse, mask, scale)
         # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run a plan made for
@@ -86,7 +77,7 @@ class CudnnAttention(AttentionBackend):
         )  # fmt: skip
 
 
-def _has_single_row(q: torch.Tensor, k: torch.Tensor) -> bool:
+def _has_single_row(q: Tensor, k: Tensor) -> bool:
     return q.size(2) == 1 or k.size(2) == 1
 
 
@@ -102,12 +93,11 @@ class EfficientAttention(AttentionBackend):
             return "it does not compute in float64"
         alignment = 4 if spec.dtype == "float32" else 8
         if spec.head_dim % alignment or spec.v_head_dim % alignment:
-            return f"it needs head dims that are multiples of {alignment}, got {spec.head_dim} and {spec.v_head_dim}"
+            dims = f"{spec.head_dim} and {spec.v_head_dim}"
+            return f"it needs head dims that are multiples of {alignment}, got {dims}"
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, mask.is_causal, scale=scale
@@ -115,9 +105,8 @@ class EfficientAttention(AttentionBackend):
         return out, lse[:, :, : q.size(2)]
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k.size(1)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         padding = -lse.size(2) % _LSE_ALIGNMENT
@@ -138,23 +127,17 @@ class CpuFlashAttention(AttentionBackend):
     name = "FLASH_ATTENTION"
 
     def refusal(self, spec: CallSpec) -> str | None:
-        if spec.device_type != "cpu":
-            return _wrong_device(spec, "cpu")
-        return _unequal_head_dims(spec)
+        return _wrong_device(spec, "cpu") or _unequal_head_dims(spec)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask.is_causal, scale=scale)
         return out, lse
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, mask.is_causal, scale=scale
-        )
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        compute = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return compute(grad_out, q, k, v, out, lse, 0.0, mask.is_causal, scale=scale)
 
 
 class MathAttention(AttentionBackend):
@@ -165,18 +148,15 @@ class MathAttention(AttentionBackend):
     def refusal(self, spec: CallSpec) -> str | None:
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = _widened(q, k, v)
         logits = _logits(q, k, mask, scale)
         lse = torch.logsumexp(logits, dim=-1)
         return torch.exp(logits - lse.unsqueeze(-1)) @ expand_kv_heads(v, q.size(1)), lse
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k.size(1)
         q, k, v, grad_out, out = _widened(q, k, v, grad_out, out)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
@@ -188,11 +168,11 @@ class MathAttention(AttentionBackend):
         return grad_logits @ k, grad_k, grad_v
 
 
-def _widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(wide_dtype(tensor)) for tensor in tensors)
 
 
-def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> torch.Tensor:
+def _logits(q: Tensor, k: Tensor, mask: TileMask, scale: float) -> Tensor:
     logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
     if mask.is_full:
         return logits
@@ -202,22 +182,20 @@ def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> t
 
 
 def _half_precision_refusal(spec: CallSpec, max_head_dim: int) -> str | None:
-    """Why the flash and cuDNN kernels on CUDA cannot compute a problem, None if they can."""
+    """The reason why flash and cuDNN kernels on CUDA cannot compute a call, None if they can."""
     if spec.device_type != "cuda":
         return _wrong_device(spec, "cuda")
     if spec.capability is not None and spec.capability < (8, 0):
         return f"it needs compute capability 8.0 or newer, this device has {spec.capability}"
     if spec.dtype not in ("bfloat16", "float16"):
         return f"it needs bfloat16 or float16, got {spec.dtype}"
-    if spec.head_dim != spec.v_head_dim:
-        return _unequal_head_dims(spec)
-    if spec.head_dim % 8 or spec.head_dim > max_head_dim:
+    if spec.head_dim == spec.v_head_dim and (spec.head_dim % 8 or spec.head_dim > max_head_dim):
         return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {spec.head_dim}"
-    return None
+    return _unequal_head_dims(spec)
 
 
-def _wrong_device(spec: CallSpec, needed: str) -> str:
-    return f"the tensors are on {spec.device_type}, not {needed}"
+def _wrong_device(spec: CallSpec, needed: str) -> str | None:
+    return None if spec.device_type == needed else f"the tensors are on {spec.device_type}, not {needed}"
 
 
 def _unequal_head_dims(spec: CallSpec) -> str | None:
@@ -226,6 +204,6 @@ def _unequal_head_dims(spec: CallSpec) -> str | None:
     return f"head dims of q and v differ ({spec.head_dim} and {spec.v_head_dim})"
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two random-state arguments of fused backward kernels, not read without dropout."""
-    return (torch.zeros((2,), dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device))
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
+from torch import Tensor
 
+from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
 
@@ -25,12 +26,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def refusal(self, spec: CallSpec) -> str | None:
-        """Why this backend cannot compute the tiles of a call, or None if it can."""
+        """The reason why this backend cannot compute a call, None if it can."""
 
     @abstractmethod
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         """Partial result `(out, lse)` of the tile.
 
         Returns:
@@ -40,9 +39,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """This tile's share of (dq, dk, dv), given the *final* out and lse of its rows, merged over all tiles.
 
         With P = exp(scale q k^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
@@ -50,14 +48,13 @@ class AttentionBackend(ABC):
         """
 
 
-def expand_kv_heads(kv: torch.Tensor, q_heads: int) -> torch.Tensor:
+def expand_kv_heads(kv: Tensor, q_heads: int) -> Tensor:
     """(B, Hkv, T, D) repeated over the query heads of each group: (B, H, T, D)."""
     return kv if kv.size(1) == q_heads else kv.repeat_interleave(q_heads // kv.size(1), dim=1)
 
 
-def reduce_kv_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def reduce_kv_heads(grad: Tensor, kv_heads: int) -> Tensor:
     """The adjoint of `expand_kv_heads`: sums gradients (B, H, T, D) over each group, in float32 or wider."""
     if grad.size(1) == kv_heads:
         return grad
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return grad.unflatten(1, (kv_heads, -1)).sum(dim=2, dtype=wide)
+    return grad.unflatten(1, (kv_heads, -1)).sum(dim=2, dtype=wide_dtype(grad))

@@ -1,22 +1,23 @@
-"""Backend of interval-masked tiles, with bias and dropout: the attention kernels of this package."""
+"""Backends on the attention kernels of this package: interval-masked tiles, and float32 gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import LRUCache
+from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
+from cp_dtensor.plan.tiles import IntervalMask, TileMask
 from cp_dtensor.spec.intervals import IntervalSet
 
 
@@ -29,7 +30,7 @@ class IntervalAttention(AttentionBackend):
 
     modifiers: Modifiers = NO_MODIFIERS
     """Bias and dropout of the tile."""
-    delta: torch.Tensor | None = None
+    delta: Tensor | None = None
     """(B, H, S), for backward: the delta of the tile's rows. All tiles of a row share it, so the ring computes it."""
 
     name = "INTERVALS"
@@ -37,16 +38,13 @@ class IntervalAttention(AttentionBackend):
     def refusal(self, spec: CallSpec) -> str | None:
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         rows = _tile_rows(mask, q.device)
         return attention_forward(q, k, v, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows))
 
     def backward(
-        self, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, mask: TileMask, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _tile_rows(mask, q.device)
         return attention_backward(
             grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), delta=self.delta,
@@ -54,8 +52,8 @@ class IntervalAttention(AttentionBackend):
         )  # fmt: skip
 
     def add_bias_gradient(
-        self, total: torch.Tensor, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, mask: TileMask, scale: float,
+        self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
         """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
         rows = _tile_rows(mask, q.device)
@@ -68,7 +66,7 @@ class IntervalAttention(AttentionBackend):
         )  # fmt: skip
         rows.add_to_bias_columns(total, share)
 
-    def _bias(self, rows: TileRows) -> torch.Tensor | None:
+    def _bias(self, rows: TileRows) -> Tensor | None:
         return None if self.modifiers.bias is None else rows.bias_columns(self.modifiers.bias)
 
     def _dropout(self, rows: TileRows) -> Dropout | None:
@@ -84,36 +82,34 @@ class IntervalAttention(AttentionBackend):
 class TileRows:
     """Row mask and positions of a tile on one device."""
 
-    def __init__(self, mask: IntervalMask, device: torch.device) -> None:
-        self._queries, self._q = mask.queries, mask.q
-        self._keys, self._kv = mask.keys, mask.kv
-        self._device = device
+    def __init__(self, tile: IntervalMask, device: torch.device) -> None:
+        self._tile, self._device = tile, device
         # Made outside of CUDA graph capture where possible, so that later calls share the tables cached in the mask.
-        self.mask = _torch.prepared(lambda: self._row_mask(mask.interval_sets))
+        self.mask = _torch.prepared(self._row_mask)
 
     @cached_property
-    def q_positions(self) -> torch.Tensor:
+    def q_positions(self) -> Tensor:
         """(S,), int32: global positions of the rows."""
-        return _torch.prepared(lambda: self._on_device(self._rows()))
+        return _torch.prepared(lambda: self._on_device(self._queries()))
 
     @cached_property
-    def kv_positions(self) -> torch.Tensor:
+    def kv_positions(self) -> Tensor:
         """(T,), int32: global positions of the columns."""
-        return _torch.prepared(lambda: self._on_device(self._key_positions()))
+        return _torch.prepared(lambda: self._on_device(self._keys()))
 
     @cached_property
     def in_runs(self) -> bool:
         """True if the positions of rows and columns are in runs, which makes dropout faster."""
-        return _torch.prepared(lambda: are_in_runs(self._rows()) and are_in_runs(self._key_positions()))
+        return _torch.prepared(lambda: are_in_runs(self._queries()) and are_in_runs(self._keys()))
 
-    def bias_columns(self, bias: torch.Tensor) -> torch.Tensor:
+    def bias_columns(self, bias: Tensor) -> Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view if their positions are evenly spaced."""
         columns = self._columns
         if bias.size(-1) == 1:
             return bias
         return bias[..., columns] if isinstance(columns, slice) else bias.index_select(-1, columns)
 
-    def add_to_bias_columns(self, total: torch.Tensor, share: torch.Tensor) -> None:
+    def add_to_bias_columns(self, total: Tensor, share: Tensor) -> None:
         """Adds a bias gradient to the tile's columns of `total`, which has the shape of the bias."""
         columns = self._columns
         if total.size(-1) == 1:
@@ -124,58 +120,44 @@ class TileRows:
             total.index_add_(-1, columns, share.to(total.dtype))
 
     @cached_property
-    def _columns(self) -> slice | torch.Tensor:
-        first, last = self._keys.position(self._kv[0]), self._keys.position(self._kv[1] - 1)
-        count = self._kv[1] - self._kv[0]
-        stripe = self._keys.segments[0] if len(self._keys.segments) == 1 else None
-        if last - first == count - 1:
+    def _columns(self) -> slice | Tensor:
+        """Positions of the columns in the last dim of a bias."""
+        keys, (start, stop) = self._tile.keys, self._tile.kv
+        first, last = keys.position(start), keys.position(stop - 1)
+        if last - first == stop - 1 - start:
             return slice(first, last + 1)
-        if stripe is not None and stripe.block == 1:
-            return slice(first, last + 1, stripe.period)
+        if len(keys.segments) == 1 and keys.segments[0].block == 1:
+            return slice(first, last + 1, keys.segments[0].period)
         return self.kv_positions
 
-    def _row_mask(self, layers: Sequence[IntervalSet]) -> RowMask:
-        lo, hi = zip(*(self._intervals(layer) for layer in layers), strict=True)
+    def _queries(self) -> Tensor:
+        """Global positions of the rows, on the host."""
+        return positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
+
+    def _keys(self) -> Tensor:
+        """Global positions of the columns, on the host; they ascend."""
+        return positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
+
+    def _row_mask(self) -> RowMask:
+        queries, keys = self._queries(), self._keys()
+        lo, hi = zip(*(_intervals(bands, queries, keys) for bands in self._tile.interval_sets), strict=True)
         return RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
 
-    def _rows(self) -> torch.Tensor:
-        """Global positions of the rows, on the host."""
-        return positions_of(self._queries, "cpu")[slice(*self._q)]
-
-    def _key_positions(self) -> torch.Tensor:
-        """Global positions of the columns, on the host."""
-        return positions_of(self._keys.segments, "cpu")[slice(*self._kv)]
-
-    def _intervals(self, layer: IntervalSet) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = self._rows()
-        if not layer:
-            return torch.zeros_like(positions), torch.zeros_like(positions)
-        first, last, lo, hi, left, right = torch.tensor(layer, dtype=torch.int64, device="cpu").unbind(1)
-        index = torch.searchsorted(first.contiguous(), positions, right=True) - 1
-        is_inside = (index >= 0) & (positions < last[index])
-        start = torch.maximum(lo[index], positions - left[index])
-        stop = torch.minimum(hi[index], positions + right[index] + 1)
-        first_column, columns = self._kv[0], self._kv[1] - self._kv[0]
-        start, stop = ((_rows_before(self._keys, keys) - first_column).clamp(0, columns) for keys in (start, stop))
-        sees = is_inside & (start < stop)
-        return torch.where(sees, start, 0), torch.where(sees, stop, 0)
-
-    def _on_device(self, *of_batch: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, *of_batch: Tensor) -> Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
         return together.to(torch.int32).to(self._device)
 
 
-def _rows_before(run: KeyRun, positions: torch.Tensor) -> torch.Tensor:
-    """`KeyRun.rows_before` for a tensor of positions."""
-    columns = [(s.start, s.length, s.block, s.period) for s in run.segments]
-    start, length, block, period = torch.tensor(columns, dtype=torch.int64, device="cpu").unbind(1)
-    rows = torch.tensor(run.starts, dtype=torch.int64, device="cpu")
-    index = torch.searchsorted(start.contiguous(), positions, right=True) - 1
-    beyond = index.clamp(min=0)
-    distance = (positions - start[beyond]).clamp(min=0)
-    blocks, rest = distance // period[beyond], distance % period[beyond]
-    within = torch.minimum(blocks * block[beyond] + torch.minimum(rest, block[beyond]), length[beyond])
-    return torch.where(index < 0, 0, rows[beyond] + within)
+def _intervals(bands: IntervalSet, queries: Tensor, keys: Tensor) -> Tensor:
+    """(2, S): the first column of each row and the end of its columns, from positions of rows and columns."""
+    if not bands:
+        return queries.new_zeros(2, len(queries))
+    first, last, lo, hi, left, right = torch.tensor(bands, dtype=torch.int64, device="cpu").unbind(1)
+    index = torch.searchsorted(first.contiguous(), queries, right=True) - 1
+    start = torch.maximum(lo[index], queries - left[index])
+    stop = torch.minimum(hi[index], queries + right[index] + 1)
+    columns = torch.searchsorted(keys, torch.stack([start, stop]))
+    return torch.where((index >= 0) & (queries < last[index]) & (columns[0] < columns[1]), columns, 0)
 
 
 _cached_rows = LRUCache[TileRows](most=256)
@@ -187,3 +169,30 @@ def _tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
     key = (mask, device)
     return _cached_rows.get(key) or _cached_rows.add(key, TileRows(mask, device))
+
+
+# Float32 gradients
+
+_FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
+
+
+class WideGradients(AttentionBackend):
+    """Full and causal tiles, with gradients in float32 (float64 for float64 inputs).
+
+    torch's kernels round gradients to the dtype of their inputs, so that a sum of several has several rounding errors.
+    Float32 gradients of a rank's own tile, usually the largest term, avoid the largest of these errors.
+    """
+
+    name = "WIDE_GRADIENTS"
+
+    def refusal(self, spec: CallSpec) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+        return attention_forward(q, k, v, _CAUSAL if mask.is_causal else _FULL, scale)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = _CAUSAL if mask.is_causal else _FULL
+        return attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=wide_dtype(q))

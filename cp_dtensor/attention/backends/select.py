@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
@@ -17,8 +18,7 @@ from cp_dtensor.attention.backends.aten import (
     MathAttention,
 )
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.interval import IntervalAttention
-from cp_dtensor.attention.backends.wide_gradients import WideGradients
+from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiling import Masking
@@ -28,12 +28,11 @@ _BACKENDS: dict[str, AttentionBackend] = {
 }
 _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
+_WIDE_GRADIENTS = WideGradients()
 
-_FASTEST_FIRST = {
-    (9, 0): ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
-    (0, 0): ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"),
-}
-"""Names by least CUDA compute capability; (0, 0) also for CPUs. cuDNN is the fastest measured on H200."""
+_HOPPER_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+"""From compute capability 9.0 on. cuDNN is the fastest measured on H200."""
+_DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 
 
 class Allowed(NamedTuple):
@@ -62,7 +61,7 @@ def only_backend(name: str) -> Allowed:
     return Allowed(tuple(each == name for each in _BACKENDS), None, torch.are_deterministic_algorithms_enabled())
 
 
-def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> bool:
+def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
     """True if kernels must be deterministic: torch is set so, or the call (`asked`). False on CPUs, where all are."""
     return q.is_cuda and (allowed.deterministic or asked)
 
@@ -71,7 +70,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     """The first backend, in order of preference, that the user allows and that does not refuse the spec.
 
     `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order. The default
-    order is `_FASTEST_FIRST`. Interval-masked problems always use this package's own backend.
+    order depends on the GPU. Interval-masked calls always use this package's own backend.
 
     Raises:
         NotImplementedError: every allowed backend refuses; the message has the reason of each.
@@ -83,7 +82,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
 
 
 def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionBackend | None:
-    """The backend with float32 gradients from the Triton kernels, None where these kernels may be much slower.
+    """The backend of float32 gradients in place of `backend`, None where its Triton kernels may be much slower.
 
     Only on Hopper GPUs and in half precision: backward of a causal tile of 4,096 to 32,768 rows on an H200 takes 4 to
     22% longer than with cuDNN. Newer GPUs are not measured.
@@ -92,7 +91,7 @@ def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionB
     is_hopper = spec.capability is not None and spec.capability[0] == 9
     head_dim = max(spec.head_dim, spec.v_head_dim)
     is_ours = is_half and is_hopper and TRITON_AVAILABLE and head_dim <= MAX_HEAD_DIM[getattr(torch, spec.dtype)]
-    return WideGradients(backend) if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
+    return _WIDE_GRADIENTS if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
 
 
 def backend_by_name(name: str, device_type: str) -> AttentionBackend:
@@ -103,8 +102,9 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
 @lru_cache(maxsize=1024)
 def _choose(spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
     is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
+    default_order = _HOPPER_ORDER if (spec.capability or (0, 0)) >= (9, 0) else _DEFAULT_ORDER
     refusals = []
-    for name in sorted(_BACKENDS, key=user_order.index) if user_order else _fastest_first(spec.capability):
+    for name in sorted(_BACKENDS, key=user_order.index) if user_order else default_order:
         if not is_enabled[name]:
             refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
@@ -116,7 +116,3 @@ def _choose(spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ..
     raise NotImplementedError(
         f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
     )
-
-
-def _fastest_first(capability: tuple[int, int] | None) -> tuple[str, ...]:
-    return next(names for least, names in _FASTEST_FIRST.items() if (capability or (0, 0)) >= least)

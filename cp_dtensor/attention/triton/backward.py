@@ -1,4 +1,4 @@
-"""Gradients of one tile of attention: Triton kernels and their launchers.
+"""Delta of rows and gradients of one tile of attention: Triton kernels and their launchers.
 
 FlashAttention-2 (arXiv 2307.08691, algorithm 2), with one kernel for dQ and one for dK and dV, so that every sum has a
 fixed order.
@@ -7,11 +7,11 @@ fixed order.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import (
@@ -43,6 +43,48 @@ from cp_dtensor.attention.triton.row_mask import RowMask
 
 _ROWS_BLOCK = 4096
 """Rows of a program of `attention_rows_kernel`."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def attention_delta_kernel(
+    delta_ptr, out_ptr, grad_ptr, rows,
+    delta_stride_b, delta_stride_h, out_stride_b, out_stride_h, out_stride_s,
+    grad_stride_b, grad_stride_h, grad_stride_s,
+    V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program: delta of BLOCK_ROWS rows of one (batch, head)."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_64 = row.to(tl.int64)
+    v_dim = tl.arange(0, BLOCK_V)[None, :]
+    in_tile = (row < rows)[:, None] & (v_dim < V_DIM)
+    out_ptrs = out_ptr + batch * out_stride_b + head * out_stride_h + row_64[:, None] * out_stride_s + v_dim
+    grad_ptrs = grad_ptr + batch * grad_stride_b + head * grad_stride_h + row_64[:, None] * grad_stride_s + v_dim
+    out = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptrs, mask=in_tile, other=0.0).to(tl.float32)
+    delta_ptrs = delta_ptr + batch * delta_stride_b + head * delta_stride_h + row_64
+    tl.store(delta_ptrs, tl.sum(out * grad, 1), mask=row < rows)
+
+
+def launch_attention_delta(delta: Tensor, grad_out: Tensor, out: Tensor) -> None:
+    """`masked.attention_delta` into `delta`, float32; one launch. The last dim of all tensors is contiguous."""
+    if out.numel() == 0:
+        delta.zero_()
+        return
+    _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
+
+
+@cached_launch
+def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
+    batch, heads, rows, v_dim = out.shape
+    block_v = padded(v_dim)
+    block_rows = 4096 // block_v
+    return Launch(
+        attention_delta_kernel,
+        (triton.cdiv(rows, block_rows), heads, batch),
+        (rows, *delta.strides[:2], *out.strides[:3], *grad_out.strides[:3]),
+        {"V_DIM": v_dim, "BLOCK_ROWS": block_rows, "BLOCK_V": block_v},
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "padded_rows"])
@@ -354,33 +396,23 @@ def attention_dkv_kernel(
 
 
 def launch_attention_backward(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, mask: RowMask, scale: float, *,
-    bias: torch.Tensor | None = None, dropout: Dropout | None = None, config: BackwardConfig | None = None,
+    dq: Tensor, dk: Tensor, dv: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None,
+    config: BackwardConfig | None = None,
 ) -> None:  # fmt: skip
-    """Writes this tile's share of the gradients to `dq`, `dk` and `dv`; three launches.
+    """`masked.attention_backward` into `dq`, `dk` and `dv`, of float32 or narrower dtypes; three launches.
 
     With P = exp(scale q k^T + bias - lse) where a row attends, else 0: dV = P^T dO, dS = P * (dO V^T - delta),
     dQ = scale dS K, dK = scale dS^T Q, summed over the query heads of a group. With dropout, P in dV and dO V^T are
     multiplied by the dropout factors.
 
-    Args:
-        dq: (B, H, S, D), float32 or narrower, like `dk` and `dv`; rounded once. The last dim is contiguous, as in all
-            of these but the bias.
-        dk: (B, Hkv, T, D).
-        dv: (B, Hkv, T, Dv).
-        grad_out: (B, H, S, Dv), dO, in the dtype of q, k and v.
-        q, k, v, mask, scale, bias, dropout: as in `launch_attention_forward`.
-        lse: (B, H, S), float32, over all tiles (and sinks) of these rows.
-        delta: (B, H, S), float32: sum(out * grad_out) over Dv with the out of all tiles of these rows, minus the
-            gradient of lse if it has one.
-        config: block sizes; None: `default_backward_config`.
+    Arguments as in `launch_attention_forward`. `lse` is that of all tiles (and sinks) of these rows. `delta`, float32,
+    is `launch_attention_delta` of their out, minus the gradient of lse if it has one.
     """
     assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     assert q.dtype == k.dtype == v.dtype == grad_out.dtype
-    batch, heads, rows, _ = q.shape
-    columns = v.size(2)
+    (batch, heads, rows, _), columns = q.shape, v.size(2)
     if q.numel() == 0 or k.numel() == 0:
         for grad in (dq, dk, dv):
             grad.zero_()
@@ -389,7 +421,7 @@ def launch_attention_backward(
     config = config or default_backward_config(q, k, v, grad_out, bias is not None, draws_each)
     mask_kind, offset = mask_arguments(mask, rows, columns)
     bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
-    seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
+    dropout_tensors, dropout_numbers, dropout_kind = dropout_arguments(dropout, lse)
     # Kernels read LSE and delta in whole blocks, which begin at any row; descriptors need lines of 16 bytes.
     padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
     padded_rows += -padded_rows % 4
@@ -402,38 +434,30 @@ def launch_attention_backward(
         interval_strides = (
             lo.stride(0) if lo.size(0) > 1 else 0, ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0
         )  # fmt: skip
-    others = (bias, seed, q_position, kv_position)
-    launches = _launches(
+    others = (bias, *dropout_tensors)
+    launch_rows, launch_dkv, launch_dq = _launches(
         facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
         tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), (bias_kind, *bias_strides),
-        tuple(drop), 1.0 if dropout is None else dropout.scale, dropout is not None,
-        dropout is not None and dropout.in_runs, float(scale), padded_rows, config,
+        dropout_numbers, dropout_kind, float(scale), padded_rows, config,
     )  # fmt: skip
-    launches.rows(shift, padded_delta, lse, delta)
-    launches.dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
-    launches.dq(dq, grad_out, q, k, v, shift, padded_delta, lo, hi, *others)
-
-
-class _Launches(NamedTuple):
-    """The launches of a backward pass, in order."""
-
-    rows: Launch
-    dkv: Launch
-    dq: Launch
+    launch_rows(shift, padded_delta, lse, delta)
+    launch_dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
+    launch_dq(dq, grad_out, q, k, v, shift, padded_delta, lo, hi, *others)
 
 
 @cached_launch
 def _launches(
     dq: Facts, dk: Facts, dv: Facts, grad_out: Facts, q: Facts, k: Facts, v: Facts, lse: Facts, delta: Facts,
     _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], bias: tuple[int, ...],
-    dropout: tuple[float, ...], dropout_scale: float, has_dropout: bool, in_runs: bool, scale: float,
-    padded_rows: int, config: BackwardConfig,
-) -> _Launches:  # fmt: skip
-    """The launches for tensors of these shapes, strides and dtypes, and these numbers of mask, bias and dropout."""
+    dropout: tuple[int, ...], dropout_kind: tuple[bool, bool, float], scale: float, padded_rows: int,
+    config: BackwardConfig,
+) -> tuple[Launch, Launch, Launch]:  # fmt: skip
+    """The launches in order, for tensors of these shapes, strides and dtypes, and these numbers of the others."""
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns, v_dim = v.shape[1:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride, *ranges_strides = mask
+    has_dropout, in_runs, dropout_scale = dropout_kind
     numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads // kv_heads, padded_rows)
     strides = (*grad_out.strides[:3], *q.strides[:3], *k.strides[:3], *v.strides[:3], intervals_stride)
     last = (*bias[1:], *dropout)
@@ -442,8 +466,8 @@ def _launches(
 
     cut = config.dkv
     line = (1, cut.block_rows) if cut.tma else None
-    of_intervals = line if mask_kind == INTERVALS.value else None
-    of_dkv = Launch(
+    interval_line = line if mask_kind == INTERVALS.value else None
+    launch_dkv = Launch(
         attention_dkv_kernel,
         (kv_heads, triton.cdiv(columns, cut.block_columns), batch),
         (*numbers, *dk.strides[:3], *dv.strides[:3], *strides, *ranges_strides, *last),
@@ -452,11 +476,11 @@ def _launches(
             *(None, None),
             blocks_of_rows(grad_out, cut.block_rows, block_v, cut.tma),
             blocks_of_rows(q, cut.block_rows, block_dim, cut.tma),
-            *(None, None, line, line, of_intervals, of_intervals),
+            *(None, None, line, line, interval_line, interval_line),
         ),
     )
     cut = config.dq
-    of_dq = Launch(
+    launch_dq = Launch(
         attention_dq_kernel,
         (heads, triton.cdiv(rows, cut.block_rows), batch),
         (*numbers, *dq.strides[:3], *strides, *last),
@@ -467,10 +491,10 @@ def _launches(
             blocks_of_rows(v, cut.block_columns, block_v, cut.tma),
         ),
     )
-    of_rows = Launch(
+    launch_rows = Launch(
         attention_rows_kernel,
         (triton.cdiv(padded_rows, _ROWS_BLOCK), heads, batch),
         (rows, padded_rows, math.log2(dropout_scale), 1 / dropout_scale, *lse.strides[:2], *delta.strides[:2]),
         {"BLOCK_ROWS": _ROWS_BLOCK},
     )
-    return _Launches(of_rows, of_dkv, of_dq)
+    return launch_rows, launch_dkv, launch_dq

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts
 from cp_dtensor.attention.triton.dropout import RUN
@@ -180,8 +181,8 @@ def mask_arguments(mask: RowMask, rows: int, columns: int) -> tuple[int, int]:
 
 
 def bias_argument(
-    bias: torch.Tensor | None, shape: tuple[int, int, int, int], unused: torch.Tensor
-) -> tuple[int, torch.Tensor, tuple[int, ...]]:
+    bias: Tensor | None, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[int, Tensor, tuple[int, ...]]:
     """`(BIAS, tensor, strides)` of a bias that broadcasts to `shape` (B, H, S, T); it is not expanded in memory."""
     if bias is None:
         return NO_BIAS.value, unused, (0, 0, 0, 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,94 +41,75 @@ class BackwardConfig:
     """Config of the dK/dV kernel, whose loop reads Q and the gradient of the output."""
 
 
+# Configs of the forward, dQ and dK/dV kernels by padded head dim.
+
 # Head dims 64 and 128: the fastest of those measured on an H200. The others are not measured; they fit 227 KiB of
 # shared memory and do not spill registers without a bias. A test compiles those of 128.
-_HOPPER_FORWARD = dict.fromkeys((16, 32, 64), BlockConfig(128, 64, 4, 3)) | {
-    128: BlockConfig(128, 128, 8, 3),
-    256: BlockConfig(128, 64, 8, 2),
-}
-_HOPPER_BACKWARD = dict.fromkeys(
-    (16, 32, 64), BackwardConfig(BlockConfig(128, 64, 4, 3), BlockConfig(64, 64, 4, 3))
+_HOPPER = dict.fromkeys(
+    (16, 32, 64), (BlockConfig(128, 64, 4, 3), BlockConfig(128, 64, 4, 3), BlockConfig(64, 64, 4, 3))
 ) | {
-    128: BackwardConfig(BlockConfig(128, 64, 8, 3), BlockConfig(64, 128, 8, 3)),
-    256: BackwardConfig(BlockConfig(64, 64, 8, 2), BlockConfig(32, 64, 8, 2)),
+    128: (BlockConfig(128, 128, 8, 3), BlockConfig(128, 64, 8, 3), BlockConfig(64, 128, 8, 3)),
+    256: (BlockConfig(128, 64, 8, 2), BlockConfig(64, 64, 8, 2), BlockConfig(32, 64, 8, 2)),
 }
 # Not measured. These fit the 99 KiB of shared memory that some GPUs have.
-_SMALL_FORWARD = dict.fromkeys((16, 32, 64), BlockConfig(128, 64, 4, 3)) | {
-    128: BlockConfig(128, 64, 8, 2),
-    256: BlockConfig(64, 32, 4, 2),
+_SMALL = dict.fromkeys(
+    (16, 32, 64), (BlockConfig(128, 64, 4, 3), BlockConfig(64, 64, 4, 3), BlockConfig(64, 64, 4, 3))
+) | {
+    128: (BlockConfig(128, 64, 8, 2), BlockConfig(64, 32, 4, 2), BlockConfig(32, 64, 8, 2)),
+    256: (BlockConfig(64, 32, 4, 2), BlockConfig(32, 32, 4, 1), BlockConfig(32, 32, 4, 1)),
 }
-_SMALL_BACKWARD = dict.fromkeys((16, 32, 64), BackwardConfig(BlockConfig(64, 64, 4, 3), BlockConfig(64, 64, 4, 3))) | {
-    128: BackwardConfig(BlockConfig(64, 32, 4, 2), BlockConfig(32, 64, 8, 2)),
-    256: BackwardConfig(BlockConfig(32, 32, 4, 1), BlockConfig(32, 32, 4, 1)),
-}
-
 # float32 is multiplied as three TF32 products (Ootomo and Yokota, "Recovering single precision accuracy from Tensor
 # Cores", 2022). Measured on an H200: 42 TFLOP/s forward, 32 backward, errors at most 1.7 times those of torch's
 # float32. Products without tensor cores ("ieee") are 7 times slower, since their blocks do not fit the registers.
 _TF32_64, _TF32_32 = (BlockConfig(rows, 32, 4, 2, precision="tf32x3") for rows in (64, 32))
-_HOPPER_FORWARD_FLOAT32 = dict.fromkeys((16, 32, 64), _TF32_64) | {128: BlockConfig(128, 32, 8, 2, precision="tf32x3")}
-_HOPPER_BACKWARD_FLOAT32 = dict.fromkeys((16, 32, 64), BackwardConfig(_TF32_64, _TF32_32)) | {
-    128: BackwardConfig(_TF32_32, _TF32_32)
+_HOPPER_FLOAT32 = dict.fromkeys((16, 32, 64), (_TF32_64, _TF32_64, _TF32_32)) | {
+    128: (BlockConfig(128, 32, 8, 2, precision="tf32x3"), _TF32_32, _TF32_32)
 }
-_SMALL_FORWARD_FLOAT32 = dict.fromkeys(_HOPPER_FORWARD_FLOAT32, _TF32_32)
-_SMALL_BACKWARD_FLOAT32 = dict.fromkeys(_HOPPER_FORWARD_FLOAT32, BackwardConfig(_TF32_32, _TF32_32))
+_SMALL_FLOAT32 = dict.fromkeys((16, 32, 64, 128), (_TF32_32, _TF32_32, _TF32_32))
 
 
-def default_config(k: torch.Tensor, v: torch.Tensor, has_bias: bool = False, draws_each: bool = False) -> BlockConfig:
+def default_config(k: Tensor, v: Tensor, has_bias: bool = False, draws_each: bool = False) -> BlockConfig:
     """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv).
 
     `draws_each`: True if there is dropout at positions that are not in runs; each element then calls Philox.
     """
     large = _is_large(k.device)
-    return _forward_config(large, k.dtype, _block_dim(k, v), has_bias, draws_each, large and can_use_tma(k, v))
-
-
-@cache
-def _forward_config(
-    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma: bool
-) -> BlockConfig:
-    if dtype == torch.float32:
-        config = (_HOPPER_FORWARD_FLOAT32 if large else _SMALL_FORWARD_FLOAT32)[dim]
-    else:
-        config = (_HOPPER_FORWARD if large else _SMALL_FORWARD)[dim]
-        if has_bias:  # it goes through shared memory
-            config = replace(config, block_columns=max(32, config.block_columns // 2))
-        if draws_each and dim <= 128:  # Philox takes registers; measured for 64 and 128
-            config = replace(config, block_rows=64, block_columns=min(64, config.block_columns), warps=4)
-    return replace(config, tma=tma)
+    dim = padded(max(k.size(3), v.size(3)))
+    return _configs(large, k.dtype, dim, has_bias, draws_each, large and can_use_tma(k, v), False)[0]
 
 
 def default_backward_config(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, has_bias: bool = False,
-    draws_each: bool = False,
-) -> BackwardConfig:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, has_bias: bool = False, draws_each: bool = False
+) -> BackwardConfig:
     """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
     large = _is_large(k.device)
-    tma_dq, tma_dkv = large and can_use_tma(k, v), large and can_use_tma(q, grad_out)
-    return _backward_config(large, k.dtype, _block_dim(k, v), has_bias, draws_each, tma_dq, tma_dkv)
+    dim = padded(max(k.size(3), v.size(3)))
+    tma_kv, tma_q = large and can_use_tma(k, v), large and can_use_tma(q, grad_out)
+    return _configs(large, k.dtype, dim, has_bias, draws_each, tma_kv, tma_q)[1]
 
 
 @cache
-def _backward_config(
-    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma_dq: bool, tma_dkv: bool
-) -> BackwardConfig:
+def _configs(
+    large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma_kv: bool, tma_q: bool
+) -> tuple[BlockConfig, BackwardConfig]:
+    """The forward and backward configs. `tma_kv`, `tma_q`: True to read K and V, or Q and dO, by descriptors."""
     if dtype == torch.float32:
-        config = (_HOPPER_BACKWARD_FLOAT32 if large else _SMALL_BACKWARD_FLOAT32)[dim]
-        dq, dkv = config.dq, config.dkv
+        forward, dq, dkv = (_HOPPER_FLOAT32 if large else _SMALL_FLOAT32)[dim]
     else:
-        config = (_HOPPER_BACKWARD if large else _SMALL_BACKWARD)[dim]
-        dq, dkv = config.dq, config.dkv
-        if has_bias:
+        forward, dq, dkv = (_HOPPER if large else _SMALL)[dim]
+        if has_bias:  # it goes through shared memory
+            forward = replace(forward, block_columns=max(32, forward.block_columns // 2))
             dq, dkv = (replace(x, stages=min(2, x.stages)) for x in (dq, dkv))
+        if draws_each and dim <= 128:  # Philox takes registers; measured for 64 and 128
+            forward = replace(forward, block_rows=64, block_columns=min(64, forward.block_columns), warps=4)
         if draws_each and dim <= 64:
             dq = replace(dq, block_rows=64)
         elif draws_each:
             dkv = replace(dkv, block_rows=32)
-    return BackwardConfig(dq=replace(dq, tma=tma_dq), dkv=replace(dkv, tma=tma_dkv))
+    return replace(forward, tma=tma_kv), BackwardConfig(dq=replace(dq, tma=tma_kv), dkv=replace(dkv, tma=tma_q))
 
 
-def can_use_tma(*tensors: torch.Tensor) -> bool:
+def can_use_tma(*tensors: Tensor) -> bool:
     """True if tensor descriptors of these can be made: at least one row, and 16-byte alignment."""
     for x in tensors:
         size, (first, second, third, _) = x.itemsize, x.stride()
@@ -153,8 +135,3 @@ def has_tensor_cores(device: torch.device) -> bool:
 def _is_large(device: torch.device) -> bool:
     """True for GPUs with tensor descriptors and Hopper's shared memory, and for Triton's interpreter."""
     return device.type != "cuda" or (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
-
-
-def _block_dim(k: torch.Tensor, v: torch.Tensor) -> int:
-    """The key of the tables above."""
-    return padded(max(k.size(3), v.size(3)))

@@ -3,7 +3,7 @@
 Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) makes four words of
 32 bits from a counter. Here the counter is (query position i, key position j, batch row, query head), where i has bit 3
 clear and j has bits 0 and 3 clear. The words hold 8 numbers of 16 bits, for query positions i and i + 8 and key
-positions j, j + 1, j + 8 and j + 9. The module `philox` says why these 8 elements suit the kernels.
+positions j, j + 1, j + 8 and j + 9. The module `philox` has the reason for this choice of 8 elements.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cp_dtensor.plan.tiling import RUN
 
@@ -41,9 +42,9 @@ class Dropout:
     """
 
     p: float
-    seed: torch.Tensor
-    q_positions: torch.Tensor
-    kv_positions: torch.Tensor
+    seed: Tensor
+    q_positions: Tensor
+    kv_positions: Tensor
     first_batch: int = 0
     first_head: int = 0
     in_runs: bool = False
@@ -71,7 +72,7 @@ class Dropout:
         return 2**_BITS / (2**_BITS - self.threshold) if self.p < 1 else 1.0
 
 
-def are_in_runs(positions: torch.Tensor) -> bool:
+def are_in_runs(positions: Tensor) -> bool:
     """True if positions, along the last dim, come in runs of 16 that begin at multiples of 16; the last may be shorter.
 
     Reads the values: pass tensors on the host.
@@ -84,7 +85,7 @@ def are_in_runs(positions: torch.Tensor) -> bool:
     return bool(((begin % RUN == 0) & (positions == begin + index % RUN)).all())
 
 
-def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> torch.Tensor:
+def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> Tensor:
     """(batch, heads, rows, columns): True for kept weights.
 
     >>> position = torch.arange(8, dtype=torch.int32)
@@ -108,9 +109,7 @@ def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, column
     return ((word >> (kv_position & 1) * _BITS) & (2**_BITS - 1)) >= dropout.threshold
 
 
-def philox_reference(
-    seed: torch.Tensor, counter: tuple[torch.Tensor, ...], rounds: int = PHILOX_ROUNDS
-) -> tuple[torch.Tensor, ...]:
+def philox_reference(seed: Tensor, counter: tuple[Tensor, ...], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:
     """The four words of Philox4x32, in int64, from counters in [0, 2^32) that broadcast and a seed of 64 bits.
 
     Counters broadcast as late as possible: most of the first two rounds is computed for rows or columns alone.
@@ -125,7 +124,7 @@ def philox_reference(
     return c0, c1, c2, c3
 
 
-def _product(factor: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """Upper and lower 32 bits of the product with x in [0, 2^32), for a factor in [2^31, 2^32).
 
     The product with factor - 2^32 fits 63 bits; its lower bits are equal, its upper bits are less by x.

@@ -12,6 +12,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import (
@@ -187,29 +188,14 @@ def attention_forward_kernel(
 
 
 def launch_attention_forward(
-    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask,
-    scale: float, *, bias: torch.Tensor | None = None, dropout: Dropout | None = None,
-    config: BlockConfig | None = None,
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *,
+    bias: Tensor | None = None, dropout: Dropout | None = None, config: BlockConfig | None = None,
 ) -> None:  # fmt: skip
-    """Writes attention over the keys of a tile to `(out, lse)`; one launch.
+    """`masked.attention_forward` into `(out, lse)`; one launch.
 
-    out = softmax(scale q k^T + bias) v and lse = log sum exp(scale q k^T + bias), over the columns that a row attends
-    to. A row that attends to nothing has out = 0 and lse = -inf.
-
-    Args:
-        out: (B, H, S, Dv), any floating dtype; rounded once. The last dim is contiguous, as in all of these but the
-            bias.
-        lse: (B, H, S), float32: natural log of the softmax denominator of the scaled logits.
-        q: (B, H, S, D), bfloat16, float16 or float32 (in Triton's interpreter: the last two). D and Dv are at most 256,
-            for float32 at most 128.
-        k: (B, Hkv, T, D); query head h reads key head h // (H / Hkv).
-        v: (B, Hkv, T, Dv).
-        mask: the columns that each row attends to.
-        scale: of the logits, > 0, since masks are applied before it.
-        bias: broadcasts to (B, H, S, T), with any strides; added to the scaled logits (any floating dtype, -inf
-            masks), or boolean (False masks).
-        dropout: of the softmax weights; the lse is without dropout.
-        config: block sizes; None: `default_config`.
+    The last dim of all tensors but the bias is contiguous. `lse` is float32; `out`, in any floating dtype, is rounded
+    once. q, k and v are bfloat16, float16 or float32 (in Triton's interpreter not bfloat16); D and Dv are at most 256,
+    for float32 at most 128. The bias may have any strides. `config`: None means `default_config`.
     """
     assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
@@ -219,16 +205,15 @@ def launch_attention_forward(
         return
     config = config or default_config(k, v, bias is not None, dropout is not None and not dropout.in_runs)
     mask_kind, offset = mask_arguments(mask, rows, columns)
-    lo, hi = (lse, lse) if mask.lo is None else mask.contiguous_intervals()
-    intervals_stride = lo.stride(0) if mask.lo is not None and lo.dim() == 2 else 0
+    lo, hi = [x.contiguous() for x in mask.intervals] if mask.intervals is not None else (lse, lse)
+    intervals_stride = lo.stride(0) if mask.intervals is not None and lo.dim() == 2 else 0
     bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
-    seed, q_position, kv_position, *drop = dropout_arguments(dropout, lse)
-    others = (bias, seed, q_position, kv_position)
+    dropout_tensors, dropout_numbers, dropout_kind = dropout_arguments(dropout, lse)
+    others = (bias, *dropout_tensors)
     launch = _launch(
         facts(out), facts(lse), facts(q), facts(k), facts(v), tuple([x.dtype for x in others]),
-        (mask_kind, offset, intervals_stride), (bias_kind, *bias_strides),
-        (*drop, 1.0 if dropout is None else dropout.scale), dropout is not None,
-        dropout is not None and dropout.in_runs, float(scale), config,
+        (mask_kind, offset, intervals_stride), (bias_kind, *bias_strides), dropout_numbers, dropout_kind,
+        float(scale), config,
     )  # fmt: skip
     launch(out, lse, q, k, v, lo, hi, *others)
 
@@ -236,18 +221,19 @@ def launch_attention_forward(
 @cached_launch
 def _launch(
     out: Facts, lse: Facts, q: Facts, k: Facts, v: Facts, _dtypes_of_others: tuple[torch.dtype, ...],
-    mask: tuple[int, int, int], bias: tuple[int, ...], dropout: tuple[float, ...], has_dropout: bool, in_runs: bool,
-    scale: float, config: BlockConfig,
+    mask: tuple[int, int, int], bias: tuple[int, ...], dropout: tuple[int, ...],
+    dropout_kind: tuple[bool, bool, float], scale: float, config: BlockConfig,
 ) -> Launch:  # fmt: skip
     """The launch for tensors of these shapes, strides and dtypes, and for these numbers of mask, bias and dropout."""
     batch, heads, rows, head_dim = q.shape
     columns, v_dim = v.shape[2:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride = mask
+    has_dropout, in_runs, dropout_scale = dropout_kind
     numbers = (
         rows, columns, offset, scale * math.log2(math.e), heads // k.shape[1],
         *out.strides[:3], *lse.strides[:2], *q.strides[:3], *k.strides[:3], *v.strides[:3],
-        intervals_stride, *bias[1:], *dropout,
+        intervals_stride, *bias[1:], *dropout, dropout_scale,
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
@@ -96,18 +96,9 @@ def lse_merge_kernel(
 
 
 def launch_merge(
-    out: torch.Tensor, lse: torch.Tensor, base_out: torch.Tensor, base_lse: torch.Tensor,
-    parts: Sequence[tuple[Span, torch.Tensor, torch.Tensor]],
-) -> None:  # fmt: skip
-    """Writes the merge of a base and up to MAX_PARTS parts to `(out, lse)`, in one launch.
-
-    Args:
-        out: (B, H, S, D), float32, bfloat16 or float16; the last dim contiguous, as in all of these. May be `base_out`.
-        lse: (B, H, S), float32; the last dim contiguous, as in all of these. May be `base_lse`.
-        base_out: (B, H, S, D).
-        base_lse: (B, H, S).
-        parts: `(rows, part_out, part_lse)` with part_out (B, H, rows, D) and part_lse (B, H, rows).
-    """
+    out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[tuple[Span, Tensor, Tensor]]
+) -> None:
+    """`attention.merge.merge` of float32, bfloat16 or float16; the last dim of all tensors is contiguous."""
     assert len(parts) <= MAX_PARTS
     pointers = [x for _, *pair in parts for x in pair] + [out, lse] * (MAX_PARTS - len(parts))
     of_parts = tuple([(span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts])
@@ -175,14 +166,8 @@ def part_sum_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_tile)
 
 
-def launch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[tuple[Span, torch.Tensor]]) -> None:
-    """Writes a base plus up to MAX_PARTS stacks of parts to `out`, in one launch.
-
-    Args:
-        out: (B, H, S, D), float32, bfloat16 or float16; the last dim contiguous, as in all of these. May be `base`.
-        base: (B, H, S, D).
-        parts: `(rows, stack)` with stack (N, B, H, rows, D).
-    """
+def launch_sum(out: Tensor, base: Tensor, parts: Sequence[tuple[Span, Tensor]]) -> None:
+    """`attention.merge.add_parts` of float32, bfloat16 or float16; the last dim of all tensors is contiguous."""
     assert len(parts) <= MAX_PARTS
     stacks = [stack for _, stack in parts] + [base] * (MAX_PARTS - len(parts))
     launch = _sum_launch(facts(out), facts(base), tuple([(span, facts(stack)) for span, stack in parts]))

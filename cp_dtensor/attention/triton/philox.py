@@ -8,9 +8,9 @@ is one call for each element.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cp_dtensor.attention.triton.dropout import PHILOX_FACTORS, PHILOX_KEY_STEPS, PHILOX_ROUNDS, RUN, Dropout
 
@@ -140,20 +140,16 @@ DROPOUT_NOT_ALIGNED = ["seed_ptr", "q_position_ptr", "kv_position_ptr"]
 
 
 def dropout_arguments(
-    dropout: Dropout | None, unused: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int, int, int]:
-    """Kernel arguments: seed, positions, their batch strides, first batch row and head, limit."""
+    dropout: Dropout | None, unused: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[bool, bool, float]]:
+    """Kernel arguments: `(seed, positions)`, numbers of DROPOUT_NOT_SPECIALIZED, and `(DROPOUT, IN_RUNS, scale)`."""
     if dropout is None:
-        return unused, unused, unused, 0, 0, 0, 0, 0
+        return (unused, unused, unused), (0, 0, 0, 0, 0), (False, False, 1.0)
     assert dropout.p > 0, "no limit keeps everything"
-    q_positions, kv_positions = dropout.q_positions, dropout.kv_positions
-    q_stride, kv_stride = (x.stride(0) if x.dim() == 2 and x.size(0) > 1 else 0 for x in (q_positions, kv_positions))
-    return (
-        dropout.seed, q_positions, kv_positions, q_stride, kv_stride, dropout.first_batch, dropout.first_head,
-        _as_signed((dropout.threshold << 16) - 1),
-    )  # fmt: skip
-
-
-def _as_signed(word: int) -> int:
-    """An unsigned 32-bit number as the signed one with the same bits, which Triton takes."""
-    return word - 2**32 if word >= 2**31 else word
+    positions = (dropout.q_positions, dropout.kv_positions)
+    strides = [x.stride(0) if x.dim() == 2 and x.size(0) > 1 else 0 for x in positions]
+    limit = (dropout.threshold << 16) - 1
+    if limit >= 2**31:  # Triton takes the signed 32-bit number with the same bits
+        limit -= 2**32
+    numbers = (*strides, dropout.first_batch, dropout.first_head, limit)
+    return (dropout.seed, *positions), numbers, (True, dropout.in_runs, dropout.scale)

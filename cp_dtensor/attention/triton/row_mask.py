@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from cp_dtensor._torch import current_stream_handle, is_in_cuda_graph
 
@@ -31,8 +32,8 @@ class RowMask:
     """
 
     causal_offset: int | None = None
-    lo: torch.Tensor | None = None
-    hi: torch.Tensor | None = None
+    lo: Tensor | None = None
+    hi: Tensor | None = None
     _captured: bool = field(init=False, repr=False)
     _derived: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
@@ -43,27 +44,22 @@ class RowMask:
         object.__setattr__(self, "_captured", captured)
 
     @property
-    def intervals(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def intervals(self) -> tuple[Tensor, Tensor] | None:
         """`(lo, hi)`, None for the other kinds of masks."""
         return None if self.lo is None or self.hi is None else (self.lo, self.hi)
 
-    def contiguous_intervals(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(lo, hi)`, contiguous."""
-        lo, hi = self._checked_intervals()
-        return self._cached(("contiguous",), lambda: (lo.contiguous(), hi.contiguous()))
+    def padded_intervals(self, length: int) -> list[Tensor]:
+        """`[lo, hi]`, (1 or B, length): after the last row come zeros, which are empty intervals."""
+        assert self.intervals is not None
+        both = self.intervals
+        return self._cached(
+            ("padded", length), lambda: [F.pad(torch.atleast_2d(x), (0, length - x.size(-1))) for x in both]
+        )
 
-    def padded_intervals(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(lo, hi)`, (1 or B, length): after the last row come zeros, which are empty intervals."""
-        lo, hi = self._checked_intervals()
-
-        def padded(x: torch.Tensor) -> torch.Tensor:
-            return F.pad(torch.atleast_2d(x), (0, length - x.size(-1)))
-
-        return self._cached(("padded", length), lambda: (padded(lo), padded(hi)))
-
-    def rows_of_columns(self, columns: int, block: int) -> torch.Tensor:
+    def rows_of_columns(self, columns: int, block: int) -> Tensor:
         """The cached result of the function `rows_of_columns` for these intervals."""
-        lo, hi = self._checked_intervals()
+        assert self.intervals is not None
+        lo, hi = self.intervals
         return self._cached(("rows", columns, block), lambda: rows_of_columns(lo, hi, columns, block))
 
     def columns_of_rows(self, columns: int, block: int) -> list[tuple[int, int]]:
@@ -75,7 +71,8 @@ class RowMask:
         >>> RowMask(lo=lo, hi=hi).columns_of_rows(4, block=2)
         [(0, 4), (0, 0)]
         """
-        lo, hi = self._checked_intervals()
+        assert self.intervals is not None
+        lo, hi = self.intervals
         rows = lo.size(-1)
         if rows == 0:
             return []
@@ -92,11 +89,6 @@ class RowMask:
 
         return self._cached(("columns", columns, block), computed)
 
-    def _checked_intervals(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.lo is not None
-        assert self.hi is not None
-        return self.lo, self.hi
-
     def _cached(self, key: tuple[Hashable, ...], compute: Callable[[], _Derived]) -> _Derived:
         """The result of the first call of `compute` with this key."""
         assert self.lo is not None
@@ -110,7 +102,7 @@ class RowMask:
         return result
 
 
-def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int) -> torch.Tensor:
+def rows_of_columns(lo: Tensor, hi: Tensor, columns: int, block: int) -> Tensor:
     """For each block of columns, the rows that attend to some of its columns, and those that attend to all of them.
 
     Args:
@@ -145,7 +137,7 @@ def rows_of_columns(lo: torch.Tensor, hi: torch.Tensor, columns: int, block: int
     return torch.stack(edges)
 
 
-def _blocks(x: torch.Tensor, block: int, fill: int) -> torch.Tensor:
+def _blocks(x: Tensor, block: int, fill: int) -> Tensor:
     """(S,) or (B, S) as (1 or B, blocks, block)."""
     x = torch.atleast_2d(x)
     return F.pad(x, (0, -x.size(-1) % block), value=fill).unflatten(-1, (-1, block))
