@@ -1,4 +1,4 @@
-"""What goes wrong in torch's experimental context parallelism, done right. Tests are named after what a user does."""
+"""Defects of torch's experimental context parallelism that this package avoids. Tests are named after a user's action."""
 
 from collections.abc import Callable
 from typing import Any

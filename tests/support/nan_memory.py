@@ -17,8 +17,8 @@ def poisoned_empty() -> Iterator[None]:
     """Makes `torch.empty`, `torch.empty_like` and `Tensor.new_empty` return NaN in floating and complex tensors.
 
     This holds in all threads of the process. `torch.utils.deterministic.fill_uninitialized_memory` would need
-    deterministic algorithms, which changes or forbids the kernels under test. Tensor subclasses and memory that C++ code
-    allocates are not filled. A test that spawns processes enters this context in each of them.
+    deterministic algorithms, which changes or forbids the kernels under test. Tensor subclasses and memory that C++
+    code allocates are not filled. A test that spawns processes enters this context in each of them.
     """
     _device_constructors()  # a cached set of functions; `with torch.device(...)` needs the unpatched ones in it
     with (
