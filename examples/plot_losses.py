@@ -131,15 +131,15 @@ def page(losses: dict[str, Losses], config_path: Path) -> str:
     """Returns docs/loss_curves.md: the picture and its numbers."""
     config = load_config(config_path)
     training = config.training
-    rotation = config.parallelism.context_parallel_rotate_method
+    transport = config.parallelism.context_parallel_rotate_method
     layout = config.parallelism.context_parallel_load_balancer
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
-    return f"""# The same losses, however training is divided
+    return f"""# Losses with different parallelism
 
-The model of [examples/train.py](../examples/train.py) on the same samples in the same order: on one rank without
-context parallelism, and with the sequence (cp) and the heads (tp) divided over ranks.
+The model of [examples/train.py](../examples/train.py), trained on the same samples in the same order: on one rank
+without parallelism, and with the sequence (cp) and the heads (tp) sharded over ranks.
 {training.steps} steps of {training.local_batch_size} samples of {training.seq_len} tokens;
-K and V move by `{rotation}`, the layout is `{layout}`.
+KV transport `{transport}`, layout `{layout}`.
 
 ![Loss curves of one rank, cp=2, cp=4 and cp=2 x tp=2, and their differences](images/loss_curves.png)
 
@@ -149,13 +149,13 @@ K and V move by `{rotation}`, the layout is `{layout}`.
 
 **Largest difference from one rank, over all runs and steps: \
 {", ".join(f"{largest_difference(losses[precision]):.1e} in {precision}" for precision in PRECISIONS)}.**
-The runs differ in the order of additions. That changes the loss of a first step by a unit in its last place; from then
-on the weights drift apart and the difference grows. That it is rounding and no error shows in float64, where it starts
-nine digits lower and stays there. (The random weights to start from are other ones in float64, so its losses are too.)
+The runs differ in the order of additions. That changes the loss of the first step by a unit in its last place; from then
+on the weights drift apart and the difference grows. The float64 runs show that this is rounding: their difference starts
+nine digits lower and stays there. (Initial random weights differ between float32 and float64, so the losses do too.)
 
 Written by `python examples/plot_losses.py`: torch {torch.__version__}, Python {platform.python_version()}, {device}.
-The text is that of this Python's standard library, so another version has other losses.
-The numbers of every step are in [loss_curves.json](loss_curves.json).
+The text is the standard library of this Python, so other versions give other losses.
+[loss_curves.json](loss_curves.json) has the numbers of every step.
 """
 
 

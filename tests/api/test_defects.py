@@ -1,4 +1,4 @@
-"""Defects of torch's experimental context parallelism that this package avoids. Tests are named after a user's action."""
+"""Defects of torch's experimental context parallelism that this package avoids, one test for each."""
 
 from collections.abc import Callable
 from typing import Any

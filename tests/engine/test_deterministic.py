@@ -1,4 +1,4 @@
-"""`deterministic=True` of calls and drop-ins: our own kernels compute plain masks in forward and backward of these calls.
+"""`deterministic=True` of calls and drop-ins: our kernels compute plain masks, in forward and backward.
 
 `test_gpu_deterministic` checks results on GPUs; these tests treat CPUs as devices with nondeterministic sums.
 """
