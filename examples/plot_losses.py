@@ -149,8 +149,8 @@ KV transport `{transport}`, layout `{layout}`.
 
 **Largest difference from one rank, over all runs and steps: \
 {", ".join(f"{largest_difference(losses[precision]):.1e} in {precision}" for precision in PRECISIONS)}.**
-The runs differ in the order of additions. That changes the loss of the first step by a unit in its last place; from then
-on the weights drift apart and the difference grows. The float64 runs show that this is rounding: their difference starts
+The runs differ in the order of additions. That changes the loss of the first step by a unit in its last place; then
+the weights drift apart and the difference grows. The float64 runs show that this is rounding: their difference starts
 nine digits lower and stays there. (Initial random weights differ between float32 and float64, so the losses do too.)
 
 Written by `python examples/plot_losses.py`: torch {torch.__version__}, Python {platform.python_version()}, {device}.

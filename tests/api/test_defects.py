@@ -1,4 +1,4 @@
-"""Defects of torch's experimental context parallelism that this package avoids, one test for each."""
+"""Defects of torch's experimental context parallelism that this package avoids, named after the user's case."""
 
 from collections.abc import Callable
 from typing import Any
