@@ -1,6 +1,6 @@
 """Checkpoints of a run through `torch.distributed.checkpoint`: model, optimizer and step.
 
-Every rank writes its own shards. A checkpoint can be read under any parallelism, also by one rank alone.
+Every rank writes its own shards. A checkpoint can be loaded with any parallelism, also by one rank alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 Origin = dict[str, int]
-"""What the samples of a run depend on. A checkpoint of another origin is refused: it would see other samples."""
+"""Settings that determine the samples of a run. A checkpoint with another origin is refused."""
 
 
 def origin_of(config: Config, text_fingerprint: int) -> Origin:
@@ -33,7 +33,7 @@ def origin_of(config: Config, text_fingerprint: int) -> Origin:
 
 
 def step_to_load(config: Config) -> int:
-    """The step of the checkpoint to go on from, 0 to start afresh."""
+    """Returns the step of the checkpoint to resume from, 0 to start from scratch."""
     folder, wanted = _folder(config), config.checkpoint.load_step
     # The metadata is written last, so a checkpoint without it was interrupted.
     steps = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/.metadata")]
@@ -50,7 +50,7 @@ def save(config: Config, step: int, model: nn.Module, optimizer: Optimizer, orig
     """Writes `step-<step>`; all ranks take part."""
     path = _folder(config) / f"step-{step}"
     if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)  # of a run that is now repeated
+        shutil.rmtree(path, ignore_errors=True)  # left by an earlier run
     dist.barrier()
     dcp.save(_state(model, optimizer, origin), checkpoint_id=str(path))
 
@@ -58,10 +58,10 @@ def save(config: Config, step: int, model: nn.Module, optimizer: Optimizer, orig
 def load(
     config: Config, step: int, model: nn.Module, optimizer: Optimizer, origin: Origin, *, one_rank: bool = False
 ) -> None:
-    """Reads `step-<step>` into model and optimizer; all ranks take part, but for `one_rank`."""
+    """Reads `step-<step>` into model and optimizer; all ranks take part, unless `one_rank`."""
     state = _state(model, optimizer, dict.fromkeys(origin, 0))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as `one_rank` asks for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with `one_rank`
         dcp.load(state, checkpoint_id=str(_folder(config) / f"step-{step}"), no_dist=one_rank)
     different = {
         name: (state["origin"][name], origin[name]) for name in origin if state["origin"][name] != origin[name]

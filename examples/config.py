@@ -1,4 +1,4 @@
-"""What a run does: TorchTitan's sections and field names, from a TOML file and `--section.field value` overrides."""
+"""Configuration of a run: TorchTitan's sections and fields, from a TOML file and `--section.field value` overrides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 @dataclass(frozen=True)
 class Job:
     dump_folder: str = "./outputs"
-    """Where checkpoints and metrics go."""
+    """Folder of checkpoints and metrics."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Training:
     local_batch_size: int = 8
     """Samples per data-parallel rank and forward pass."""
     global_batch_size: int = -1
-    """Samples per step over all ranks; what the local batches do not cover is accumulated. -1: one forward pass."""
+    """Samples per step over all ranks, by gradient accumulation if needed. -1: one forward pass."""
     steps: int = 60
     max_norm: float = 1.0
-    """Gradients are clipped to this norm; 0 leaves them alone."""
+    """Gradients are clipped to this norm; 0: no clipping."""
     mixed_precision_param: str = "float32"
     """Precision of forward and backward: "float32", "bfloat16" or "float64". Weights are at least float32."""
     seed: int = 0
@@ -78,8 +78,8 @@ class Training:
 @dataclass(frozen=True)
 class Packing:
     documents: str = "none"
-    """What a sample consists of. "none": a stretch of text, all of which attention sees. Otherwise documents, each with
-    attention and positions of its own: "files", those of the stretch, or "lognormal", pieces of random lengths."""
+    """Content of a sample. "none": a window of the text as one sequence. Otherwise packed documents, each with its own
+    attention and positions: "files", the files in the window, or "lognormal", pieces of the text of random lengths."""
     median_length: int = 128
     """Tokens of the median document, if "lognormal"."""
     sigma: float = 1.0
@@ -90,11 +90,11 @@ class Packing:
 class Parallelism:
     data_parallel_replicate_degree: int = 1
     data_parallel_shard_degree: int = -1
-    """-1: all ranks that the other degrees leave."""
+    """-1: the number of ranks divided by the other degrees."""
     context_parallel_degree: int = 1
     context_parallel_rotate_method: str = "auto"
     context_parallel_load_balancer: str = "headtail"
-    """Which rank has which tokens. "headtail", "none" (contiguous), or made for the documents of each step: "balanced",
+    """Layout of the tokens: "headtail", "none" (contiguous), or one made for the documents of each step: "balanced" or
     "per_document"."""
     tensor_parallel_degree: int = 1
 
@@ -111,11 +111,11 @@ class ActivationCheckpoint:
 class Checkpoint:
     enable: bool = False
     folder: str = "checkpoint"
-    """Inside of `job.dump_folder`."""
+    """In `job.dump_folder`."""
     interval: int = 500
     """Steps between checkpoints; the last step always writes one."""
     load_step: int = -1
-    """The checkpoint to go on from. -1: the latest, if there is one. 0: none."""
+    """Step of the checkpoint to resume from. -1: the latest, if there is one. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Metrics:
     log_freq: int = 1
     """Steps between reports."""
     jsonl_file: str = ""
-    """Inside of `job.dump_folder`: one JSON object per report. "": none."""
+    """File in `job.dump_folder` with one JSON object per report. "": none."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Compile:
     enable: bool = False
     """Compile each layer with `torch.compile(fullgraph=True)`."""
     backend: str = "inductor"
-    """"inductor", which wants a C++ compiler on CPUs, or "aot_eager", which captures and runs uncompiled."""
+    """"inductor", which needs a C++ compiler on CPUs, or "aot_eager", which captures and runs uncompiled."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Config:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The file's values (the defaults if `path` is None), then the overrides, as in `["--training.seq_len", "512"]`."""
+    """Loads a file (None: the defaults) and applies the overrides, as in `["--training.seq_len", "512"]`."""
     from_file: dict[str, Any] = {}
     if path is not None:
         try:
@@ -173,7 +173,7 @@ def _config_of(values: dict[str, Any]) -> Config:
 
 
 def _types() -> dict[str, type]:
-    """Every valid key, `section.field`, and its type."""
+    """Returns every valid key, `section.field`, and its type."""
     return {
         f"{section}.{name}": kind
         for section, cls in get_type_hints(Config).items()
@@ -190,7 +190,7 @@ def _type_of(key: str) -> type:
 
 
 def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"training": {"seq_len": 512}}` as `{"training.seq_len": 512}`."""
+    """Turns `{"training": {"seq_len": 512}}` into `{"training.seq_len": 512}`."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -207,7 +207,7 @@ def _of_toml(key: str, value: Any) -> Any:
 
 
 def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Values of `--section.field value` and `--section.field=value`; `--section.flag` alone switches a flag on."""
+    """Parses `--section.field value` and `--section.field=value`; `--section.flag` alone means true."""
     values: dict[str, Any] = {}
     rest = list(arguments)
     while rest:

@@ -1,6 +1,6 @@
 """A Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-Nothing in here knows of parallelism. Attention is `F.scaled_dot_product_attention`; module names are TorchTitan's.
+The model has no code for parallelism. Attention is `F.scaled_dot_product_attention`; module names are TorchTitan's.
 B batch, S sequence, H query heads, D head dim.
 """
 
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 
 class Llama(nn.Module):
-    """Next-token logits.
+    """Model that predicts next-token logits.
 
     Args:
         config: sizes.
         vocab_size: number of tokens.
-        seq_len: positions are less than that; RoPE's table is made for it.
+        seq_len: number of positions in RoPE's table.
     """
 
     freqs_cis: torch.Tensor
@@ -46,7 +46,7 @@ class Llama(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attn_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(B, S) token ids and their positions, which RoPE turns by -> (B, S, vocab_size) logits.
+        """Maps (B, S) token ids and their (B, S) positions for RoPE to (B, S, vocab_size) logits.
 
         Without `attn_mask`, attention is causal.
         """
@@ -57,7 +57,7 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to its input."""
+    """Attention and feed-forward, each after a norm and added to its input."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
-        # The number of heads is left open: under tensor parallelism a rank has only some of them.
+        # The number of heads is inferred: under tensor parallelism a rank has only some of them.
         q_BSHD, k_BSHD, v_BSHD = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         out_BHSD = F.scaled_dot_product_attention(
             rotate(q_BSHD, freqs_cis).transpose(1, 2),
@@ -110,13 +110,13 @@ class FeedForward(nn.Module):
 
 
 def rope_table(head_dim: int, seq_len: int, theta: float) -> torch.Tensor:
-    """(seq_len, head_dim / 2) complex: row i turns pair j of a head by the angle i * theta^(-2j / head_dim)."""
+    """Returns (seq_len, head_dim / 2) complex: row i rotates pair j of a head by angle i * theta^(-2j / head_dim)."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.outer(torch.arange(seq_len), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def rotate(x_BSHD: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, in the precision of `freqs_cis` (B, S, D / 2), whose rows turn the tokens."""
+    """Applies RoPE with the rotations `freqs_cis` (B, S, D / 2) of the tokens, in the precision of `freqs_cis`."""
     pairs = torch.view_as_complex(x_BSHD.to(freqs_cis.real.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(-2).type_as(x_BSHD)

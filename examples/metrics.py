@@ -21,7 +21,7 @@ except ImportError:
 
 @dataclass(frozen=True)
 class Report:
-    """One step, over all ranks."""
+    """Numbers of one step, over all ranks."""
 
     step: int
     loss: float
@@ -29,11 +29,11 @@ class Report:
     lr: float
     tokens_per_second: float
     memory_gib: float
-    """Highest so far, of this rank: of the GPU, or of the process where there is none."""
+    """Peak memory of this rank so far: of its GPU, or of the process on CPUs."""
 
 
 class Reporter:
-    """Shows and stores reports on rank 0; on other ranks it does nothing."""
+    """Shows and stores reports on rank 0; does nothing on other ranks."""
 
     def __init__(self, config: Config, rank: int, device: torch.device, first_step: int) -> None:
         self._speaks = rank == 0
@@ -51,7 +51,7 @@ class Reporter:
         path = Path(config.job.dump_folder) / config.metrics.jsonl_file
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = path.read_text().splitlines(keepends=True) if first_step > 1 and path.exists() else []
-        # A resumed run repeats the steps behind its checkpoint.
+        # A resumed run repeats the steps after its checkpoint.
         path.write_text("".join(line for line in earlier if json.loads(line)["step"] < first_step))
         return path
 
@@ -65,7 +65,7 @@ class Reporter:
             self._bar.close()
 
     def step(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Reports `step` if it is its turn; only then the numbers are waited for."""
+        """Reports every `log_freq`-th step and the last; waits for the GPU only then."""
         if not self._speaks or (step % self._log_freq and step != self._last_step):
             return
         report = Report(step, loss.item(), grad_norm.item(), lr, self._speed(step), _memory_gib(self._device))
@@ -80,7 +80,7 @@ class Reporter:
             print(f"step {step}/{self._last_step}: {numbers}", flush=True)
 
     def _speed(self, step: int) -> float:
-        """Tokens of all ranks per second since the last report."""
+        """Returns the tokens per second of all ranks since the last report."""
         (then, step_then), now = self._since, time.perf_counter()
         self._since = (now, step)
         return (step - step_then) * self._tokens_per_step / (now - then)

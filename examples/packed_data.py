@@ -1,7 +1,7 @@
 """Samples of several documents each, packed without padding.
 
-Attention and positions are those of each document alone, and no token has to foresee the first one of the next. So a
-document is trained on as if it were a sample of its own, whatever it is packed with.
+Attention and positions are those of each document alone, and the last token of a document has no label. So training
+treats each document as if it were a sample of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from text_data import IGNORE, SEPARATOR, Batch, Data, TextData, as_tokens
 
 
 def data_of(config: Config, text: bytes) -> Data:
-    """The samples that a configuration trains on."""
+    """Returns the samples of a configuration."""
     training, packing = config.training, config.packing
     if packing.documents == "files":
         return PackedFiles(text, training.seq_len, training.seed)
@@ -29,14 +29,14 @@ def data_of(config: Config, text: bytes) -> Data:
 
 @dataclass(frozen=True)
 class PackedData(Data):
-    """Samples of documents."""
+    """Samples that consist of documents."""
 
     @abstractmethod
     def documents(self, sample: int) -> list[bytes]:
-        """`seq_len` bytes in all, no document empty."""
+        """Returns the documents of a sample, `seq_len` bytes in all, none empty."""
 
     def samples(self, first: int, count: int) -> Batch:
-        """The label of a token is the token behind it, or IGNORE at the end of its document."""
+        """Returns samples; the label of a token is the next token, or IGNORE at the end of its document."""
         rows = [self.documents(sample) for sample in range(first, first + count)]
         edges = [tuple(accumulate(map(len, documents), initial=0)) for documents in rows]
         tokens = torch.stack([as_tokens(b"".join(documents)) for documents in rows])
@@ -50,10 +50,10 @@ class PackedData(Data):
 
 @dataclass(frozen=True)
 class PackedFiles(PackedData):
-    """The windows of `TextData`; a document is what of a file is in one."""
+    """The windows of `TextData`; a document is the part of a file in a window."""
 
     def documents(self, sample: int) -> list[bytes]:
-        """Each ends with its SEPARATOR, but for the last one."""
+        """Returns the documents of a window; each ends with SEPARATOR, except possibly the last."""
         ended = TextData(self.text, self.seq_len, self.seed).window(sample, self.seq_len).split(bytes([SEPARATOR]))
         *files, rest = ended
         return [file + bytes([SEPARATOR]) for file in files] + [rest] * bool(rest)
@@ -61,13 +61,13 @@ class PackedFiles(PackedData):
 
 @dataclass(frozen=True)
 class PackedPieces(PackedData):
-    """Pieces of the text from anywhere, of lengths exp(N(log(median), sigma)); the last is cut off at the end."""
+    """Random pieces of the text, of lengths exp(N(log(median), sigma)); the last is cut at the end of the sample."""
 
     median: int
     sigma: float
 
     def documents(self, sample: int) -> list[bytes]:
-        """The same for the same sample and seed, on any machine."""
+        """Returns the documents of a sample; they depend on sample, seed and text only."""
         drawn = random.Random(f"{self.seed} {sample}")
         documents, missing = [], self.seq_len
         while missing:

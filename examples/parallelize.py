@@ -1,7 +1,7 @@
-"""How a model is spread over ranks: one mesh, then tensor parallelism, activation checkpointing, compilation, FSDP2.
+"""Parallelism of the model: one mesh, tensor parallelism, activation checkpointing, compilation, FSDP2.
 
-Context parallelism changes no module. It is a context around forward and backward, and its ranks share in FSDP's
-sharding of the parameters, for each of them sees other tokens and so has its own part of every gradient.
+Context parallelism changes no module: it is a context around forward and backward. FSDP2 shards parameters over the
+ranks of context parallelism too, since each of them has other tokens and so its own part of every gradient.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from cp_dtensor import (
 
 
 class Ranks(ABC):
-    """Who sees which samples and which tokens of them, as the training loop needs to know it."""
+    """Interface of the training loop: the samples and tokens of a rank, and sums over ranks."""
 
     data_rank: int
-    """Which samples this rank sees, 0 <= data_rank < data_ranks."""
+    """Index of this rank's samples, 0 <= data_rank < data_ranks."""
     data_ranks: int
 
     @abstractmethod
     def shard_sequence(self, batch: Batch) -> AbstractContextManager[torch.Tensor | None]:
-        """Inside, each rank has only its part of the sequence, and attention still sees all of its document.
+        """Returns a context in which a batch is sharded and attention still covers whole sequences or documents.
 
-        The context gives the `attn_mask` that the model needs for that, None if it needs none.
+        The context returns the `attn_mask` to pass to the model, or None.
 
         Args:
-            batch: its tensors are sharded in place. They are used only once, so they are not restored.
+            batch: its tensors are sharded in place, and not restored, since they are used only once.
         """
 
     @abstractmethod
     def sum_over_samples(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that see different samples."""
+        """Sums over the ranks that have different samples."""
 
     @abstractmethod
     def sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that see different tokens: other samples, or other parts of the same ones."""
+        """Sums over the ranks that have different tokens: other samples, or other parts of the same samples."""
 
 
 class OneRank(Ranks):
-    """No parallelism at all, whatever process group there may be."""
+    """No parallelism, even if there is a process group."""
 
     data_rank = 0
     data_ranks = 1
@@ -84,7 +84,7 @@ class OneRank(Ranks):
 
 
 class MeshRanks(Ranks):
-    """The ranks of a mesh with axes "dp_shard", "cp" and "tp"; the innermost, tensor parallel, are neighbours.
+    """The ranks of a mesh with axes "dp_shard", "cp" and "tp"; tensor-parallel ranks are neighbours.
 
     Args:
         parallelism: degrees whose product is the number of ranks.
@@ -128,7 +128,7 @@ class MeshRanks(Ranks):
 
 
 def mask_of(batch: Batch) -> Mask | None:
-    """What attention sees of packed samples."""
+    """Returns the mask of packed samples, or None."""
     by_row = [Documents(edges, within=Causal()) for edges in batch.documents]
     if len(by_row) > 1:
         return Batched(by_row)
@@ -136,7 +136,7 @@ def mask_of(batch: Batch) -> Mask | None:
 
 
 def layout_of(load_balancer: str, batch: Batch, mask: Mask | None) -> Layout:
-    """Which rank has which tokens."""
+    """Returns the layout of a load balancer's name."""
     if load_balancer == "balanced":
         return Balanced(mask or Causal(), batch.tokens.size(1))
     if load_balancer == "per_document":
@@ -145,7 +145,7 @@ def layout_of(load_balancer: str, batch: Batch, mask: Mask | None) -> Layout:
 
 
 def dense_mask(batch: Batch) -> torch.Tensor:
-    """(B, 1, S, S): which token sees which, as torch takes it on one device: those up to itself in its document."""
+    """Returns the `attn_mask` (B, 1, S, S) for one device: causal within each document."""
     device = batch.tokens.device
     position = torch.arange(batch.tokens.size(1), device=device)
     edges = [torch.tensor(of_row, device=device) for of_row in batch.documents]
@@ -160,7 +160,7 @@ def _sum(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def parallelize(model: Llama, ranks: MeshRanks, config: Config) -> None:
-    """Spreads `model`, which is whole and the same on every rank, over the ranks, in place."""
+    """Parallelizes `model` in place; before, it is whole and equal on every rank."""
     if ranks.mesh["tp"].size() > 1:
         apply_tensor_parallel(model, ranks.mesh["tp"])
     apply_activation_checkpointing(model, config.activation_checkpoint)
@@ -170,7 +170,7 @@ def parallelize(model: Llama, ranks: MeshRanks, config: Config) -> None:
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Heads and hidden units are divided over the ranks; between the matrices, the (local) sequence is."""
+    """Shards heads and hidden units over the ranks; between the matrices, the local sequence."""
     parallelize_module(
         model,
         mesh,
@@ -203,7 +203,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
 
 
 def apply_activation_checkpointing(model: Llama, config: ActivationCheckpoint) -> None:
-    """Layers that keep only their input and are computed again in backward: none, every n-th, or all ("full")."""
+    """Checkpoints no layer, every n-th layer ("selective") or all layers ("full")."""
     if config.mode == "none":
         return
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
@@ -213,7 +213,7 @@ def apply_activation_checkpointing(model: Llama, config: ActivationCheckpoint) -
 
 
 def apply_compile(model: nn.Module, config: Compile) -> None:
-    """Each layer by itself, without graph breaks: they are alike, so one is compiled and all are served."""
+    """Compiles each layer by itself, without graph breaks; equal layers share compiled code."""
     for block in model.get_submodule("layers").children():
         block.compile(backend=config.backend, fullgraph=True)
 
@@ -231,4 +231,4 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction

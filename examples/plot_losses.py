@@ -1,4 +1,4 @@
-"""Trains the example on one rank and in three parallel ways, and shows that the losses are the same.
+"""Plot of the losses of the training example on one rank and with three kinds of parallelism.
 
     python examples/plot_losses.py
 
@@ -24,14 +24,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
-PRECISIONS = ("float32", "float64")  # float64 tells rounding from errors
+PRECISIONS = ("float32", "float64")  # float64 separates rounding from errors
 Losses = dict[str, list[float]]
-"""Losses of all steps, by the name of the run."""
+"""Losses of all steps, by run."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to divide the same training over ranks, and the color of its line."""
+    """Parallelism of a run, and the color of its line."""
 
     name: str
     context: int
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def train(way: Way, precision: str, config: Path) -> list[float]:
-    """Losses of all steps, read from the metrics of a run of train.py."""
+    """Runs train.py and returns the losses of all steps from its metrics."""
     print(f"{way.name}, {precision}: training on {way.ranks} ranks", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={way.ranks}"]
@@ -85,17 +85,17 @@ def train(way: Way, precision: str, config: Path) -> list[float]:
 
 
 def differences(losses: Losses, way: Way) -> list[float]:
-    """Absolute differences from the losses of one rank, step by step."""
+    """Returns the absolute difference from the loss of one rank, for each step."""
     return [abs(ours - theirs) for ours, theirs in zip(losses[way.name], losses[ONE_RANK.name], strict=True)]
 
 
 def largest_difference(losses: Losses) -> float:
-    """Over all runs and steps."""
+    """Returns the largest difference over all runs and steps."""
     return max(max(differences(losses, way)) for way in PARALLEL)
 
 
 def draw(losses: dict[str, Losses], path: Path) -> None:
-    """The curves on top of one another, and below them their distances from the curve of one rank."""
+    """Draws all curves in one plot, and below it their distances from the curve of one rank."""
     figure, (curves, gaps) = plt.subplots(
         2, 1, figsize=(8, 7.5), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -103,10 +103,10 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
     steps = range(1, len(shown[ONE_RANK.name]) + 1)
     curves.plot(steps, shown[ONE_RANK.name], color=ONE_RANK.color, linewidth=6, label=ONE_RANK.name)
     for place, way in enumerate(PARALLEL):
-        # The lines lie on top of one another: each is drawn where the others have gaps.
+        # The lines coincide: each is drawn where the others have gaps.
         dashes = (5 * place, (5, 5 * (len(PARALLEL) - 1)))
         curves.plot(steps, shown[way.name], color=way.color, linewidth=2.5, linestyle=dashes)
-        curves.plot([], [], color=way.color, linewidth=2.5, label=way.name)  # what the legend shows
+        curves.plot([], [], color=way.color, linewidth=2.5, label=way.name)  # for the legend
         for precision in PRECISIONS:
             gaps.semilogy(steps, differences(losses[precision], way), color=way.color, linestyle="", marker=".")
     curves.set(ylabel=f"loss per token (nats), {PRECISIONS[0]}", title="The same training on one rank and in parallel")
@@ -128,18 +128,18 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
 
 
 def page(losses: dict[str, Losses], config_path: Path) -> str:
-    """The picture and its numbers as a page of the documents."""
+    """Returns docs/loss_curves.md: the picture and its numbers."""
     config = load_config(config_path)
     training = config.training
-    rotation = config.parallelism.context_parallel_rotate_method
+    transport = config.parallelism.context_parallel_rotate_method
     layout = config.parallelism.context_parallel_load_balancer
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
-    return f"""# The same losses, however training is divided
+    return f"""# Losses with different parallelism
 
-The model of [examples/train.py](../examples/train.py) on the same samples in the same order: on one rank without
-context parallelism, and with the sequence (cp) and the heads (tp) divided over ranks.
+The model of [examples/train.py](../examples/train.py), trained on the same samples in the same order: on one rank
+without parallelism, and with the sequence (cp) and the heads (tp) sharded over ranks.
 {training.steps} steps of {training.local_batch_size} samples of {training.seq_len} tokens;
-K and V move by `{rotation}`, the layout is `{layout}`.
+KV transport `{transport}`, layout `{layout}`.
 
 ![Loss curves of one rank, cp=2, cp=4 and cp=2 x tp=2, and their differences](images/loss_curves.png)
 
@@ -149,18 +149,18 @@ K and V move by `{rotation}`, the layout is `{layout}`.
 
 **Largest difference from one rank, over all runs and steps: \
 {", ".join(f"{largest_difference(losses[precision]):.1e} in {precision}" for precision in PRECISIONS)}.**
-The runs differ in the order of additions. That changes the loss of a first step by a unit in its last place; from then
-on the weights drift apart and the difference grows. That it is rounding and no error shows in float64, where it starts
-nine digits lower and stays there. (The random weights to start from are other ones in float64, so its losses are too.)
+The runs differ in the order of additions. That changes the loss of the first step by a unit in its last place; then
+the weights drift apart and the difference grows. The float64 runs show that this is rounding: their difference starts
+nine digits lower and stays there. (Initial random weights differ between float32 and float64, so the losses do too.)
 
 Written by `python examples/plot_losses.py`: torch {torch.__version__}, Python {platform.python_version()}, {device}.
-The text is that of this Python's standard library, so another version has other losses.
-The numbers of every step are in [loss_curves.json](loss_curves.json).
+The text is the standard library of this Python, so other versions give other losses.
+[loss_curves.json](loss_curves.json) has the numbers of every step.
 """
 
 
 def table(losses: dict[str, Losses]) -> str:
-    """One row of Markdown per run."""
+    """Returns one row of Markdown per run."""
     rows = []
     for way in (ONE_RANK, *PARALLEL):
         cells = [way.name, str(way.ranks)]

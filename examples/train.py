@@ -1,10 +1,10 @@
-"""Trains a small Llama on the text of Python's standard library, with data, context and tensor parallelism.
+"""Training of a small Llama on the text of Python's standard library, with data, context and tensor parallelism.
 
     torchrun --nproc-per-node 2 examples/train.py --config examples/configs/debug.toml --check-parity
 
-With `examples/configs/packed.toml`, on samples of several documents each, of other lengths in every step.
-Every field of the configuration can be set on the command line: `--training.seq_len 1024`. `--check-parity` trains the
-same model on the same samples once more, without any parallelism, and compares the losses of the first steps.
+`examples/configs/packed.toml` trains on packed documents, with different lengths in every step. Every field of the
+configuration can be set on the command line: `--training.seq_len 1024`. `--check-parity` trains the same model on the
+same samples once more, without any parallelism, and compares the losses of the first steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch.nn import functional as F
 from validate import resolved
 
 PARITY_STEPS = 10
-# Largest difference of a loss. Only the order of additions differs, but that a bfloat16 run is held against float32.
+# Largest allowed difference of a loss. Only the order of additions differs; bfloat16 runs are compared with float32.
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float64": 1e-10}
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What a training step changes, and the ranks that it is spread over."""
+    """Model and optimizer, which a training step changes, and the ranks."""
 
     model: Llama
     optimizer: torch.optim.Optimizer
@@ -55,13 +55,13 @@ class StepResult:
 
 
 def main() -> int:
-    """Trains as the command line says; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.allow_abbrev = False
     parser.add_argument("--config", help="TOML file; what it leaves out has the default in examples/config.py")
     parser.add_argument("--check-parity", action="store_true", help="compare with one rank; exit status 1 on failure")
     arguments, overrides = parser.parse_known_args()
-    # With tensor parallelism the logits are a view; nothing is written into them.
+    # With tensor parallelism the logits are a view; no code writes into them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     try:
         config = resolved(load_config(arguments.config, overrides), int(os.environ.get("WORLD_SIZE", "1")))
@@ -75,7 +75,7 @@ def main() -> int:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The default process group, of torchrun's ranks or of this process alone, and this rank's device."""
+    """Opens the default process group, of torchrun's ranks or of this process alone; yields this rank's device."""
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.device_count() >= local_ranks:
         device, backend = torch.device("cuda", local_rank), "cuda:nccl,cpu:gloo"
@@ -87,13 +87,13 @@ def process_group() -> Iterator[torch.device]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield device
-    # A thread of gloo lets go of a tensor a moment after its collective, and must not do so in a closing interpreter.
+    # A gloo thread frees a tensor shortly after its collective, which must happen before the interpreter closes.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run(config: Config, device: torch.device, check_parity: bool) -> int:
-    """Trains from the start, or from a checkpoint, to the last step."""
+    """Trains from the start, or from a checkpoint, to the last step; returns the exit status."""
     data = data_of(config, standard_library_text())
     check_same_text(data)
     origin = checkpoint.origin_of(config, data.fingerprint)
@@ -126,7 +126,7 @@ def run(config: Config, device: torch.device, check_parity: bool) -> int:
 
 
 def make_learner(config: Config, ranks: Ranks, device: torch.device) -> Learner:
-    """The same weights under any parallelism: every rank makes the whole model, and only then it is divided."""
+    """Makes the model, equal under any parallelism: every rank makes the whole model before it is sharded."""
     torch.manual_seed(config.training.seed)
     model = Llama(config.model, VOCAB_SIZE, config.training.seq_len).to(device)
     if isinstance(ranks, MeshRanks):
@@ -143,7 +143,7 @@ def make_learner(config: Config, ranks: Ranks, device: torch.device) -> Learner:
 
 
 def train_step(learner: Learner, data: Data, config: Config, step: int) -> StepResult:
-    """One step on one global batch: forward, backward, clipping and update."""
+    """Trains one step on one global batch: forward, backward, clipping and update."""
     model, ranks, training = learner.model, learner.ranks, config.training
     device = model.freqs_cis.device
     for group in learner.optimizer.param_groups:
@@ -158,7 +158,7 @@ def train_step(learner: Learner, data: Data, config: Config, step: int) -> StepR
     for batch in batches:
         here = batch.to(device)
         with ranks.shard_sequence(here) as attn_mask:
-            # Divided by the tokens of all ranks, so that the sum over ranks is the mean, however tokens are spread.
+            # Divided by the number of tokens of all ranks, so that the sum over ranks is the mean under any layout.
             loss = sum_of_token_losses(model(here.tokens, here.positions, attn_mask), here.labels) / tokens_to_learn
             loss.backward()
         local_loss += loss.detach()
@@ -179,7 +179,7 @@ def sum_of_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Norm of the whole gradient; where it exceeds `max_norm` (if that is not 0), gradients are scaled down to it."""
+    """Clips gradients to `max_norm` (0: no clipping); returns the norm of the whole gradient before."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(norm, DTensor):
@@ -190,7 +190,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warmup, then decay to `min_lr_factor` at the last step. A function of the step, so nothing to resume."""
+    """Returns the learning rate: linear warmup, then decay to `min_lr_factor` of the peak at the last step."""
     schedule, peak = config.lr_scheduler, config.optimizer.lr
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
@@ -207,7 +207,7 @@ def parity(
     start: int,
     results: list[StepResult],
 ) -> bool:
-    """The verdict of `compare_with_one_rank` on rank 0, known to all ranks."""
+    """Runs `compare_with_one_rank` on rank 0; returns its result on all ranks."""
     verdict = [True]
     if dist.get_rank() == 0:
         verdict = [compare_with_one_rank(config, device, data, origin, start, results)]
@@ -223,7 +223,7 @@ def compare_with_one_rank(
     start: int,
     results: list[StepResult],
 ) -> bool:
-    """Whether training without any parallelism gives the losses of `results`, of the steps behind `start`; says so."""
+    """Repeats the steps after `start` without parallelism; prints and returns whether the losses agree."""
     alone = make_learner(config, OneRank(), device)
     if start:
         checkpoint.load(config, start, alone.model, alone.optimizer, origin, one_rank=True)

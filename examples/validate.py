@@ -1,4 +1,4 @@
-"""Whether a configuration can run on so many ranks, said before anything is built."""
+"""Validation of a configuration for a number of ranks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ POSITIVE = (
 
 
 def resolved(config: Config, world_size: int) -> Config:
-    """`config` with every -1 replaced by the number it stands for on `world_size` ranks.
+    """Returns `config` with every -1 replaced by its number on `world_size` ranks.
 
     Raises:
-        ConfigError: it cannot run there.
+        ConfigError: the configuration cannot run on these ranks.
     """
     _check_values(config)
     config = _with_parallelism(config, world_size)
@@ -108,7 +108,7 @@ def _check_model(config: Config) -> None:
             "compile.enable: expected false with tensor parallelism, got true: torch 2.13 computes wrong gradients of "
             "compiled layers there, with or without context parallelism"
         )
-    # Between its matrices, tensor parallelism shards the local sequence again, in equal parts.
+    # Between the matrices, tensor parallelism shards the local sequence in equal parts.
     parts = 2 * degrees.context_parallel_degree * tp
     if tp > 1 and config.training.seq_len % parts:
         raise ConfigError(

@@ -12,15 +12,15 @@ from support.processes import Processes
 GPUS = torch.cuda.device_count()
 
 if not GPUS:
-    # Triton looks at this when a kernel is defined, so it is set before any module of kernels is imported.
+    # Triton reads this when a kernel is defined, so it is set before any module of kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Ranks are threads or processes on few cores; more threads inside of each only fight one another. The variable is for
-# processes that tests start.
+# Ranks are threads or processes on few cores, so more threads in each make them slower. The variable is for processes
+# that tests start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Collectives and first calls of kernels take long now and then, which is no failure.
+# Collectives and first calls of kernels may take long, which is no failure.
 hypothesis.settings.register_profile("cp_dtensor", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("cp_dtensor")
 
@@ -41,7 +41,7 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_processes() -> Iterator[Processes]:
-    """Started when the first test runs something on them, and kept for all files."""
+    """Two processes, started by the first test that uses them, for all files."""
     two = Processes(2, timeout=250)
     yield two
     two.stop()
@@ -49,7 +49,7 @@ def two_processes() -> Iterator[Processes]:
 
 @pytest.fixture(scope="session")
 def four_processes() -> Iterator[Processes]:
-    """Started when the first test runs something on them, and kept for all files."""
+    """Four processes, started by the first test that uses them, for all files."""
     four = Processes(4, timeout=120)
     yield four
     four.stop()
@@ -57,7 +57,7 @@ def four_processes() -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
-    """Of two GPUs with NCCL between them, for one file."""
+    """Processes on two GPUs with NCCL, for one file."""
     two = Processes(2, timeout=120, backend="nccl")
     yield two
     two.stop()

@@ -1,4 +1,4 @@
-"""The documents: their examples run, and the commands of the README are those that the tests run."""
+"""Documents: their examples run, and the README has the commands of CI."""
 
 import doctest
 import re

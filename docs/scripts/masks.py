@@ -40,7 +40,7 @@ PANELS: dict[str, Mask] = {
 }
 """Masks of `SEQ_LEN` tokens, by their expressions."""
 SHADES = ("#ffffff", "#4a5568", "#a0aec0")
-"""Of pairs that the mask hides, and of its interval sets."""
+"""Colors of hidden pairs, and of the mask's interval sets."""
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ class Panel:
     title: str
     method: str
     shape: tuple[int, ...]
-    """Of the mesh, the outer axis first."""
+    """Shape of the mesh, the outer axis first."""
 
 
 PANELS = (

@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("1", ("plan",)),
     ("0", ("spec", "_torch")),
 )
-"""Numbers and rooms, from the top; the public names are no room, and stand where `__init__.py` stands."""
+"""Floor numbers and rooms, from the top; `__init__.py` with the public names is drawn like a room."""
 ABOUT = {
     "integrations": "providers and drop-ins",
     "tools": "bench, draw, accuracy, info",
@@ -81,7 +81,7 @@ class Box:
 
     @property
     def centre(self) -> float:
-        """The middle of the rectangle."""
+        """Center of the rectangle."""
         return self.x + self.width / 2
 
 
@@ -95,11 +95,11 @@ class Arrow:
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """Floor and index of each gap."""
     xs: list[float] = field(default_factory=list)
-    """Where the arrow leaves its source, passes each gap, and ends."""
+    """x at which the arrow starts, passes each gap, and ends."""
 
     @property
     def width(self) -> float:
-        """Inches."""
+        """Width in inches."""
         return 0.014 + 0.0042 * self.imports
 
 
@@ -220,7 +220,7 @@ def routed(boxes: dict[str, Box], counts: Counter[tuple[str, str]]) -> list[Arro
             ways = nearer
         _, _, xs, arrow.gaps = min(ways, key=lambda way: way[0] + abs(way[1] - arrow.target.centre))
         arrow.xs = [arrow.source.centre, *xs, arrow.target.centre]
-    for _ in range(8):  # the order at one end depends on that at the other
+    for _ in range(8):  # the order at one end depends on the order at the other
         for box in boxes.values():
             _spread(
                 [(arrow, 0) for arrow in arrows if arrow.source is box], box.x + 0.12, box.x + box.width - 0.12, True

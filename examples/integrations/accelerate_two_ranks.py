@@ -1,11 +1,11 @@
-"""accelerate's context parallel, computed by cp_dtensor: one call before accelerate is imported, and nothing else.
+"""Training with accelerate's context parallel on cp_dtensor, by one call before accelerate is imported.
 
     pip install -c constraints.txt -e '.[integrations]'
     torchrun --nproc-per-node 2 examples/integrations/accelerate_two_ranks.py
 
-Every rank also trains the same model on whole sequences, by itself, and the losses and gradients are compared. It runs
-on CPUs over gloo, where accelerate averages gradients by DDP; on GPUs, pass `parallelism_config=` and an FSDP2 plugin
-to `Accelerator` as accelerate documents it.
+Every rank also trains the same model alone on whole sequences, and compares losses and gradients. The example runs on
+CPUs over gloo, where accelerate averages gradients by DDP. On GPUs pass `parallelism_config=` and an FSDP2 plugin to
+`Accelerator`, as accelerate documents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, S, width) to the same."""
+        """Maps (B, S, width) to (B, S, width)."""
         qkv = self.qkv(self.norms[0](hidden)).unflatten(2, (3, HEADS, -1))
         q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -53,25 +53,25 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean loss of (B, S) tokens at (B, S) positions."""
+        """Returns the mean loss of (B, S) tokens at (B, S) positions."""
         hidden = self.blocks(self.tokens(tokens) + self.positions(positions))
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 def fresh_model() -> Model:
-    """The same weights each time, in float64, so that nothing but rounding in the last places differs."""
+    """Returns a model with equal weights each time, in float64, so that results differ by rounding only."""
     torch.manual_seed(0)
     return Model().double()
 
 
 def data() -> DataLoader:
-    """(B, S) tokens and the tokens that follow them."""
+    """Returns batches of (B, S) tokens and the tokens that follow them."""
     text = torch.randint(VOCABULARY, (BATCH * STEPS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=BATCH)
 
 
 def one_rank() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Loss and gradients of each step, on whole sequences."""
+    """Returns loss and gradients of each step, on whole sequences."""
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     history = []
@@ -85,7 +85,7 @@ def one_rank() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 
 
 def accelerator_on_cpus(config: ParallelismConfig) -> Accelerator:
-    """`Accelerator(cpu=True, parallelism_config=config)`, which accelerate refuses although all that follows works."""
+    """`Accelerator(cpu=True, parallelism_config=config)`, which accelerate refuses although the rest works."""
     accelerator = Accelerator(cpu=True)
     accelerator.state.parallelism_config = config
     accelerator.state.device_mesh = config.get_device_mesh("cpu")
@@ -112,7 +112,7 @@ def main() -> None:
         with accelerator.maybe_context_parallel(
             buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
         ):
-            loss = model(tokens, positions, labels)  # of half of each sequence
+            loss = model(tokens, positions, labels)  # mean over half of each sequence
             accelerator.backward(loss)
         assert tokens.shape == (BATCH, LENGTH // 2)
         whole_loss, whole_grads = expected[step]

@@ -1,4 +1,4 @@
-"""What the examples share: a small problem, its answer on one device, and how far a way to split it is from that."""
+"""Shared parts of the examples: a small problem, its result on one device, and the error of an example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_ERROR = 1e-10  # in float64
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of 4 ranks: GPUs if this machine has so many, otherwise CPUs over gloo."""
+    """Returns a mesh of 4 ranks: GPUs if this machine has 4, otherwise CPUs over gloo."""
     world_size = int(os.environ.get("WORLD_SIZE", RANKS))
     if world_size != RANKS:
         raise SystemExit(f"expected {RANKS} ranks, got {world_size}: torchrun --nproc-per-node {RANKS} ...")
@@ -26,21 +26,21 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def problem(device: str) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out, the same on every rank: 50 tokens, 8 query heads that share 4 key heads."""
+    """Returns q, k, v and the gradient of out, equal on every rank: 50 tokens, 8 query heads and 4 key heads."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 50, 16) for heads in (8, 4, 4, 8)]  # (batch, heads, tokens, head dim)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
 
 
 def one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> list[torch.Tensor]:
-    """out, dq, dk and dv of causal attention on one device."""
+    """Returns out, dq, dk and dv of causal attention on one device."""
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
 def error(got: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where it is no number, or where there is no gradient."""
+    """Returns the largest absolute difference; infinite for NaN and for missing gradients."""
     largest = 0.0
     for tensor, wanted in zip(got, expected, strict=True):
         difference = math.inf if tensor is None else (tensor - wanted).abs().max().item()
@@ -59,7 +59,7 @@ def report(name: str, largest: float, device: str) -> None:
 
 
 def run(name: str, example: Callable[[], tuple[float, str]]) -> None:
-    """Runs an example, which returns its error and the type of its device, and reports."""
+    """Runs an example and reports the error that it returns with the type of its device."""
     report(name, *example())
-    dist.barrier()  # a thread of gloo lets go of tensors late, and must not do so in a closing interpreter
+    dist.barrier()  # gloo threads free tensors late, which must happen before the interpreter closes
     dist.destroy_process_group()

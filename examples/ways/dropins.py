@@ -1,4 +1,4 @@
-"""The calls of three other packages: ring_flash_attn, long_context and unified; only the import is another.
+"""Calls of three other packages by the drop-ins ring_flash_attn, long_context and unified.
 
 torchrun --nproc-per-node 4 examples/ways/dropins.py
 """
@@ -19,7 +19,7 @@ from cp_dtensor.integrations.unified import UnifiedAttnMode
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
     *whole, grad_out = (tensor.transpose(1, 2) for tensor in problem(mesh.device_type))  # (batch, tokens, heads, dim)
     expected = [x.transpose(1, 2) for x in one_device(*problem(mesh.device_type))]

@@ -1,4 +1,4 @@
-"""DTensors whose sequence is sharded over two axes: the first is a ring, the second is for Ulysses.
+"""DTensors with the sequence sharded over two axes: a ring over the first, Ulysses over the second.
 
 torchrun --nproc-per-node 4 examples/ways/dtensor.py
 """
@@ -13,11 +13,11 @@ from cp_dtensor import enable_context_parallel_dispatcher
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
-    # As many tokens for each rank, since DTensor of torch 2.11 gathers the gradients of uneven shards.
+    # Equal shards, since DTensor of torch 2.11 gathers the gradients of uneven shards.
     whole = [tensor[:, :, :48] for tensor in problem(mesh.device_type)]
-    placements = (Shard(2), Shard(2))  # of (batch, heads, tokens, head dim): contiguous parts of parts
+    placements = (Shard(2), Shard(2))  # of (batch, heads, tokens, head dim); shards are contiguous
     q, k, v, grad_out = (distribute_tensor(tensor, mesh, placements) for tensor in whole)
     for tensor in (q, k, v):
         tensor.requires_grad_()

@@ -1,4 +1,4 @@
-"""What the cost model expects of every method, before anything is computed; then a call by the one that it chose.
+"""Predictions of the cost model for every method, and a call by the method that it chooses.
 
 torchrun --nproc-per-node 4 examples/ways/explain.py
 """
@@ -12,9 +12,9 @@ from cp_dtensor import context_parallel_attention, context_parallel_shard, expla
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
-    # A call that is never made; rank 0 prints the table. On CPUs the hardware is assumed, on GPUs it is measured.
+    # The table is for a call that is not made here. On CPUs the hardware is assumed, on GPUs it is measured.
     predicted = explain(mesh, seq_len=131072, q_heads=32, kv_heads=8)
 
     whole = problem(mesh.device_type)
@@ -24,7 +24,7 @@ def main() -> tuple[float, str]:
     out = context_parallel_attention(
         q, k, v, mesh=mesh, method=predicted.chosen, is_causal=True, enable_gqa=True, seq_len=50
     )  # fmt: skip
-    assert isinstance(out, torch.Tensor)  # with return_lse=True it is a pair
+    assert isinstance(out, torch.Tensor)  # with return_lse=True the result is a pair
     out.backward(grad_out)
 
     expected = context_parallel_shard(mesh, one_device(*whole), [2] * 4)

@@ -1,9 +1,9 @@
-"""FlexAttention in a context: any mask and any score, both written for positions in the whole sequence.
+"""FlexAttention in a context: mask and score functions of positions in the whole sequence.
 
 torchrun --nproc-per-node 4 examples/ways/flex.py
 
-torch has no gradients of FlexAttention on CPUs, so only four GPUs compare those; `torch.compile(flex_attention)` can
-take its place, and should on GPUs, where it makes one kernel.
+torch has no gradients of FlexAttention on CPUs, so they are compared on four GPUs only. On GPUs use
+`torch.compile(flex_attention)`, which makes one kernel.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ TOKENS, WINDOW = 50, 12
 
 
 def in_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Each token sees itself and eleven before it."""
+    """Sliding window: each token attends to itself and the eleven before it."""
     return (q >= kv) & (q - kv < WINDOW)
 
 
 def by_distance(
     score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
 ) -> torch.Tensor:
-    """ALiBi: the further back, the less, and by head."""
+    """ALiBi: the bias decreases linearly with distance, by a slope for each head."""
     return score + (kv - q) * 2.0 ** -(h + 1)
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     mesh = make_mesh((4,), ("cp",))
     device = mesh.device_type

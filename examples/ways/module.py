@@ -1,4 +1,4 @@
-"""Context parallelism as a property of a module: `parallelize_module` with the style `ContextParallel`.
+"""Context parallelism of a module: `parallelize_module` with the style `ContextParallel`.
 
 torchrun --nproc-per-node 4 examples/ways/module.py
 """
@@ -18,20 +18,20 @@ from cp_dtensor import ContextParallel, context_parallel_shard
 
 
 class Attention(nn.Module):
-    """Causal self-attention of (batch, tokens, 64), 8 heads; it knows nothing of ranks."""
+    """Causal self-attention of (batch, tokens, 64) with 8 heads, without code for parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.proj = (nn.Linear(64, width, dtype=torch.float64) for width in (3 * 64, 64))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same shape."""
+        """Returns attention of the hidden states, in the same shape."""
         q, k, v = (x.transpose(1, 2) for x in self.qkv(hidden).unflatten(2, (3, 8, 8)).unbind(2))
         return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     mesh = make_mesh((4,), ("cp",))
     torch.manual_seed(0)
     alone = Attention().to(mesh.device_type)

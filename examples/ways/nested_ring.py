@@ -1,4 +1,4 @@
-"""A nested ring: K/V come into a node once, over the first axis, and travel within the node over the second.
+"""Nested ring: K/V enter a node once, over the first axis, and are sent within the node over the second.
 
 torchrun --nproc-per-node 4 examples/ways/nested_ring.py
 """
@@ -12,7 +12,7 @@ from cp_dtensor import context_parallel_attention, context_parallel_shard
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("cp_node", "cp_gpu"))  # names that begin with "cp": both axes share the sequence
     whole = problem(mesh.device_type)
     q, k, v, grad_out = context_parallel_shard(mesh, whole, [2] * 4)
@@ -20,7 +20,7 @@ def main() -> tuple[float, str]:
         tensor.requires_grad_()
 
     out = context_parallel_attention(q, k, v, mesh=mesh, method="ring", is_causal=True, enable_gqa=True, seq_len=50)
-    assert isinstance(out, torch.Tensor)  # with return_lse=True it is a pair
+    assert isinstance(out, torch.Tensor)  # with return_lse=True the result is a pair
     out.backward(grad_out)
 
     expected = context_parallel_shard(mesh, one_device(*whole), [2] * 4)

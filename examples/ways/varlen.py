@@ -1,4 +1,4 @@
-"""Packed documents: attention within each of them, however they lie across the ranks; shards balanced for that.
+"""Packed documents: attention within each document, across ranks, with balanced shards.
 
 torchrun --nproc-per-node 4 examples/ways/varlen.py
 """
@@ -20,21 +20,21 @@ from cp_dtensor.integrations.ring_flash_attn import (
 
 
 def documents() -> list[int]:
-    """Where 20 documents begin and end; their lengths are lognormal, as those of texts are: many short, a few long."""
+    """Returns the cumulative lengths of 20 documents; lengths are lognormal: many short, a few long."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randn(20, generator=generator).mul(1.2).add(2.0).exp().int() + 1
     return list(accumulate(lengths.tolist(), initial=0))
 
 
 def problem(tokens: int, device: str) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out, the same on every rank: 8 query heads that share 2 key heads."""
+    """Returns q, k, v and the gradient of out, equal on every rank: 8 query heads and 2 key heads."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(tokens, heads, 16) for heads in (8, 2, 2, 8)]  # (tokens, heads, head dim), as flash-attn has them
+    shapes = [(tokens, heads, 16) for heads in (8, 2, 2, 8)]  # (tokens, heads, head dim), as in flash-attn
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
 
 
 def one_device(whole: list[torch.Tensor], cu_seqlens: list[int]) -> list[torch.Tensor]:
-    """out, dq, dk and dv, one document after the other."""
+    """Returns out, dq, dk and dv of one document after the other."""
     *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
     parts = []
     for start, stop in pairwise(cu_seqlens):
@@ -45,24 +45,24 @@ def one_device(whole: list[torch.Tensor], cu_seqlens: list[int]) -> list[torch.T
 
 
 def main() -> tuple[float, str]:
-    """The largest error of this rank, and the type of its device."""
+    """Returns the largest error of this rank, and the type of its device."""
     mesh = make_mesh((4,), ("cp",))
     cu_seqlens = documents()
     tokens = cu_seqlens[-1]
     whole = problem(tokens, mesh.device_type)
     expected = one_device(whole, cu_seqlens)
 
-    # Which rank gets which tokens: equally many, and equally many (query, key) pairs.
+    # A layout with equal numbers of tokens and of (query, key) pairs on all ranks.
     layout = Balanced(Documents(cu_seqlens, within=Causal()), tokens)
     q, k, v, grad_out = context_parallel_shard(mesh, whole, [0] * 4, layout)
     for tensor in (q, k, v):
         tensor.requires_grad_()
     out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=cu_seqlens, is_causal=True, layout=layout)
-    assert isinstance(out, torch.Tensor)  # with return_lse=True it is a pair
+    assert isinstance(out, torch.Tensor)  # with return_lse=True the result is a pair
     out.backward(grad_out)
     largest = error([out.detach(), q.grad, k.grad, v.grad], context_parallel_shard(mesh, expected, [0] * 4, layout))
 
-    # The calls of ring-flash-attention, with adjacent parts of the packed sequence.
+    # Calls of ring-flash-attention, with contiguous parts of the packed sequence.
     q, k, v, grad_out = (shard_varlen(tensor, "llama3", cu_seqlens) for tensor in whole)
     for tensor in (q, k, v):
         tensor.requires_grad_()

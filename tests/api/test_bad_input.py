@@ -1,4 +1,4 @@
-"""Bad input is refused early and alike on every rank; messages say what came and what is expected."""
+"""Refusals of bad input: early, alike on every rank, with the received and the expected value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the recompute runs in the region and on the shards of its forward, wherever it happens."""
+"""Activation checkpointing: recomputation runs in the context and on the shards of its forward."""
 
 import functools
 from collections.abc import Callable

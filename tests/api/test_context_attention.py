@@ -1,4 +1,4 @@
-"""Which attention `context_parallel` makes right, in which forms of call, and what it refuses."""
+"""Attention modules and forms of calls inside `context_parallel`, and refusals."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

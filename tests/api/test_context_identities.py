@@ -1,5 +1,5 @@
-"""Buffers that are hard to exchange: C++ refers to them weakly (profilers that record shapes do, and autocast's memory
-of casts), or their data is in other tensors."""
+"""Buffers with weak references from C++ (profilers that record shapes, autocast's cache of casts), and buffers that
+share data with other tensors."""
 
 from __future__ import annotations
 

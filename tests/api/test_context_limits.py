@@ -1,4 +1,4 @@
-"""What a context cannot do is refused, and what happens to buffers in unusual orders of contexts."""
+"""Refusals of contexts, and buffers in unusual orders of contexts."""
 
 from __future__ import annotations
 

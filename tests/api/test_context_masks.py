@@ -1,4 +1,4 @@
-"""Masks, biases and dropout inside of a context: what F.scaled_dot_product_attention is asked for, and nothing less."""
+"""Masks, biases and dropout of F.scaled_dot_product_attention inside a context."""
 
 from collections.abc import Callable
 from typing import Any

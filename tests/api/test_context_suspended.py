@@ -1,4 +1,4 @@
-"""Contexts and functions whose bodies run later: generators and coroutines. Processes that fork or end inside."""
+"""Contexts around generators and coroutines, and processes that fork or end inside a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `varlen_attn` inside of a context refuses, and what stays torch's own."""
+"""Refusals of `varlen_attn` inside a context, and calls that torch computes unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in torch's experimental context parallelism, done right. Tests are named after what a user does."""
+"""Defects of torch's experimental context parallelism that this package avoids, named after the user's case."""
 
 from collections.abc import Callable
 from typing import Any

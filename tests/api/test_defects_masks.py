@@ -1,4 +1,4 @@
-"""Masks and dropout, which torch's experimental context parallelism drops, refuses or computes wrongly, done right."""
+"""Masks and dropout that torch's experimental context parallelism drops, refuses or computes wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attn_mask and dropout of DTensors: exactly those of their full tensors, wherever everything is sharded."""
+"""attn_mask and dropout of DTensors equal those of their full tensors, for all placements."""
 
 from collections.abc import Iterator
 from typing import Any

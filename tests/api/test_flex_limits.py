@@ -1,4 +1,4 @@
-"""FlexAttention in contexts: what is replaced and put back, and what is refused."""
+"""FlexAttention in contexts: replaced and restored functions, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After exit the process is as before: same function objects, tables, kernels, flags and results."""
+"""State of the process after contexts exit: function objects, tables, kernels, flags and results are unchanged."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""`context_parallel` and `ContextParallel` with every method, over one axis and over two, held against one device."""
+"""`context_parallel` and `ContextParallel` with every method, over one axis and over two, compared with one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of packed documents: out, lse and all gradients of every rank are those of one document after the other."""
+"""Attention of packed documents: out, lse and all gradients equal those of each document alone."""
 
 from __future__ import annotations
 

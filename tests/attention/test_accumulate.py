@@ -1,4 +1,4 @@
-"""Accumulation of parts: exact in any order, rounded once, and tensors that must not be overwritten are not."""
+"""Accumulation of parts: exact in any order, rounded once, without overwriting the caller's tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The attention kernels compiled for a Hopper GPU, where there is none: they fit, and stay in registers.
+"""The attention kernels compiled for a Hopper GPU on machines without one: they fit shared memory and registers.
 
-Run as a script, this file compiles them and prints what they take: Triton's interpreter, in which other tests run
+Run as a script, this file compiles them and prints their resources: Triton's interpreter, in which other tests run
 kernels, cannot compile in the same process.
 """
 

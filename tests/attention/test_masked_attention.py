@@ -1,4 +1,4 @@
-"""Masked attention where there is no Triton, in float64, against autograd of the textbook formula."""
+"""Masked attention without Triton, in float64, compared with autograd of the textbook formula."""
 
 from __future__ import annotations
 

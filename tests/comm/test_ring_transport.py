@@ -1,4 +1,4 @@
-"""Collectives of one attention call: their kind, their order, and the rows of K and V that travel."""
+"""Collectives of one attention call: kinds, order, and the transferred rows of K and V."""
 
 from __future__ import annotations
 

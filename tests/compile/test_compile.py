@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True), forward and backward, by every way of calling attention, on real processes."""
+"""torch.compile(fullgraph=True), forward and backward, for every form of attention call, on real processes."""
 
 from contextlib import ExitStack
 from itertools import product

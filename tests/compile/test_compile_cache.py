@@ -1,4 +1,4 @@
-"""What Inductor keeps on disk: code that was compiled outside of a context is not used inside, in any process."""
+"""Inductor's cache on disk: no process uses code inside a context that was compiled outside."""
 
 import os
 from itertools import pairwise

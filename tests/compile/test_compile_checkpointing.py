@@ -1,4 +1,4 @@
-"""torch.compile and activation checkpointing: results of attention are computed again, or kept, as asked for."""
+"""torch.compile and activation checkpointing: attention is recomputed or saved, by policy."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

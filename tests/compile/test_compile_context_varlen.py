@@ -1,4 +1,4 @@
-"""Compiled code that calls torch's `varlen_attn`, in contexts and in modules: other documents need no compilation."""
+"""Compiled calls of torch's `varlen_attn` in contexts and modules: other documents need no recompilation."""
 
 from __future__ import annotations
 

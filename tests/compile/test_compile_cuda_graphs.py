@@ -1,4 +1,4 @@
-"""What Inductor may put into CUDA graphs, and what is allocated beside their memory, on a machine without GPUs."""
+"""Operators that Inductor may capture in CUDA graphs, and allocations outside their memory pool, without GPUs."""
 
 from __future__ import annotations
 

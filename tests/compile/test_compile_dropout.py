@@ -1,4 +1,4 @@
-"""Dropout in compiled code: drawn at every call, and of DTensors the same for all ranks that hold the same."""
+"""Dropout in compiled code: a new seed at every call; for DTensors, one pattern for all ranks."""
 
 from __future__ import annotations
 

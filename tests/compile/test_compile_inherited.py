@@ -1,4 +1,4 @@
-"""Layouts and masks that compiled calls take over from the context around them."""
+"""Layouts and masks that compiled calls inherit from the context."""
 
 from __future__ import annotations
 

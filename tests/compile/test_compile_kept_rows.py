@@ -1,4 +1,4 @@
-"""Compiled Ulysses keeps for backward what forward has exchanged, no longer than autograd keeps what it saves."""
+"""Exchanged tensors that compiled Ulysses saves for backward: freed when autograd frees its saved tensors."""
 
 import copy
 import threading

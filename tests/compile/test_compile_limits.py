@@ -1,4 +1,4 @@
-"""torch.compile where it cannot do what is asked for, or would do it for somebody else: refused, or compiled anew."""
+"""Limits of torch.compile: refusals, and recompilation where compiled code does not apply."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """FlexAttention of shards in compiled code, on two processes: called in contexts, whole models, and as a function.
 
-FlexAttention has no gradients on CPUs; for those its place is taken by a function that torch.compile differentiates.
+FlexAttention has no gradients on CPUs; tests of gradients use a stand-in that torch.compile differentiates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages of Ulysses while Inductor runs code for the last time before it captures it, on a machine without GPUs."""
+"""Stages of Ulysses in Inductor's last run before it captures a CUDA graph, on a machine without GPUs."""
 
 from __future__ import annotations
 

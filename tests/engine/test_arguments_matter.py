@@ -1,4 +1,4 @@
-"""No path ignores an argument: each is changed a little, and the output changes as dense attention says it should."""
+"""Arguments of every path: a small change of each changes the output as in dense attention."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A call's state lives in its autograd node: backward is right after exit, in other threads, amid other contexts."""
+"""State of a call in its autograd node: backward after exit, in other threads, and in other contexts."""
 
 import threading
 from collections.abc import Callable, Iterator

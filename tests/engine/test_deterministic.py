@@ -1,6 +1,6 @@
-"""`deterministic=True` of calls and drop-ins: our own kernels compute plain masks, in backward too, and only there.
+"""`deterministic=True` of calls and drop-ins: our kernels compute plain masks, in forward and backward.
 
-What they compute on GPUs is in `test_gpu_deterministic`; here CPUs are taken for devices whose sums have any order.
+`test_gpu_deterministic` checks results on GPUs; these tests treat CPUs as devices with nondeterministic sums.
 """
 
 from __future__ import annotations

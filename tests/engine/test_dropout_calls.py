@@ -1,4 +1,4 @@
-"""Dropout of sharded sequences: one pattern for every way to split, drawn anew at every call, kept for backward."""
+"""Dropout of sharded sequences: one pattern for all methods and layouts, a new seed a call, saved for backward."""
 
 from typing import Any
 

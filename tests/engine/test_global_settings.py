@@ -1,4 +1,4 @@
-"""Settings of torch and Python that a user has on change no result, and the library changes none of them."""
+"""The user's settings of torch and Python: they change no result, and the library does not change them."""
 
 import os
 import subprocess

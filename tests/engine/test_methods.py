@@ -1,4 +1,4 @@
-"""Every way to split the work, on ranks that are threads, held against one device."""
+"""All methods on ranks that are threads, compared with one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods and meshes that do not go together are refused by every entry point, on all ranks, before any collective."""
+"""Refusals of methods that do not fit the mesh: by every entry point, on all ranks, before any collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any method over any ranks, layout, lengths, heads and stages equals one device; and what the search has found."""
+"""Random methods, ranks, layouts, lengths, heads and stages, compared with one device; cases found by the search."""
 
 from __future__ import annotations
 

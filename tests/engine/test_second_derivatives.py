@@ -1,4 +1,4 @@
-"""Second derivatives are refused, on whichever way one asks for them; none is silently zero. So are batched ones."""
+"""Refusals of second derivatives and batched gradients, in every form; none is silently zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention sinks: what random cases (`masked_checks`) do not say: dropout, dtypes, traffic, disagreement."""
+"""Attention sinks: dropout, dtypes, collectives and disagreement of ranks (`masked_checks` has the random cases)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The attention kernels compiled for the GPU of this machine: one case of each kind of arguments.
 
-Every case is compiled, forward and backward, which takes a few seconds: what differs in numbers alone, and most sizes,
-Triton's interpreter tests elsewhere. `test_attention_precision` has the default blocks.
+Every case is compiled, forward and backward, which takes a few seconds. Other values and sizes are tested with Triton's
+interpreter elsewhere. `test_attention_precision` has the default blocks.
 """
 
 from __future__ import annotations

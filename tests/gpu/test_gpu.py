@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs over NCCL: what only GPUs have, such as their backends and autograd's own threads."""
+"""Two ranks on two GPUs over NCCL: backends, autograd's threads, and other features of GPUs."""
 
 from __future__ import annotations
 

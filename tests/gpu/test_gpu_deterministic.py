@@ -1,4 +1,4 @@
-"""`deterministic=True` on two GPUs: equal bits from our own kernels, for calls that say so alone."""
+"""`deterministic=True` on two GPUs: equal bits from our own kernels, for these calls only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seed of dropout on a GPU: another one at each replay of a CUDA graph, the same one in a recompute."""
+"""Seed of dropout on a GPU: a new one at each replay of a CUDA graph, the saved one in recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of eight ranks, which are threads that share one GPU, over those of one GPU alone."""
+"""Errors of eight ranks (threads that share one GPU), relative to those of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlexAttention in contexts on two GPUs, where compiled code makes another block mask in every step."""
+"""FlexAttention in contexts on two GPUs, with a new block mask in every step of compiled code."""
 
 from __future__ import annotations
 

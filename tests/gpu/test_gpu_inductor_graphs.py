@@ -1,4 +1,4 @@
-"""`torch.compile(mode="reduce-overhead")` on two GPUs, from the very first call of a group on."""
+"""`torch.compile(mode="reduce-overhead")` on two GPUs, from the first call of a process group."""
 
 from __future__ import annotations
 

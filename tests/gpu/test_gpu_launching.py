@@ -1,4 +1,4 @@
-"""Direct launches on a GPU: results are right whatever changes from call to call."""
+"""Direct launches on a GPU: correct results when arguments change from call to call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks on two GPUs: errors in bfloat16, memory that is used again, empty rows, CUDA graphs, determinism."""
+"""Masks on two GPUs: errors in bfloat16, reused memory, rows without keys, CUDA graphs, determinism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention sinks on two GPUs in bfloat16: by every backend and way of moving K/V, and in a CUDA graph."""
+"""Attention sinks on two GPUs in bfloat16: every backend and KV transport, and CUDA graphs."""
 
 from __future__ import annotations
 

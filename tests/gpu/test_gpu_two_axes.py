@@ -1,4 +1,4 @@
-"""Hybrids and nested rings on two GPUs: four ranks, of which neighbours on either axis have different ones."""
+"""Hybrids and nested rings of four ranks on two GPUs; neighbours on each axis are on different GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of torch's backends are NCCL, and what they are asked to do; without any GPU."""
+"""Detection of torch's NCCL backends, and the operations called on them, without GPUs."""
 
 from __future__ import annotations
 

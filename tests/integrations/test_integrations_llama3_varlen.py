@@ -1,4 +1,4 @@
-"""The llama3 functions for packed documents, which lie across the edges of the ranks' parts."""
+"""The llama3 functions for packed documents that cross the boundaries between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of long-context-attention: out and gradients of one device, on every mesh of a ring and a Ulysses axis."""
+"""Layers of long-context-attention: out and gradients equal one device, on meshes of a ring and a Ulysses axis."""
 
 from __future__ import annotations
 

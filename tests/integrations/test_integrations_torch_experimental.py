@@ -1,4 +1,4 @@
-"""torch's experimental context parallel by its names, called as programs call it."""
+"""Functions of torch's experimental context parallel under their original names."""
 
 import functools
 import importlib

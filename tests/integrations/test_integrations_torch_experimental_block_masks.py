@@ -1,4 +1,4 @@
-"""Block masks of shards by the names of torch's experimental context parallel, as torch 2.11 to 2.15 have them."""
+"""Block masks of shards under the names of torch's experimental context parallel in torch 2.11 to 2.15."""
 
 from typing import Any
 

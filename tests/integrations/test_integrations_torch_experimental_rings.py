@@ -1,4 +1,4 @@
-"""`_templated_ring_attention`, its backward and `_SDPAMerger`, as programs with ops of their own call them."""
+"""`_templated_ring_attention`, its backward and `_SDPAMerger`, called with custom attention operators."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Shards, load balancers, masks, modules and DTensors by the names of torch's experimental context parallel."""
+"""Shards, load balancers, masks, modules and DTensors under the names of torch's experimental context parallel."""
 
 from collections.abc import Iterator
 from typing import Any

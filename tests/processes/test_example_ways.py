@@ -1,4 +1,4 @@
-"""examples/ways: every file runs on four processes and finds what one device finds. One start serves them all."""
+"""Examples in examples/ways: each runs on four processes and equals one device."""
 
 from __future__ import annotations
 

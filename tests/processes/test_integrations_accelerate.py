@@ -1,4 +1,4 @@
-"""accelerate with its imports redirected: its own context parallel API, on 2 ranks, trains as one rank does."""
+"""accelerate's context parallel with redirected imports: training on 2 ranks equals one rank."""
 
 from pathlib import Path
 

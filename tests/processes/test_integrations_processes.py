@@ -1,4 +1,4 @@
-"""Integrations on real processes: ranks as main threads over gloo, and GPUs, where autograd has threads of its own."""
+"""Integrations on real processes over gloo, and on GPUs, where autograd has its own threads."""
 
 from __future__ import annotations
 

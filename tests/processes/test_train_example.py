@@ -1,4 +1,4 @@
-"""The training example: its configuration, its data, its model, and that it trains as one rank does."""
+"""The training example: configuration, data, model, and equality with training on one rank."""
 
 import dataclasses
 import json

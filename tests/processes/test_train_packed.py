@@ -1,4 +1,4 @@
-"""The training example on packed documents: its samples, and that every layout trains as one rank does."""
+"""The training example on packed documents: samples, and equality with training on one rank for every layout."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Masks and dropout that do not fit are refused alike on every rank before K/V travel, and leave no trace."""
+"""Refusals of masks and dropout that do not fit: alike on every rank, before K/V are sent, without side effects."""
 
 from __future__ import annotations
 

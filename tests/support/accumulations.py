@@ -1,4 +1,4 @@
-"""Parts for accumulators, and their sums in float64; shared by the tests of accumulators and of `place_sums`."""
+"""Random parts for tests of accumulators and of `place_sums`, and their sums in float64."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Source:
         stack: int = 0,
         wide: bool = False,
     ) -> Part:
-        """`stack` tensors of gradients, 0: one that is not stacked; `wide`: in the dtype of the state."""
+        """Draws a part of `stack` stacked gradients (0: one, not stacked); `wide`: in the dtype of the state."""
         shape = (batch[1] - batch[0], heads[1] - heads[0], rows[1] - rows[0], DIM)
         if self.kind == "sum":
             tensors: Tensors = (self._normal(*([stack] if stack else []), *shape),)
         else:
             out, lse = self._normal(*shape), self._normal(*shape[:3])
-            lse[:, :, ::3] = float("-inf")  # rows that saw nothing
+            lse[:, :, ::3] = float("-inf")  # rows without keys
             tensors = out.masked_fill_(lse.isinf().unsqueeze(-1), 0.0), lse.to(self.state_dtype)
         return Part(batch, rows, (tensors[0].to(self.state_dtype if wide else self.dtype), *tensors[1:]))
 
@@ -59,7 +59,7 @@ class Source:
 
 
 def accumulated(source: Source, script: list[Add], may_overwrite: bool) -> Tensors:
-    """The result; of what is added only a first part may be written to, and that only with `may_overwrite`."""
+    """Returns the result; checks that no part is overwritten but first parts with `may_overwrite`."""
     accumulator = source.accumulator(may_overwrite)
     before = [tensor.clone() for add in script for part in add.parts for tensor in part.tensors]
     begun: set[int] = set()
@@ -76,7 +76,7 @@ def accumulated(source: Source, script: list[Add], may_overwrite: bool) -> Tenso
 
 
 def check(source: Source, script: list[Add], may_overwrite: bool) -> None:
-    """Adds everything, and compares with sums in float64: rounded once, but for errors of the state's dtype."""
+    """Adds all parts and compares with sums in float64: rounded once, apart from errors of the state's dtype."""
     exact, scale = float64_results(source.kind, script)
     got = accumulated(source, script, may_overwrite)
     assert [tensor.dtype for tensor in got] == [source.dtype, source.state_dtype][: len(got)]
@@ -87,7 +87,7 @@ def check(source: Source, script: list[Add], may_overwrite: bool) -> None:
 
 
 def assert_rounded_once(source: Source, got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
-    """`scale`: the sum of the magnitudes that were added, to which errors of the state are relative."""
+    """Checks errors of one rounding; errors of the state are relative to `scale`, the sum of the added magnitudes."""
     narrow = torch.finfo(source.dtype)
     half_a_unit = narrow.eps / 2 * exact.abs().clamp(min=narrow.smallest_normal)
     error = (got.double() - exact).abs()
@@ -96,7 +96,7 @@ def assert_rounded_once(source: Source, got: torch.Tensor, exact: torch.Tensor, 
 
 
 def float64_results(kind: str, script: list[Add]) -> tuple[Tensors, torch.Tensor]:
-    """The result of a script in float64, and for each element the sum of its terms' magnitudes."""
+    """Returns the result of a script in float64, and for each element the sum of its terms' magnitudes."""
     placed = [(add.heads, part) for add in script for part in add.parts]
     total, scale = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
     lse = torch.full(SHAPE[:3], float("-inf"), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Launches of the Triton attention kernels, their inputs, and textbook attention in float64; shared by tests."""
+"""Launches of the Triton attention kernels, their inputs, and textbook attention in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BlockConfig, launch = configs.BlockConfig, kernel.launch_attention_forward
 Tensors = tuple[torch.Tensor, ...]
 INFINITY = float("inf")
 SCALE = 0.3
-# Relative to the largest element; as much as rounding weights to that dtype explains.
+# Relative to the largest element: the error of rounding weights to that dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -53,7 +53,7 @@ def draw(
     dtype: torch.dtype | None = None,
     batch: int = 1,
 ) -> Tensors:
-    """q (B, H, rows, D), k (B, Hkv, columns, D) and v (B, Hkv, columns, Dv)."""
+    """Draws q (B, H, rows, D), k (B, Hkv, columns, D) and v (B, Hkv, columns, Dv)."""
     generator = torch.Generator().manual_seed(rows + columns)
     shapes = [(heads[0], rows, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])]
     drawn = [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -61,13 +61,13 @@ def draw(
 
 
 def seen_by(rows: int, columns: int, offset: int | None) -> torch.Tensor:
-    """(rows, columns): whether row i sees column j."""
+    """Returns a boolean (rows, columns) tensor: True if row i sees column j."""
     row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
     return torch.ones(rows, columns, dtype=torch.bool) if offset is None else column <= row + offset
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = SCALE) -> Tensors:
-    """Expected `(out, lse)`, in float64; (0, -inf) for rows that see nothing."""
+    """Returns `(out, lse)` of textbook attention in float64; (0, -inf) for rows without keys."""
     q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
     group = q.size(1) // k.size(1)
     logits = (scale * q @ k.repeat_interleave(group, 1).mT).masked_fill(~seen, -INFINITY)
@@ -77,12 +77,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Ten
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int | None) -> Tensors:
-    """Expected `(out, lse)` of a tile with a causal offset."""
+    """Returns `(out, lse)` of a tile with a causal offset by textbook attention."""
     return attention(q, k, v, seen_by(q.size(2), k.size(2), offset))
 
 
 def empty_result(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
-    """Uninitialised, which in tests is NaN."""
+    """Returns uninitialised `(out, lse)`, which is NaN in tests."""
     return q.new_empty((*q.shape[:3], v.size(3)), dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -96,7 +96,7 @@ def computed(
     dtype: torch.dtype = torch.float32,
     config: BlockConfig | None = SMALL,
 ) -> Tensors:
-    """The kernel's result in new tensors."""
+    """Returns the kernel's `(out, lse)` in new tensors."""
     result = empty_result(q, v, dtype)
     launch(*result, q, k, v, RowMask(causal_offset=offset), scale, config=config)
     return result
@@ -114,7 +114,7 @@ def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], 
 
 
 def masks_of(rows: int, columns: int) -> dict[str, RowMask]:
-    """One of each kind, with rows that see nothing among them."""
+    """Returns masks of each kind, some with rows without keys."""
     position = torch.arange(rows)
     generator = torch.Generator().manual_seed(rows)
     lo = torch.randint(-5, columns, (2, rows), generator=generator, dtype=torch.int32)
@@ -135,14 +135,14 @@ def masks_of(rows: int, columns: int) -> dict[str, RowMask]:
 
 
 def to(mask: RowMask, device: str) -> RowMask:
-    """The mask on a device."""
+    """Returns the mask on a device."""
     if mask.lo is None or mask.hi is None:
         return mask
     return RowMask(lo=mask.lo.to(device), hi=mask.hi.to(device))
 
 
 def biases_of(heads: int, rows: int, columns: int) -> dict[str, torch.Tensor | None]:
-    """One of each kind for a batch of 2, each of another shape and with other strides."""
+    """Returns biases of each kind for a batch of 2, with different shapes and strides."""
     generator = torch.Generator().manual_seed(columns)
     return {
         "none": None,
@@ -165,7 +165,7 @@ def through_kernels(
     config: BlockConfig | None,
     dropout: Dropout | None = None,
 ) -> Tensors:
-    """`(out, lse, dq, dk, dv)`; backward takes the out and lse of forward."""
+    """Returns `(out, lse, dq, dk, dv)` by the kernels; backward uses the out and lse of forward."""
     q, k, v = tensors
     out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
     lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
@@ -186,7 +186,7 @@ def through_reference(
     bias: torch.Tensor | None,
     dropout: Dropout | None = None,
 ) -> Tensors:
-    """`(out, lse, dq, dk, dv)` by the reference implementation, in float64 on the CPU."""
+    """Returns `(out, lse, dq, dk, dv)` by the reference implementation, in float64 on the CPU."""
     q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
     out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
     mask, bias = to(mask, "cpu"), None if bias is None else bias.cpu()
@@ -227,11 +227,11 @@ def check(
 
 
 def patterns(dropout: Dropout, rows: int, columns: int, config: BlockConfig | None, device: str) -> Tensors:
-    """The weights that each of the three kernels keeps, boolean, (2, 2, rows, columns), derived from their results.
+    """Returns the dropout patterns of the three kernels, boolean (2, 2, rows, columns), True for weights not dropped.
 
-    out = P v is the pattern for v = 1 (the matrix), dV = P^T dO its transpose for dO = 1. If dO V^T is the same
-    everywhere, delta is less than it times 1 / (1 - p), and dS is positive where it is kept: dQ = dS K is that for
-    K = 1, and dK = dS^T Q for Q = 1.
+    With the identity matrix for v, out = P v is the pattern; with the identity for dO, dV = P^T dO is its transpose. If
+    all elements of dO V^T are equal, delta is less than that element times 1 / (1 - p), so dS is positive where weights
+    are not dropped: dQ = dS K with the identity for K, and dK = dS^T Q with the identity for Q.
     """
     dim = max(rows, columns)
     options = {"device": device, "dtype": NARROW[device]}

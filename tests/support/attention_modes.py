@@ -1,4 +1,4 @@
-"""Attention modes of every kind and mesh, shared by their tests."""
+"""Attention modes of every kind and mesh."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def rank_in_sequence(mode: Callable[..., Mode], rank: int) -> int:
-    """Ring rank * Ulysses size + Ulysses rank."""
+    """Returns ring rank * Ulysses size + Ulysses rank."""
     return rank // 2 + rank % 2 * 2 if mode is MODES["unified, ulysses x ring"] else rank
 
 

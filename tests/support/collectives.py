@@ -62,7 +62,7 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 def errors_by_rank(world_size: int, body: Callable[[int], object]) -> list[BaseException | None]:
     """Returns the error of `body(rank)` on each rank, None if it returned.
 
-    An error is held back until all ranks have ended: in `run_ranks` it would end ranks that are about to leave a
+    Errors are raised after all ranks have ended: in `run_ranks` an error would end ranks that are about to leave a
     collective. A rank that still waits in a collective seconds later has SystemExit.
     """
     ended = threading.Barrier(world_size)
@@ -87,7 +87,7 @@ def errors_by_rank(world_size: int, body: Callable[[int], object]) -> list[BaseE
 
 @contextmanager
 def rows_in_place() -> Iterator[None]:
-    """While open, rows travel directly between their places without packing, as over NCCL."""
+    """Context in which collectives move rows without packing, as NCCL does."""
     with (
         mock.patch.object(exchange, "uses_nccl", return_value=True),
         mock.patch.object(exchange, "start_all_to_all", _all_to_all_in_place),

@@ -1,4 +1,4 @@
-"""What the tests of torch.compile share: a problem in shards, what must come out, counts of compilations and calls."""
+"""Shards of a problem with expected results, and counts of compilations and calls, for tests of torch.compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Function = Callable[..., torch.Tensor]
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What is compiled where attention is called as everybody calls it, with something before and behind it."""
+    """Function to compile: SDPA with other operations before and after it."""
     return F.scaled_dot_product_attention(q * 2.0, k, v, is_causal=True, enable_gqa=True) * 3.0
 
 
@@ -36,11 +36,11 @@ class Shards:
         self.grad = self._shard(grad)
 
     def inputs(self) -> Tensors:
-        """Fresh leaves."""
+        """Returns new leaves."""
         return tuple(self._shard(tensor).requires_grad_() for tensor in self.whole[:3])
 
     def check(self, function: Function, *more: Any, leave: Callable[[], object] | None = None) -> None:
-        """Forward and backward of `function(q, k, v, *more)`; `leave` is called between them."""
+        """Checks forward and backward of `function(q, k, v, *more)`; calls `leave` between them."""
         inputs = self.inputs()
         out = function(*inputs, *more)
         if leave is not None:
@@ -63,14 +63,14 @@ def compiled(function: Function, **options: Any) -> Function:
 
 @contextmanager
 def no_compilation() -> Iterator[None]:
-    """Nothing is compiled inside."""
+    """Context in which a compilation is an error."""
     with torch.compiler.set_stance("fail_on_recompile"):
         yield
 
 
 @contextmanager
 def counted_forwards() -> Iterator[list[str]]:
-    """Lists the forwards and backwards of rings that run inside."""
+    """Yields a list of the forwards and backwards of rings that run in the context."""
     calls: list[str] = []
     originals = RingPlan.forward, RingPlan.backward
 
@@ -90,6 +90,6 @@ def counted_forwards() -> Iterator[list[str]]:
 
 
 def fresh() -> None:
-    """Dynamo as in a new process, and torch's own deprecations quiet."""
+    """Resets Dynamo as in a new process, and silences torch's own deprecations."""
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
     torch._dynamo.reset()

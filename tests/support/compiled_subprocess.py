@@ -1,4 +1,4 @@
-"""Programs in a process of their own in which Triton compiles: its interpreter is chosen where Triton is imported."""
+"""Programs in a new process in which Triton compiles; importing Triton selects compiler or interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_uninterpreted(*arguments: str, timeout: float = 200) -> str:
-    """What `python ARGUMENTS` prints; AssertionError, with its errors, if it fails."""
+    """Returns the output of `python ARGUMENTS`; raises AssertionError with its errors if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     tests = Path(__file__).parents[1]
     environment["PYTHONPATH"] = f"{tests.parent}{os.pathsep}{tests}"  # the package of this checkout

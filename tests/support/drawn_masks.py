@@ -1,4 +1,4 @@
-"""Masks to draw from, and a count of what their queries see; shared by tests of layouts that are made for masks."""
+"""Strategies for masks, and counts of attended keys, for tests of layouts that balance masks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from cp_dtensor import Batched, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
 
 LONGEST = 60
-"""Of a sequence that any of these masks fits."""
+"""Longest sequence that fits all of these masks."""
 cu_seqlens = st.lists(st.integers(0, LONGEST), min_size=1, max_size=9).map(sorted)
 edges = cu_seqlens.filter(
     lambda cu: cu[0] == 0 or (cu[0] < cu[-1] and not LONGEST <= sum(cu) <= 4 * LONGEST)
-)  # others are taken for lengths
+)  # others would be interpreted as lengths
 ends = st.one_of(st.none(), st.integers(0, LONGEST))
 windows = st.builds(SlidingWindow, ends, ends)
 simple = st.one_of(
@@ -24,12 +24,12 @@ simple = st.one_of(
 of_one_row = st.one_of(
     simple, st.builds(lambda a, b: a & b, simple, simple), st.builds(lambda a, b: a | b, simple, simple)
 )
-"""Alike in all batch rows."""
+"""Masks that are equal in all batch rows."""
 any_mask = st.one_of(of_one_row, st.builds(Batched, st.lists(of_one_row, min_size=1, max_size=3)))
 
 
 def keys_seen(mask: Mask, seq_len: int) -> np.ndarray:
-    """How many keys each query sees, all batch rows together, counted query by query."""
+    """Counts the keys that each query attends to, over all batch rows, query by query."""
     seen = np.zeros(seq_len, dtype=np.int64)
     for row in range(mask.batch_size or 1):
         for bands in mask.of_batch_row(row).interval_sets(seq_len, seq_len):

@@ -1,4 +1,4 @@
-"""Dropouts at positions of each kind, shared by tests of the attention kernels."""
+"""Dropouts at positions of each kind, for tests of the attention kernels."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from cp_dtensor.attention.triton.dropout import Dropout
 
 
 def moved(dropout: Dropout, device: str) -> Dropout:
-    """Its tensors on a device."""
+    """Returns the dropout with its tensors on a device."""
     names = ("seed", "q_positions", "kv_positions")
     return replace(dropout, **{name: getattr(dropout, name).to(device) for name in names})
 
 
 def dropout_of(rows: int, columns: int, p: float = 0.3) -> Dropout:
-    """For a batch of 2 whose positions differ and are in no order."""
+    """Returns a dropout for a batch of 2 with different, unordered positions."""
     generator = torch.Generator().manual_seed(columns)
     positions = [torch.randint(-(2**31), 2**31, (2, n), generator=generator).int() for n in (rows, columns)]
     return Dropout(p, torch.tensor(-(2**62) - 12345), *positions, first_batch=3, first_head=5)
 
 
 def dropout_in_runs(rows: int, columns: int, p: float = 0.3) -> Dropout:
-    """As `dropout_of`, with positions in unordered runs of 16 that begin at multiples of 16."""
+    """Returns a dropout like `dropout_of`, in unordered runs of 16 positions that begin at multiples of 16."""
     generator = torch.Generator().manual_seed(columns)
     within = torch.arange(max(rows, columns)) % 16
     positions = [
@@ -37,5 +37,5 @@ def dropout_in_runs(rows: int, columns: int, p: float = 0.3) -> Dropout:
 
 
 def ordered(p: float, seed: int, rows: int, columns: int) -> Dropout:
-    """At positions from 0 on."""
+    """Returns a dropout at positions from 0 on."""
     return Dropout(p, torch.tensor(seed), *(torch.arange(n, dtype=torch.int32) for n in (rows, columns)))

@@ -1,4 +1,4 @@
-"""The property of DTensor attention: SDPA on DTensors equals SDPA of their full tensors."""
+"""Checks that SDPA on DTensors equals SDPA of their full tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sdpa(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 
 def distributed(tensors: tuple[torch.Tensor, ...], mesh: DeviceMesh, placements: tuple[Placements, ...]) -> list:
-    """DTensors of full tensors that every rank has: leaves that require grad."""
+    """Distributes full tensors that every rank has; returns leaves that require grad."""
     return [
         distribute_tensor(tensor, mesh, on, src_data_rank=None).requires_grad_()
         for tensor, on in zip(tensors, placements, strict=True)
@@ -47,10 +47,10 @@ def check_equals_full_tensors(
     context: AbstractContextManager[None] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Placements:
-    """The property of this file, on one rank; `out_placements` None: not checked. Returns those of out.
+    """Checks a problem on one rank, and the placements of out unless None; returns the placements of out.
 
-    DTensor caches by equality of meshes, so a rank that checks several problems has to use one `mesh` for all: an equal
-    one has other groups, and ranks that are threads would not agree on which to use.
+    DTensor caches by equality of meshes, so a rank must use one `mesh` for all problems: an equal mesh has other
+    groups, and ranks that are threads could use different ones.
     """
     mesh = mesh or init_device_mesh("cpu", mesh_shape)
     *qkv, grad_out = problem.draw(seed=0)
@@ -69,7 +69,7 @@ def check_equals_full_tensors(
     return out.placements
 
 
-# Even on meshes of up to 8 ranks, however an axis is placed.
+# Shards are even on meshes of up to 8 ranks for all placements.
 SELF = Problem(16, 16, batch=8, q_heads=8, kv_heads=8, head_dim=4)
 CAUSAL = Problem(16, 16, batch=8, q_heads=8, kv_heads=8, head_dim=4, is_causal=True, scale=0.7)
 GROUPED = Problem(16, 16, batch=8, q_heads=8, kv_heads=4, head_dim=4, is_causal=True)
@@ -87,6 +87,6 @@ def check_problems(
 
 
 def check_refused(rank: int, error: type[Exception], message: str, body: Callable[..., object], *args: object) -> None:
-    """That this rank refuses by itself, rather than because others did."""
+    """Checks that this rank raises its own error, not only a consequence of another rank's."""
     with pytest.raises(error, match=message):
         body(rank, *args)

@@ -20,34 +20,34 @@ SCALE = 0.3
 
 
 def window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Causal, the last 7 keys in the first batch row, 8 in the second."""
+    """Mask: causal, the last 7 keys in the first batch row, 8 in the second."""
     return (q >= kv) & (q - kv < 7 + b)
 
 
 def documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Both ways within documents of 13 tokens, none of which sees its first token."""
+    """Mask: bidirectional in documents of 13 tokens, without the first token of each document as a key."""
     return (q // 13 == kv // 13) & (kv % 13 > 0) & (q % 13 > 0)
 
 
 def distance(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """A score that depends on all its arguments."""
+    """Score that depends on all its arguments."""
     return score * 0.5 + (q - kv) * 0.02 * (h + 1) + kv * 0.01 * b
 
 
 def context(**kwargs: Any) -> context_parallel:
-    """A context over all ranks."""
+    """Returns a context over all ranks."""
     return context_parallel(dist.group.WORLD, **kwargs)
 
 
 def block_mask(
     mod: Mod, length: int, block: int | tuple[int, int] = 8, batch: int | None = None, device: str = "cpu"
 ) -> BlockMask:
-    """A block mask of the whole sequence."""
+    """Returns a block mask of the whole sequence."""
     return create_block_mask(mod, batch, None, length, length, device=device, BLOCK_SIZE=block)
 
 
 def draw(length: int, width: int = 8, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[torch.Tensor]:
-    """q, k, v and the gradient of out, the same on every rank; 4 heads that share 2 key heads."""
+    """Returns q, k, v and the gradient of out, equal on every rank; 4 heads that share 2 key heads."""
     generator = torch.Generator().manual_seed(length)
     shapes = [(2, heads, length, width) for heads in (4, 2, 2, 4)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
@@ -56,13 +56,13 @@ def draw(length: int, width: int = 8, dtype: torch.dtype = torch.float64, device
 def grid(
     batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | None = None
 ) -> list[torch.Tensor]:  # fmt: skip
-    """b, h, q and kv of every pair."""
+    """Returns b, h, q and kv of every pair."""
     shapes = [(batch, 1, 1, 1), (1, heads, 1, 1), (1, 1, q_len, 1), (1, 1, 1, kv_len)]
     return [torch.arange(max(shape), device=device).view(shape) for shape in shapes]
 
 
 def listed_blocks(mask: BlockMask, batch: int, heads: int) -> list[torch.Tensor]:
-    """(B, H, blocks of queries, blocks of keys): the partial ones and the full ones."""
+    """Returns the partial and the full blocks, each (B, H, blocks of queries, blocks of keys)."""
     blocks = [-(-length // block) for length, block in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)]
     listed, device = [], mask.kv_indices.device
     for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
@@ -76,7 +76,7 @@ def listed_blocks(mask: BlockMask, batch: int, heads: int) -> list[torch.Tensor]
 
 
 def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """(B, H, q, kv): what a mask shows, by its tables and its function, as compiled kernels read them."""
+    """Returns the allowed pairs (B, H, q, kv) by a mask's tables and function, as compiled kernels read them."""
     assert mask.seq_lengths == (q_len, kv_len)
     b, h, q, kv = grid(batch, heads, q_len, kv_len, mask.kv_indices.device)
     place = b, h, q // mask.BLOCK_SIZE[0], kv // mask.BLOCK_SIZE[1]
@@ -87,7 +87,7 @@ def visible(mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int) ->
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Mod | None, seen: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` by the formula; rows that see nothing are 0 and -inf."""
+    """Returns `(out, lse)` by the formula; rows without keys are 0 and -inf."""
     group = q.size(1) // k.size(1)
     logits = q @ k.repeat_interleave(group, 1).mT * scale
     if score_mod is not None:
@@ -104,7 +104,7 @@ def dense_flex_attention(
     block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, kernel_options: Any = None, *, return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    """`flex_attention`, differentiable on CPUs."""
+    """Stand-in for `flex_attention` that is differentiable on CPUs."""
     assert enable_gqa or query.size(1) == key.size(1)
     assert kernel_options in (None, {})
     seen = None
@@ -121,7 +121,7 @@ def traceable(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: BlockMask | None,
     scale: float, enable_gqa: bool, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """`flex_attention` that Dynamo traces, with gradients."""
+    """Stand-in for `flex_attention` with gradients that Dynamo traces."""
     seen = None
     if block_mask is not None:
         seen = block_mask.mask_mod(*grid(*query.shape[:3], key.size(2)))
@@ -131,7 +131,7 @@ def traceable(
 def one_device(
     whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float = SCALE
 ) -> list[torch.Tensor]:
-    """out, dq, dk, dv and lse of the whole sequence, also under `torch.no_grad`."""
+    """Returns out, dq, dk, dv and lse of the whole sequence, also under `torch.no_grad`."""
     with torch.enable_grad():
         return _one_device(whole, mask_mod, score_mod, scale)
 

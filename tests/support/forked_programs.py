@@ -1,4 +1,4 @@
-"""Programs on ranks as torchrun starts them, but as forks of a process that has imported torch: seconds sooner."""
+"""Programs on ranks, started like torchrun but as forks of a process that has imported torch, which saves seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def launch(ranks: int, program: Path | str, *arguments: str, folder: Path, timeo
     """Runs a program to its end on `ranks` ranks without GPUs, with the environment that torchrun gives them.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         program: path of a script, or name of a module.
-        arguments: of its command line.
-        folder: where it runs.
-        timeout: seconds that it may take.
+        arguments: command line of the program.
+        folder: working directory.
+        timeout: seconds until the program is stopped.
 
     Returns:
-        What the ranks have written to stdout and stderr, which the test holds against what is expected.
+        Output of all ranks on stdout and stderr.
 
     Raises:
         AssertionError: a rank did not end with status 0 in time.

@@ -22,13 +22,13 @@ Stored = Callable[[torch.Tensor], torch.Tensor]
 
 
 def drawn(seed: int, width: int, length: int, batch: int = 2) -> torch.Tensor:
-    """Small integers, whose sums are exact in every dtype."""
+    """Draws small integers, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, (batch, 2, length, width), generator=generator)
 
 
 def kv_gather(layout: Layout, length: int, rows: int, method: TransportMethod) -> KVGather:
-    """Over all ranks."""
+    """Returns the gather of K/V over all ranks."""
     return KVGather(SequenceRanks.over([dist.group.WORLD]), layout, length, rows, method)
 
 
@@ -36,7 +36,7 @@ def check(
     rank: int, layout: Layout, stored: Stored, dtype: torch.dtype, widths: tuple[int, int], method: TransportMethod,
     length: int = LENGTH, device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Gathers K/V, and sums gradients on the ranks that own the tokens."""
+    """Checks gathered K/V, and sums of gradients on the ranks that own the tokens."""
     what, ranks = f"{layout}, {length} tokens, {dtype}, {widths}", dist.get_world_size()
     whole = [drawn(i, width, length).to(device, dtype) for i, width in enumerate(widths)]
     keys = kv_gather(layout, length, length + 2, method)
@@ -46,7 +46,7 @@ def check(
         assert torch.equal(gathered[:, :, :length].double(), expected.double()), what
         assert not gathered[:, :, length:].double().any()
     if dtype.itemsize == 1:
-        return  # nothing has gradients of one byte
+        return  # no tensors of one byte have gradients
     grads = [[drawn(10 * r + i, w, length + 2).to(device, dtype) for i, w in enumerate(widths)] for r in range(ranks)]
     found = keys.reduce_gradients(*map(stored, grads[rank]), k.size(2))
     for got, of_ranks in zip(found, zip(*grads, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""What tests of methods on GPUs share: shards of a problem, layers with delays between them, replays of CUDA graphs."""
+"""Shards of a problem, layers with random delays, and replays of CUDA graphs, for tests on GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.problems import Problem, shard
 
 Tensors = tuple[torch.Tensor, ...]
 WORLD_SIZE = 2
-"""Of the fixture `gpus`."""
+"""Number of ranks of the fixture `gpus`."""
 LAYERS = 4
 NAMES = ("out", "dq", "dk", "dv")
 WAYS: dict[str, dict[str, str]] = {
@@ -25,12 +25,12 @@ WAYS: dict[str, dict[str, str]] = {
 
 
 def shards(problem: Problem, seed: int, layout: Layout, rank: int, size: int = WORLD_SIZE) -> Tensors:
-    """A rank's q, k, v and gradient of out."""
+    """Returns a rank's q, k, v and gradient of out."""
     return tuple(shard(tensor, layout, rank, size) for tensor in problem.draw(seed, "cuda"))
 
 
 def attend(inputs: Tensors, problem: Problem, layout: Layout, group: Any, **options: Any) -> Tensors:
-    """out, dq, dk and dv of shards."""
+    """Returns out, dq, dk and dv of shards."""
     *qkv, grad_out = inputs
     q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
     out = context_parallel_attention(
@@ -43,13 +43,13 @@ def attend(inputs: Tensors, problem: Problem, layout: Layout, group: Any, **opti
 
 
 def delay(draw: random.Random) -> None:
-    """Now and then makes the current stream late."""
+    """Delays the current stream, at random."""
     if draw.random() < 0.5:
         torch.cuda._sleep(draw.randrange(1_000_000))  # cycles: up to half a millisecond
 
 
 def layers(rank: int, ways: Sequence[dict[str, Any]], seed: int, delays: random.Random | None) -> list[torch.Tensor]:
-    """out of several layers, in `ways` (options of calls) in turns, and the gradients of one backward through all."""
+    """Returns out of layers that use `ways` (options of calls) in turns, and gradients of one backward through all."""
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.float32)
     q, k, v, grad_out = shards(problem, seed, HeadTail(), rank)
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
@@ -69,7 +69,7 @@ def layers(rank: int, ways: Sequence[dict[str, Any]], seed: int, delays: random.
 def different_layers(
     rank: int, expected: Sequence[dict[str, Any]], ways: Sequence[dict[str, Any]], rounds: int, draw: random.Random
 ) -> list[str]:
-    """Where `layers` with delays are not what they are `expected` to be, without."""
+    """Compares `layers` with delays to layers with the `expected` options and no delays; returns the differences."""
     wrong = []
     for seed in range(rounds):
         wanted = layers(rank, expected, seed, None)
@@ -84,9 +84,9 @@ def replayed_differences(
     rank: int, captured_call: Callable[[Tensors], Tensors], eager_call: Callable[[Tensors], Tensors],
     draw: Callable[[int], Tensors],
 ) -> list[float]:  # fmt: skip
-    """A call is captured in a CUDA graph, and replayed with other inputs: how far it is from the other call of them.
+    """Replays a captured call with new inputs; returns its differences from the eager call.
 
-    `draw(seed)` gives fresh inputs; the call has run once before it is captured.
+    `draw(seed)` returns new inputs. The call runs once before it is captured.
     """
     inputs = draw(0)
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The rooms of the package, their floors, and what each may import. `test_house` holds every import to them."""
+"""Rooms of the package, their floors and allowed imports, which `test_house` checks."""
 
 # Room -> floor. Imports stay in their room or point to a lower floor. `attention` and `comm` never import each other.
 FLOORS = {

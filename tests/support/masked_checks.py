@@ -1,4 +1,4 @@
-"""Masked attention on ranks that are threads, by every method, held against dense attention in float64."""
+"""Checks of masked attention on ranks that are threads, by every method, against dense attention in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIASES = (
     "additive h",
 )
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(2))
-# Of one axis, of two that are rings, and of two of which the inner one exchanges heads.
+# Over one axis, over two axes that are rings, and over two axes of which the inner one exchanges heads.
 WAYS: dict[int, tuple[dict[str, str], ...]] = {
     1: (
         {"method": "ring", "rotate_method": "allgather"},
@@ -48,7 +48,7 @@ WAYS: dict[int, tuple[dict[str, str], ...]] = {
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """A problem, and how it is spread."""
+    """Problem with a layout and options of the call."""
 
     problem: MaskedProblem
     layout: Layout
@@ -95,7 +95,7 @@ def _attend_all(
 
 
 def check_masked(cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
-    """Several cases on one set of ranks, which takes longer to start than a case."""
+    """Checks several cases on one set of ranks, since starting ranks takes longer than a case."""
     drawn = [(case, case.problem.draw(case.seed)) for case in cases]
     expected = [case.problem.reference(*tensors, sinks=case.problem.draw_sinks(case.seed)) for case, tensors in drawn]
     size = torch.Size(shape).numel()
@@ -115,7 +115,7 @@ def check_masked(cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[s
 def _check_gradient_of_bias(
     case: MaskedCase, by_place: list[tuple[int, torch.Tensor]], whole: torch.Tensor, size: int
 ) -> None:
-    """Of rows: each rank's own. Of a bias that all rows share: the ranks' shares add up."""
+    """Checks each rank's rows of the gradient; for a bias that all rows share, the sum over the ranks."""
     if len(case.layout.batch_groups(case.problem.batch)) > 1:
         return  # it was expanded before it was sharded
     if whole.size(2) == 1 and case.problem.q_len != 1:

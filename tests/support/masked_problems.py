@@ -1,4 +1,4 @@
-"""Masked problems: what masks mean, pair by pair, and what dense attention in float64 makes of them."""
+"""Masked problems: definitions of masks pair by pair, and results of dense attention in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def shows(mask: Mask, query: int, key: int, q_len: int, kv_len: int) -> bool:
-    """Whether a query sees a key, by the words of the docstrings; shares nothing with `interval_sets`."""
+    """Returns True if a query sees a key by the mask's definition; shares no code with `interval_sets`."""
     match mask:
         case Full():
             return True
@@ -53,7 +53,7 @@ def shows(mask: Mask, query: int, key: int, q_len: int, kv_len: int) -> bool:
 
 
 def shown(mask: Mask, q_len: int, kv_len: int, batch: int) -> torch.Tensor:
-    """(B, 1, q_len, kv_len), boolean."""
+    """Returns the allowed pairs, boolean (B, 1, q_len, kv_len)."""
     seen = torch.zeros(batch if mask.batch_size else 1, 1, q_len, kv_len, dtype=torch.bool)
     for b, _, query, key in product(*map(range, seen.shape)):
         seen[b, 0, query, key] = shows(mask.of_batch_row(b), query, key, q_len, kv_len)
@@ -78,7 +78,7 @@ def documents(draw: st.DrawFn, q_len: int, kv_len: int, within: st.SearchStrateg
 
 
 def masks(q_len: int, kv_len: int, depth: int = 2) -> st.SearchStrategy[Mask]:
-    """Any mask of so many queries and keys."""
+    """Draws a mask for these numbers of queries and keys."""
     simple = st.one_of(
         st.just(Full()),
         st.builds(Causal, alignments),
@@ -98,7 +98,7 @@ def masks(q_len: int, kv_len: int, depth: int = 2) -> st.SearchStrategy[Mask]:
 
 @st.composite
 def any_mask(draw: st.DrawFn, q_len: int, kv_len: int, batch: int) -> Mask:
-    """Also one of its own for each batch row."""
+    """Draws a mask, possibly a different one for each batch row."""
     of_one = masks(q_len, kv_len)
     if batch > 1 and draw(st.booleans()):
         return Batched(draw(st.lists(of_one, min_size=batch, max_size=batch)))
@@ -106,10 +106,10 @@ def any_mask(draw: st.DrawFn, q_len: int, kv_len: int, batch: int) -> Mask:
 
 
 def fits(mask: Mask, q_len: int, kv_len: int, batch: int) -> bool:
-    """Whether a mask is one of so many queries, keys and batch rows."""
+    """Returns True if a mask fits these numbers of queries, keys and batch rows."""
     try:
         interval_sets_of(mask, q_len, kv_len, batch)
-    except ValueError:  # documents within documents that are too short for them
+    except ValueError:  # documents that do not fit in the documents around them
         return False
     return True
 
@@ -127,12 +127,12 @@ class MaskedProblem:
     head_dim: int = 4
     is_causal: bool = False
     bias: str = ""
-    """"boolean" or "additive", and the dims it has of "bhs", such as "additive hs"; it has all keys."""
+    """"boolean" or "additive", with its dims among "bhs", such as "additive hs"; the key dim is always there."""
     broadcast_keys: bool = False
     sinks: bool = False
 
     def draw(self, seed: int) -> Tensors:
-        """Fresh q, k, v, gradient of out, and the bias if there is one; the same on every rank."""
+        """Draws q, k, v, gradient of out, and the bias if there is one; equal on every rank."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ class MaskedProblem:
         return q, k, v, grad_out, bias > -0.5 if kind == "boolean" else bias
 
     def draw_sinks(self, seed: int) -> torch.Tensor | None:
-        """Sinks (H,) if there are any, one of which counts nothing; the same on every rank."""
+        """Draws sinks (H,) if there are any, one of them -inf for some seeds; equal on every rank."""
         if not self.sinks:
             return None
         drawn = torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -159,7 +159,7 @@ class MaskedProblem:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, *bias: Any,
         sinks: torch.Tensor | None = None,
     ) -> Tensors:  # fmt: skip
-        """(out, dq, dk, dv, lse), the gradient of an additive bias, and each row's share (B, H, S) of that of sinks."""
+        """Returns out, dq, dk, dv, lse, the gradient of an additive bias, and that of sinks by row (B, H, S)."""
         leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
         q, k, v, *bias = leaves
         group = self.q_heads // self.kv_heads
@@ -172,7 +172,7 @@ class MaskedProblem:
         elif bias:
             logits = logits + bias[0]
         logits = logits.masked_fill(~seen, float("-inf"))
-        if sinks is not None:  # one more column, that of a key whose value is 0
+        if sinks is not None:  # one more column, for a key with value 0
             leaves.append(sinks[:, None].expand(q.shape[:3]).clone().requires_grad_())
             counts = leaves[-1].masked_fill(leaves[-1].isinf() & ~seen.any(-1), float("-inf"))  # 0, not 0 times NaN
             lse = torch.cat([logits, counts.unsqueeze(-1)], -1).logsumexp(-1)
@@ -184,13 +184,13 @@ class MaskedProblem:
         return out.detach(), *grads[:3], lse.detach(), *grads[3:]
 
     def shard(self, tensors: Tensors, layout: Layout, rank: int, size: int) -> Tensors:
-        """A rank's parts of what `draw` gives."""
+        """Returns a rank's shards of the tensors of `draw`."""
         q, k, v, grad_out, *bias = tensors
         parts = [shard(tensor, layout, rank, size) for tensor in (q, k, v, grad_out)]
         return *parts, *(self.shard_bias(each, layout, rank, size) for each in bias)
 
     def shard_bias(self, bias: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
-        """A rank's query rows of a bias; its batch rows too where the layout divides them differently."""
+        """Returns a rank's query rows of a bias, with all batch rows if the layout divides them differently."""
         if len(layout.batch_groups(self.batch)) > 1:
             bias = bias.expand(self.batch, -1, -1, -1)
         if bias.size(2) == 1 and self.q_len != 1:

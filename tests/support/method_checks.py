@@ -1,4 +1,4 @@
-"""Every way to split the work on ranks that are threads, over one mesh axis or two, held against one device."""
+"""Checks of all methods on ranks that are threads, over one mesh axis or two, against one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RING_ULYSSES, ULYSSES_RING = ("ring", "ulysses"), ("ulysses", "ring")
 
 
 def place(coordinate: list[int], names: tuple[str, ...], shape: tuple[int, ...]) -> int:
-    """Rank in the sequence: the axis called "ulysses", or the second, counts fastest."""
+    """Returns the rank in the sequence; the inner axis is the one called "ulysses", or the second."""
     if len(shape) == 1:
         return coordinate[0]
     inner = names.index("ulysses") if "ulysses" in names else 1
@@ -34,7 +34,7 @@ def attend(
     options: dict[str, Any],
     mesh: DeviceMesh | None = None,
 ) -> tuple[int, Tensors]:
-    """This rank's place, and (out, dq, dk, dv, lse)."""
+    """Returns this rank's rank in the sequence, and (out, dq, dk, dv, lse)."""
     mesh = mesh or init_device_mesh("cpu", shape, mesh_dim_names=names)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -67,7 +67,7 @@ def attend_all(
     shape: tuple[int, ...],
     options: dict[str, Any],
 ) -> list[tuple[int, Tensors]]:
-    """`attend` for each of several problems."""
+    """Runs `attend` for each of several problems."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return [attend(rank, tensors, problem, layout, names, shape, options, mesh) for problem, tensors in drawn]
 
@@ -76,7 +76,7 @@ def check_all(
     problems: Sequence[Problem], layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], seed: int = 0,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Several problems on one set of ranks, which takes longer to start than a problem."""
+    """Checks several problems on one set of ranks, since starting ranks takes longer than a problem."""
     drawn = [(problem, problem.draw(seed)) for problem in problems]
     expected = [(*reference(problem, *tensors), reference_lse(problem, *tensors[:2])) for problem, tensors in drawn]
     size = torch.Size(shape).numel()
@@ -93,5 +93,5 @@ def check_all(
 def check(
     problem: Problem, layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], seed: int = 0, **options: Any
 ) -> None:
-    """One problem."""
+    """Checks one problem."""
     check_all([problem], layout, names, shape, seed, **options)

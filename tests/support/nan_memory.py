@@ -1,4 +1,4 @@
-"""Poison for uninitialised memory, so that a value which nobody wrote shows up as NaN instead of by luck."""
+"""NaN fill of uninitialised memory, so that reads of unwritten values are visible."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """`torch.empty`, `torch.empty_like` and `Tensor.new_empty` return NaN in floating and complex tensors.
+    """Makes `torch.empty`, `torch.empty_like` and `Tensor.new_empty` return NaN in floating and complex tensors.
 
-    In all threads of the process. `torch.utils.deterministic.fill_uninitialized_memory` would need deterministic
-    algorithms on, which changes or forbids the very kernels under test. Tensor subclasses and memory that C++ code
-    allocates are left alone. A test that spawns processes enters this in each of them.
+    This holds in all threads of the process. `torch.utils.deterministic.fill_uninitialized_memory` would need
+    deterministic algorithms, which changes or forbids the kernels under test. Tensor subclasses and memory that C++
+    code allocates are not filled. A test that spawns processes enters this context in each of them.
     """
     _device_constructors()  # a cached set of functions; `with torch.device(...)` needs the unpatched ones in it
     with (

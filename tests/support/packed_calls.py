@@ -1,4 +1,4 @@
-"""torch's `varlen_attn` called with batch rows one after the other, as training code packs them."""
+"""Calls of torch's `varlen_attn` with packed batch rows, as in training code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature
 
 
 def edges_of(mask: Mask, batch: int, lengths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cu_seq_q` and `cu_seq_k` of documents that cover rows of (q, kv) `lengths`."""
+    """Draws `cu_seq_q` and `cu_seq_k` of documents that cover rows of (q, kv) `lengths`."""
     masks = mask.masks if isinstance(mask, Batched) else (mask,) * batch
     edges = []
     for which, name in enumerate(("cu_seqlens", "cu_seqlens_k")):
@@ -29,7 +29,7 @@ def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
     window: tuple[int, int] = (-1, -1), scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Out (B, H, S, Dv) and lse (B, H, S) of q, k and v (B, H, S, D), packed for the call."""
+    """Packs q, k and v (B, H, S, D) for the call; returns out (B, H, S, Dv) and lse (B, H, S)."""
     batch = q.size(0)
     packed = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
     out, lse = varlen_attn(
@@ -40,6 +40,6 @@ def packed_attention(
 
 
 def documents(*rows: list[int], within: Mask) -> Mask:
-    """Documents with these edges in each batch row."""
+    """Returns the mask of documents with these edges in each batch row."""
     masks = [Documents(edges, within=within) for edges in rows]
     return masks[0] if len(masks) == 1 else Batched(masks)

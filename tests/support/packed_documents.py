@@ -1,4 +1,4 @@
-"""Problems of packed documents, and what attention of one document after the other makes of them, in float64."""
+"""Problems of packed documents, and their results in float64, one document after the other."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NAMES = ("out", "dq", "dk", "dv", "lse")
 
 @dataclass(frozen=True)
 class PackedProblem:
-    """In global terms; tensors are (tokens, heads, head dim)."""
+    """Problem of packed documents in global terms; tensors are (tokens, heads, head dim)."""
 
     cu_seqlens: tuple[int, ...]
     cu_seqlens_k: tuple[int, ...] | None = None
     q_len: int = 0
-    """With padding behind the documents; if less, it is where they end."""
+    """Number of tokens with padding; if smaller than the end of the last document, there is no padding."""
     kv_len: int = 0
     q_heads: int = 2
     kv_heads: int = 2
@@ -49,14 +49,14 @@ class PackedProblem:
         return q_len, q_len if self.cu_seqlens_k is None else max(self.kv_len, self.k_edges[-1])
 
     def draw(self, seed: int) -> Tensors:
-        """Fresh q, k, v and gradient of out, the same on every rank."""
+        """Draws q, k, v and gradient of out, equal on every rank."""
         generator = torch.Generator().manual_seed(seed)
         q_len, kv_len = self.lengths
         shapes = ((q_len, self.q_heads), (kv_len, self.kv_heads), (kv_len, self.kv_heads), (q_len, self.q_heads))
         return tuple(torch.randn((*each, self.head_dim), generator=generator, dtype=torch.float64) for each in shapes)
 
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
-        """(out, dq, dk, dv, lse): zeros (and an lse of -inf) outside of documents."""
+        """Returns (out, dq, dk, dv, lse): zeros, and lse -inf, outside documents."""
         q, k, v = leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         out, lse = torch.zeros_like(q), q.new_full((self.q_heads, q.size(0)), float("-inf"))
         for (q0, q1), (k0, k1) in zip(pairwise(self.cu_seqlens), pairwise(self.k_edges), strict=True):
@@ -91,7 +91,7 @@ _ends = st.one_of(st.none(), st.integers(0, 5))
 
 @st.composite
 def packed_problems(draw: st.DrawFn) -> PackedProblem:
-    """Documents of any lengths, also empty; padding on either side; queries and keys of different lengths, or not."""
+    """Draws documents of any lengths, also 0, padding on either side, and equal or different lengths of keys."""
     count = draw(st.integers(1, 6))
     q_edges, k_edges = (_edges(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))) for _ in range(2))
     first = draw(st.integers(0, 3))
@@ -116,7 +116,7 @@ def _edges(lengths: list[int]) -> tuple[int, ...]:
 
 
 def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim: int = 0) -> torch.Tensor:
-    """A rank's tokens by the layout's own positions."""
+    """Returns a rank's tokens by the layout's positions."""
     segments = layout.segments(tensor.size(dim), rank, size)
     return tensor.index_select(dim, torch.tensor([p for each in segments for p in each.positions()], dtype=torch.int64))
 
@@ -127,7 +127,7 @@ def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str)
 
 @contextmanager
 def equal_generators() -> Iterator[None]:
-    """Every rank draws the same seed of dropout, as processes with equal generators do; threads share one."""
+    """Makes all ranks draw equal seeds of dropout, like processes with equal generators; threads share one."""
     lock, original = threading.Lock(), Modifiers.drawn
 
     def seeded(*args: Any) -> Any:

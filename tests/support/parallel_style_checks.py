@@ -29,7 +29,7 @@ WHOLE, GRAD_OUT = normal(BATCH, LENGTH, WIDTH, seed=0), normal(BATCH, LENGTH, WI
 
 
 class Attention(nn.Module):
-    """Causal self-attention; equal weights each time it is built."""
+    """Causal self-attention, with equal weights in each instance."""
 
     def __init__(self, is_causal: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def assert_close(actual: Any, expected: torch.Tensor | None) -> None:
 
 @functools.cache
 def alone(is_causal: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and gradients, of the input and of the weight, on one device."""
+    """Returns the output and the gradients of input and weight on one device."""
     module, whole = Attention(is_causal), WHOLE.clone().requires_grad_()
     out = module(whole)
     out.backward(GRAD_OUT)

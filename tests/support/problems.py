@@ -1,4 +1,4 @@
-"""Problems and float64 references, shared by the tests and the benchmarks."""
+"""Attention problems, and their float64 references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Problem:
     dtype: torch.dtype = torch.float64
 
     def draw(self, seed: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fresh random q, k, v and gradient of out, the same on every rank."""
+        """Draws q, k, v and gradient of out, equal on every rank."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(heads: int, length: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Problem:
 def reference(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, dq, dk, dv) of one device, by the textbook formula in float64."""
+    """Returns (out, dq, dk, dv) on one device by the textbook formula in float64."""
     q, k, v = (tensor.detach().double().requires_grad_() for tensor in (q, k, v))
     group = problem.q_heads // problem.kv_heads
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
@@ -57,7 +57,7 @@ def reference(
 
 
 def shard(tensor: torch.Tensor, layout: Layout, rank: int, world_size: int, seq_dim: int = 2) -> torch.Tensor:
-    """A rank's shard by the layout's own positions, row by row: independent of the library's sharding code."""
+    """Returns a rank's shard by the layout's positions, row by row, independent of the library's sharding code."""
     rows = []
     for group, (start, stop) in enumerate(layout.batch_groups(tensor.size(0))):
         segments = layout.segments(tensor.size(seq_dim), rank, world_size, group)

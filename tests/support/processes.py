@@ -1,7 +1,7 @@
-"""Ranks as real processes, over gloo or NCCL. One set of processes serves many bodies.
+"""Ranks as real processes over gloo or NCCL, which run many test bodies.
 
-Starting processes takes time, and what each compiles and imports stays: tests share the fixtures `two_processes` and
-`four_processes` where they can. torch.compile alone takes seconds to import, which is done once, before the forks.
+Starting processes takes time, and processes keep their imports and compiled code, so tests share the fixtures
+`two_processes` and `four_processes` where they can. torch.compile takes seconds to import: once, before the forks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _IMPORTED_ONCE = ["torch.distributed.tensor.parallel", "torch._inductor.compile_
 
 
 class RemoteTraceback(Exception):
-    """The cause of an error that came from another process: its traceback there, as text."""
+    """Cause of an error in another process: its traceback as text."""
 
 
 class Processes:
-    """`world_size` processes with a default gloo group, started by the first `run` and kept until `stop`.
+    """`world_size` processes with a default process group, from the first `run` until `stop`.
 
-    After a body has raised anywhere the processes end, since ranks that missed a collective are out of step; the next
-    `run` starts new ones.
+    The processes end after a body has raised on any rank, since ranks may have missed a collective; the next `run`
+    starts new ones.
 
     Args:
         world_size: number of processes.
-        timeout: seconds that a body may take, and that a collective waits for the other ranks.
+        timeout: limit in seconds for a body, and for a collective that waits for other ranks.
         backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then).
     """
 
@@ -56,7 +56,7 @@ class Processes:
     def run(self, body: Callable[..., T], *args: Any) -> list[T]:
         """Calls `body(rank, *args)` on every rank; returns the results in rank order.
 
-        Functions are found by name in the other processes, so `body` is defined at the top of a module.
+        The other processes find `body` by name, so it must be a top-level function of a module.
 
         Raises:
             RanksFailed: a rank raised, died or did not finish in time (a TimeoutError among its `errors`).
@@ -72,7 +72,7 @@ class Processes:
         return results
 
     def stop(self) -> None:
-        """Ends the processes, whatever they are doing."""
+        """Stops the processes, also in the middle of a body."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -101,7 +101,7 @@ class Processes:
             raise RanksFailed(errors)
 
     def _answers(self, timeout: float) -> tuple[list[Any], list[BaseException | None]]:
-        """Results and errors, in rank order."""
+        """Returns results and errors, in rank order."""
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * self.world_size
         errors: list[BaseException | None] = [
@@ -127,7 +127,7 @@ class Processes:
 
 
 def way_to_start(backend: str) -> Any:
-    """By forks of a process that has imported torch, in a hundredth of the time; but CUDA may not survive a fork."""
+    """Forks of a process that has imported torch start in a hundredth of the time, but CUDA may not survive a fork."""
     if "nccl" in backend:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -136,7 +136,7 @@ def way_to_start(backend: str) -> Any:
 
 
 def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
-    """The life of a process: answers (result, error, traceback) to each body, until one raises or nobody asks."""
+    """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -159,10 +159,10 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
-                    # torch's word for the first matrix product in an autograd thread
+                    # torch's warning of the first matrix product in an autograd thread
                     warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
                     result = body(rank, *args)
-            except BaseException as error:  # handed to the caller of `run`
+            except BaseException as error:  # raised by `run`
                 pipe.send((None, _picklable(error), traceback.format_exc()))
                 return  # connections close, so that ranks that wait for this one raise as well
             pipe.send((result, None, ""))

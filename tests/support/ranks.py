@@ -1,4 +1,4 @@
-"""Ranks as threads: runs a function on many ranks of a threaded process group, in milliseconds."""
+"""Ranks as threads of a threaded process group, which start in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 10
-_PATIENCE_SECONDS = 3  # how long the others may take to end by themselves after an error, before they are woken
+_PATIENCE_SECONDS = 3  # time for other ranks to end by themselves after an error, before they are woken
 
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks for it on destruction
     threaded.ThreadLocalWorld.comms = []
@@ -30,7 +30,7 @@ if torch.backends.cuda.is_built() and not torch.cuda.is_available():
 
 
 class RanksFailed(Exception):
-    """Some ranks raised; `errors` has the exception of each rank, None where it returned."""
+    """Error of some ranks; `errors` has the exception of each rank, None for ranks that returned."""
 
     def __init__(self, errors: list[BaseException | None]) -> None:
         super().__init__("\n".join(f"rank {rank}: {error!r}" for rank, error in enumerate(errors)))
@@ -53,13 +53,13 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
         dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
         try:
             results[rank] = body(rank, *args)
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised below
             errors[rank] = error
         try:
             ended.wait(_PATIENCE_SECONDS if errors[rank] else None)
-        except threading.BrokenBarrierError:  # other ranks wait for this one, or failed for want of another
+        except threading.BrokenBarrierError:  # other ranks wait for this one, or failed because of another
             if errors[rank]:
-                threaded.ProcessLocalGroup.exception_handle(errors[rank])  # wakes those that wait
+                threaded.ProcessLocalGroup.exception_handle(errors[rank])  # wakes waiting ranks
         finally:
             dist.destroy_process_group()
 
@@ -88,14 +88,14 @@ def _raise(errors: list[BaseException | None]) -> None:
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """For the threads that are started inside. They take turns anyway, since Python has one lock for all of them.
+    """Pins threads that start in the context to one core; they take turns anyway, by Python's global lock.
 
-    On several cores they wake one another there whenever one of them enters torch or leaves it, which takes them twice
-    as long. Workers of pytest-xdist are on cores of their own; a single one stays on the core that it is on. Where a
-    process may not choose, nothing changes.
+    On several cores they wake one another whenever one of them enters or leaves torch, which makes them twice as slow.
+    Each worker of pytest-xdist has its own core; a single worker stays on its current core. Where a process may not
+    choose its cores, nothing changes.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
-    if len(cores) < 2 or torch.cuda.is_available():  # for GPUs torch keeps threads of its own
+    if len(cores) < 2 or torch.cuda.is_available():  # torch has its own threads for GPUs
         yield
         return
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -111,7 +111,7 @@ def _one_core() -> Iterator[None]:
 
 
 def _current_core() -> int:
-    """-1 where the C library does not say."""
+    """Returns the current core, -1 if the C library has no function for it."""
     ask = getattr(ctypes.CDLL(None), "sched_getcpu", None)
     return -1 if ask is None else int(ask())
 

@@ -1,4 +1,4 @@
-"""Context-parallel attention on ranks that are threads, held against one device."""
+"""Checks of context-parallel attention on ranks that are threads, against one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = tuple[torch.Tensor, ...]
 def attend(
     rank: int, world_size: int, tensors: Tensors, problem: Problem, layout: Layout, options: dict[str, Any]
 ) -> Tensors:
-    """(out, dq, dk, dv) of one rank."""
+    """Returns (out, dq, dk, dv) of one rank."""
     q, k, v, grad_out = (shard(tensor, layout, rank, world_size) for tensor in tensors)
     for tensor in (q, k, v):
         tensor.requires_grad_()

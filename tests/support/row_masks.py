@@ -1,4 +1,4 @@
-"""Masks of one device as our kernels take them, for benchmarks and tests: the library makes its own from `masks`."""
+"""Row masks of one device for tests of kernels; the library makes its own from `spec.masks`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cp_dtensor.attention.masked import RowMask
 
 
 def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMask:
-    """A row at `position` (S,) or (B, S) sees columns from `left` before it to `right` after it; None: without end.
+    """Returns a window: a row at `position` (S,) or (B, S) sees `left` columns before and `right` after it; None: all.
 
     >>> mask = window(torch.arange(4), left=1, right=0)
     >>> mask.lo.tolist(), mask.hi.tolist()
@@ -21,7 +21,7 @@ def window(position: torch.Tensor, left: int | None, right: int | None) -> RowMa
 
 
 def documents(position: torch.Tensor, cu_seqlens: torch.Tensor, is_causal: bool = False) -> RowMask:
-    """A row sees the columns of its own document, with `is_causal` up to its own position.
+    """Returns a document mask: a row sees the columns of its document, with `is_causal` up to its own position.
 
     Document n has positions cu_seqlens[n] to cu_seqlens[n + 1].
 
@@ -31,7 +31,7 @@ def documents(position: torch.Tensor, cu_seqlens: torch.Tensor, is_causal: bool 
     """
     edges = cu_seqlens.to(position)
     following = torch.searchsorted(edges, position.contiguous(), right=True)
-    outside = (following == 0) | (following == edges.numel())  # such a row sees nothing
+    outside = (following == 0) | (following == edges.numel())  # such a row sees no column
     hi = edges[following.clamp(max=edges.numel() - 1)].to(torch.int32)
     lo = edges[(following - 1).clamp(min=0)].to(torch.int32)
     lo = torch.where(outside, hi, lo)
@@ -39,7 +39,7 @@ def documents(position: torch.Tensor, cu_seqlens: torch.Tensor, is_causal: bool 
 
 
 def prefix(position: torch.Tensor, length: int | torch.Tensor) -> RowMask:
-    """Causal, but that every row sees the first `length` columns; of each batch row with (B, 1) lengths.
+    """Returns a causal mask in which every row also sees the first `length` columns; (B, 1) lengths: by batch row.
 
     >>> prefix(torch.arange(4), 2).hi.tolist()
     [2, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What Ulysses exchanges, and what its compiled code keeps for backward, as tests watch it."""
+"""Recorder of the exchanges of Ulysses, and of the tensors that its compiled code saves for backward."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ Rows = list[weakref.ref[torch.Tensor]]
 
 @contextmanager
 def watched() -> Iterator[tuple[list[int], Rows]]:
-    """Lists how many tensors each exchange brings to heads, or (negative) home, and all that is kept."""
+    """Yields the number of tensors of each exchange (negative: from heads back to rows), and all saved tensors."""
     exchanges: list[int] = []
     rows: Rows = []
     to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.SavedCall.__init__
@@ -42,7 +42,7 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
         yield exchanges, rows
 
 
-FORWARD, BACKWARD = [3, -2], [1, -3]  # q, k and v, then out and LSE come home; the gradient of out, then the others
+FORWARD, BACKWARD = [3, -2], [1, -3]  # q, k, v, then out and LSE back; the gradient of out, then dq, dk, dv back
 FORWARD_WITHOUT_GRAD = [3, -1]
 AGAIN = [3, 2]  # q, k and v; out and LSE
 

@@ -1,4 +1,4 @@
-"""Calls as layouts see them, and a count of what tiles cover; shared by the tests of schedules and of plans."""
+"""Calls described by layouts and masks, and counts of the pairs that tiles cover."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODYS = -1
 
 @dataclass(frozen=True)
 class Call:
-    """What decides the tiles of all ranks."""
+    """Facts of a call that determine the tiles of all ranks."""
 
     layout: Layout
     q_len: int
@@ -32,7 +32,7 @@ class Call:
         return group_segments(self.layout, self.q_len, self.kv_len, self.batch, self.ranks)
 
     def allowed(self) -> np.ndarray:
-        """Which (query, key) pairs the mask allows, as 0 and 1."""
+        """Returns 1 for (query, key) pairs that the mask allows, 0 for others."""
         pairs = np.ones((self.q_len, self.kv_len), dtype=np.int64)
         return np.tril(pairs) if self.mask == Causal() else pairs
 
@@ -60,7 +60,7 @@ any_layout = st.one_of(
 
 
 def plain_masks(layout: Layout) -> st.SearchStrategy[Mask]:
-    """The masks that tiles by shape cover: between stripes of several tokens none but the full one."""
+    """Returns the masks that tiles by shape can cover: for stripes of several tokens only the full mask."""
     stripes_of_blocks = isinstance(layout, Striped) and layout.block > 1
     return st.just(Full()) if stripes_of_blocks else st.sampled_from((Full(), Causal()))
 
@@ -74,12 +74,12 @@ def calls(draw: st.DrawFn, longest: int = 60) -> Call:
 
 
 def positions(segments: tuple[Segment, ...]) -> np.ndarray:
-    """Global positions of the rows of a shard, in their order."""
+    """Returns the global positions of the rows of a shard, in local order."""
     return np.array([p for segment in segments for p in segment.positions()], dtype=np.int64)
 
 
 def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
-    """Global positions in the gathered buffer, row by row as `GatheredRows` describes it."""
+    """Returns the global positions of the rows of the gathered buffer, by `GatheredRows`."""
     buffer = np.full(rows.total, NOBODYS)
     for rank, segments in enumerate(group.kv_by_rank):
         for part, segment in enumerate(segments):
@@ -90,7 +90,7 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
 
 
 def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
-    """Which columns of a tile its rows see."""
+    """Returns the columns of a tile that its rows see."""
     seen = np.zeros((rows, columns), bool)
     for row, (first, last) in enumerate(mask.intervals(rows, columns, batch_row)):
         seen[row, first : max(first, last)] = True
@@ -100,7 +100,7 @@ def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.n
 def count_covered(
     count: np.ndarray, groups: tuple[GroupSegments, ...], rank: int, heads: Span, tiles: Iterable[Tile]
 ) -> None:
-    """Adds to `count` (batch rows, heads, queries, keys) what the tiles of a rank cover, and checks each tile."""
+    """Adds the pairs of a rank's tiles to `count` (batch rows, heads, queries, keys), and checks each tile."""
     by_batch = {group.batch: group for group in groups}
     rows = gathered_rows(groups)
     for tile in tiles:

@@ -1,4 +1,4 @@
-"""Every public way to attention as a call of local shards, run under settings of torch that belong to the user."""
+"""Calls of every public attention function with local shards, run under the user's settings of torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Call:
 
 
 def _in_context(mesh: DeviceMesh, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Of shards that were put together and are sharded again."""
+    """Attention in a context, of shards that are unsharded and sharded again."""
     whole = context_parallel_unshard(mesh, (q, k, v), (2, 2, 2), grad="partial")
     q, k, v = context_parallel_shard(mesh, whole, (2, 2, 2))
     numbers = torch.arange(LENGTH, device="cpu")
@@ -95,14 +95,14 @@ def _module(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
 
 def _dtensor(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
-        qkv = tuple(each.detach() for each in qkv)  # else torch warns of its own redistribution
+        qkv = tuple(each.detach() for each in qkv)  # otherwise torch warns of its own redistribution
     q, k, v = (DTensor.from_local(each, mesh, [Shard(2)] * 2, run_check=False) for each in qkv)
     with enable_context_parallel_dispatcher():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).to_local()
 
 
 def _packed(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Of (tokens, heads, D), as flash-attn has them."""
+    """Attention of (tokens, heads, D), as in flash-attn."""
 
     def attend(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
         return function(mesh, *(each.squeeze(0).transpose(0, 1) for each in qkv)).transpose(0, 1).unsqueeze(0)
@@ -116,7 +116,7 @@ def _varlen(mesh: Any, *qkv: torch.Tensor, **options: Any) -> Any:
 
 
 def _rows_first(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Of (B, S, H, D)."""
+    """Attention of (B, S, H, D)."""
     return lambda mesh, *qkv: function(mesh, *(each.transpose(1, 2) for each in qkv)).transpose(1, 2)
 
 
@@ -219,9 +219,9 @@ CALLS: dict[str, Call] = {
 
 
 def check_call(name: str, setting: Setting = nullcontext, training: bool = True) -> None:
-    """The first call of its kind, under a setting of each rank's thread; then one more without, of what is kept.
+    """Checks a first call, with empty caches, under a setting of each rank's thread, and a cached call without it.
 
-    Results and gradients are those of dense attention in float64.
+    Results and gradients must equal those of dense attention in float64.
     """
     call = CALLS[name]
     tensors = call.problem.draw(0)

@@ -1,4 +1,4 @@
-"""What of the process and of a thread is the user's, and what the library keeps in them from call to call."""
+"""Settings of torch that belong to the user, and the library's caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cp_dtensor.attention.backends import interval
 
 
 def cold_caches() -> None:
-    """Forgets what calls have left for later ones, as if the process were new."""
+    """Clears all caches of the library, as in a new process."""
     for name, module in list(sys.modules.items()):
         if name.startswith("cp_dtensor"):
             for value in vars(module).values():
@@ -27,7 +27,7 @@ def cold_caches() -> None:
 
 
 def thread_state() -> list[object]:
-    """The settings of this thread and of the process, which are the user's."""
+    """Returns the user's settings of this thread and process."""
     asked = (
         torch.get_default_device, torch.get_default_dtype, torch.is_grad_enabled, torch.is_inference_mode_enabled,
         torch.is_autocast_cache_enabled, torch.is_anomaly_enabled, torch.get_num_threads,

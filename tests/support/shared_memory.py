@@ -1,6 +1,6 @@
 """Stand-in for symmetric memory on CPUs, for ranks that are threads; transports move every byte.
 
-A thread executes what it submits to a stream at once. `stream_model` has the order of real streams.
+A thread executes work that it submits to a stream at once. `stream_model` has the order of real streams.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Stream:
 
 
 class _Machine:
-    """The memory, and stand-ins for the CUDA driver and the kernels."""
+    """Shared memory, and stand-ins for the CUDA driver and the kernels."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
@@ -90,7 +90,7 @@ class _Machine:
 
 @contextmanager
 def shared_memory() -> Iterator[_Machine]:
-    """While open, around `run_ranks`, ranks can share memory. Skips the test if there is no Triton."""
+    """Context around `run_ranks` in which ranks share memory. Skips the test without Triton."""
     pytest.importorskip("cp_dtensor.comm.triton_kernels")
     machine, stream = _Machine(), _Stream()
     patches = [

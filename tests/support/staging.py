@@ -1,4 +1,4 @@
-"""Stagings without minimum work of a stage, which problems of tests are too small for."""
+"""Stagings without a minimum of work in a stage, for small problems."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The benchmark tool under masks: who takes part, what they hold and compute, and one run on two ranks."""
+"""The benchmark tool under masks: methods, their shards and results, and one run on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark tool: its inputs and errors, and what happens when a method fails."""
+"""The benchmark tool: inputs, errors, and methods that fail."""
 
 from __future__ import annotations
 
