@@ -169,12 +169,6 @@ class CollectiveTransport(KVTransport):
 
     slows_compute = True
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        return self
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        pass  # collectives leave nothing behind
-
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:

@@ -114,11 +114,10 @@ def slowest_seconds(
     transport: KVTransport, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Returns the predicted time of forward, or of forward and `backward`, on the slowest rank."""
-    plans = plans_of_some_ranks(transport, shape, world_size)
     passes = (False, True) if backward else (False,)
     return max(
         sum(predicted_seconds(plan, shape, hardware, each, transport.slows_compute) for each in passes)
-        for plan in plans
+        for plan in plans_of_some_ranks(transport, shape, world_size)
     )
 
 
@@ -131,21 +130,12 @@ def plans_of_some_ranks(transport: KVTransport, shape: CallShape, world_size: in
     return tuple(transport.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
 
 
-TRANSPORTS: dict[str, KVTransport] = {
-    transport.name: transport for transport in (AllGather(), AllToAll(), SymmetricMemory())
-}  # fmt: skip
+TRANSPORTS: dict[str, KVTransport] = {each.name: each for each in (AllGather(), AllToAll(), SymmetricMemory())}
 ROTATE_METHODS: dict[str, TransportMethod] = {**TRANSPORTS, "auto": Auto()}
 _CHOICES = ", ".join(map(repr, ROTATE_METHODS))
 
 
-class _ProcessDefault:
-    """The default of `rotate_method`."""
-
-    def __init__(self) -> None:
-        self.name = "auto"
-
-
-_process_default = _ProcessDefault()
+_process_default = "auto"
 
 
 def transport_by_name(name: str | None) -> TransportMethod:
@@ -155,21 +145,20 @@ def transport_by_name(name: str | None) -> TransportMethod:
         ValueError: unknown name.
     """
     if name is None:
-        name = _process_default.name
+        name = _process_default
     if not isinstance(name, str) or name not in ROTATE_METHODS:
         raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_CHOICES}")
     return ROTATE_METHODS[name]
 
 
-def transport_of_all_rows(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-    """Returns the transport of a call that needs all rows of all ranks at once, so that a ring does not help.
+def gathers_by_symm_mem(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
 
-    It is equal on all ranks. The first call for a group may be a collective.
+    Equal on all ranks. The first call for a group may be a collective.
     """
     if isinstance(method, SymmetricMemory):
-        return method.where_shared(group, device)
-    shares_memory = isinstance(method, Auto) and p2p_obstacle(group, device) is None
-    return SymmetricMemory() if shares_memory else AllGather()
+        return method.is_available(group, device)
+    return isinstance(method, Auto) and p2p_obstacle(group, device) is None
 
 
 def set_rotate_method(rotate_method: str) -> None:
@@ -194,4 +183,5 @@ def set_rotate_method(rotate_method: str) -> None:
     """
     if rotate_method is None:
         raise ValueError(f"unknown rotate method: got None, expected one of {_CHOICES}")
-    _process_default.name = transport_by_name(rotate_method).name
+    global _process_default
+    _process_default = transport_by_name(rotate_method).name

@@ -22,6 +22,7 @@ Memory: as all-gather; also, in symmetric memory, this rank's K/V and one stage 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,14 +31,18 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
+from cp_dtensor._torch.cache import GroupCache
 from cp_dtensor._torch.cuda_driver import copy_bytes
 from cp_dtensor._torch.tensors import current_stream, cut
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
-from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_stages, row_width
+from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, KvTransfers, KVTransport, row_width
 from cp_dtensor.plan.partition import CallShape
 from cp_dtensor.plan.plan import Plan, Step
+
+_log = logging.getLogger("cp_dtensor")
+_logged = GroupCache[None]()
 
 
 @dataclass(frozen=True)
@@ -52,18 +57,18 @@ class SymmetricMemory(KVTransport):
     keeps_own_gradients_wide = False
 
     def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        return self.where_shared(group, device)
+        return self if self.is_available(group, device) else AllGather(self.staging)
 
-    def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        """Returns this transport if the ranks can share memory, else all-gather, which is logged once a group.
+    def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Returns True if the ranks can share memory; logs, once a group, that they cannot.
 
         The first call for a group may be a collective.
         """
         obstacle = workspaces.p2p_obstacle(group, device)
-        if obstacle is None:
-            return self
-        workspaces.log_fallback(group, obstacle)
-        return AllGather(self.staging)
+        if obstacle is not None:
+            message = "symmetric memory is not available (%s): using all-gather instead"
+            _logged.get(group, None, lambda: _log.warning(message, obstacle))
+        return obstacle is None
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
@@ -107,9 +112,10 @@ class _PulledKv(KvTransfers):
         workspace = self._workspace
         workspace.follow(self._stream)
         workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
-        rows = workspace.kv(k.dtype)
+        head_counts = [stop - start for start, stop in stages]
+        blocks = HeadBlocks((k, v), head_counts, self._pitch, workspace.kv(k.dtype))
         for span in self._plan.send_spans:
-            pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
+            blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
         workspace.flags.submit(self._stream, signal=Flag.KV_READY)
 
     def _rows_of_next_stage(self) -> torch.Tensor | None:
