@@ -40,7 +40,7 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns the name of the backend of CUDA tensors."""
-    if group not in _backend_names:  # to ask takes longer than a launch
+    if group not in _backend_names:  # a look-up in torch takes longer than a launch
         _backend_names[group] = group._get_backend(device).name()
     return _backend_names[group]
 

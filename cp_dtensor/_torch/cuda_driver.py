@@ -51,12 +51,7 @@ class FlagOperations:
     """Waits for flags, or writes of flags, that one driver call submits."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
-        self._array = (_MemoryOperation * len(operations))(
-            *(
-                _MemoryOperation(operation, address, value, flags, 0, 0)
-                for operation, address, value, flags in operations
-            )
-        )
+        self._array = (_MemoryOperation * len(operations))(*(_MemoryOperation(*each, 0, 0) for each in operations))
 
     def submit(self, stream: int) -> None:
         """Appends the operations to a CUDA stream, in order."""

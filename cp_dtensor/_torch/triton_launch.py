@@ -91,7 +91,7 @@ class Launch:
             found = self._found[key] = self._direct(found.kernel, tensors)
         if isinstance(found, DirectLaunch) and found(self._grid, driver.get_current_stream(device), addresses):
             return
-        # Also if the driver refuses: in a thread without a CUDA context, say, for which Triton sets one.
+        # Also if the driver refuses, as in a thread without a CUDA context, for which Triton sets one.
         compiled = self._launch_by_triton(tensors)
         if found is None:
             self._found[key] = _Compiled(compiled)

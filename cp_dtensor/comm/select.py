@@ -135,7 +135,14 @@ ROTATE_METHODS: dict[str, TransportMethod] = {**TRANSPORTS, "auto": Auto()}
 _CHOICES = ", ".join(map(repr, ROTATE_METHODS))
 
 
-_process_default = "auto"
+@dataclass
+class _ProcessDefault:
+    """The default of `rotate_method`, which `set_rotate_method` changes."""
+
+    name: str = "auto"
+
+
+_process_default = _ProcessDefault()
 
 
 def transport_by_name(name: str | None) -> TransportMethod:
@@ -145,7 +152,7 @@ def transport_by_name(name: str | None) -> TransportMethod:
         ValueError: unknown name.
     """
     if name is None:
-        name = _process_default
+        name = _process_default.name
     if not isinstance(name, str) or name not in ROTATE_METHODS:
         raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_CHOICES}")
     return ROTATE_METHODS[name]
@@ -183,5 +190,4 @@ def set_rotate_method(rotate_method: str) -> None:
     """
     if rotate_method is None:
         raise ValueError(f"unknown rotate method: got None, expected one of {_CHOICES}")
-    global _process_default
-    _process_default = transport_by_name(rotate_method).name
+    _process_default.name = transport_by_name(rotate_method).name
