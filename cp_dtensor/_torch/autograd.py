@@ -98,9 +98,7 @@ def get_thread_state(key: str) -> Any:
 
 @contextmanager
 def thread_state(key: str, value: Any) -> Iterator[None]:
-    """Stores an object for `get_thread_state` while open, and on exit removes this object only.
-
-    So contexts may be left in any order, as when a generator that holds one is dropped.
+    """Stores an object for `get_thread_state` while open. Contexts may be left in any order, as by dropped generators.
 
     Of the state that autograd carries from thread to thread, only a mark is used, and only in the main thread: such
     state cannot be removed from a thread again, a thread that ends with some of it while the interpreter shuts down

@@ -30,8 +30,7 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
     """While open, compiled code is reused only for calls with the `variant()` that it was compiled for.
 
     The variant "" means code as it is compiled outside of this context. Dynamo reuses code that was compiled with an
-    equal backend, so a function is compiled with a backend that holds the variant. The key of torch's cache on disk
-    lacks changes that a process has made to torch, so the variant becomes part of the key.
+    equal backend, so the backend holds the variant. Torch's cache on disk has the variant in its key.
     """
 
     def of_variant(original: Callable[[Any], Any], callback: Any) -> Any:

@@ -51,14 +51,10 @@ class Launch:
     """A kernel with all arguments but its tensors, which are passed at each call and come first."""
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        numbers: Sequence[float],
-        constants: Mapping[str, object],
+        self, kernel: Any, grid: tuple[int, int, int], numbers: Sequence[float], constants: Mapping[str, object],
         blocks: Sequence[tuple[int, ...] | None] = (),
-    ) -> None:
-        """Nothing is compiled yet.
+    ) -> None:  # fmt: skip
+        """Compiles nothing yet.
 
         Args:
             kernel: a Triton kernel whose parameters are tensors, numbers, then constants.

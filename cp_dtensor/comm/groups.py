@@ -17,13 +17,13 @@ from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter
 class SequenceRanks:
     """The ranks along an outer axis and perhaps an inner one: rank = outer rank * inner size + inner rank.
 
-    Collectives of all of them go over one axis after the other.
+    A collective of all ranks goes over one axis after the other.
     """
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup | None = None
     members: frozenset[int] = field(default=frozenset(), compare=False)
-    """Global ranks of all of them; empty if unknown."""
+    """Global ranks of these ranks; empty if unknown."""
 
     @classmethod
     def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
@@ -80,7 +80,7 @@ class SequenceRanks:
         pickled = pickle.dumps(mine)
         longest = max(self.gather_integers(len(pickled), device))
         gathered = self.gather_integers(list(pickled.ljust(longest, b"\0")), device)
-        return [pickle.loads(bytes(each)) for each in gathered]  # which ends where the object does
+        return [pickle.loads(bytes(each)) for each in gathered]  # pickle ignores the padding
 
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
         """Sums (ranks, ...) over the ranks, and returns this rank's block (...)."""

@@ -35,7 +35,7 @@ _TENSOR_ALIGNMENT = 256
 _PROGRAMS = 1056
 """Programs of the copy kernel: eight for each multiprocessor of an H200."""
 
-# Pieces: the copies of an exchange as integers
+# Copies of an exchange
 #
 # A rank writes tensors (B, rows, heads, D) to its buffer one after the other. Each starts at an offset that suits the
 # longest shard, or the rank with the most heads, so that the offset is equal on all ranks.
@@ -128,7 +128,7 @@ class SharedMemoryHeads(HeadExchange):
 
     bytes_to_heads: int
     bytes_to_rows: int
-    """The most bytes that a rank writes in either direction, in forward or in backward; equal on every rank."""
+    """The most bytes that a rank writes in a direction, in forward or in backward; equal on every rank."""
 
     name = "symm_mem"
     granule = ALIGNMENT
@@ -156,10 +156,7 @@ class SharedMemoryHeads(HeadExchange):
 def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Returns why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
-    Args:
-        shape: shape of this rank's tensors, with all heads.
-        group: the ranks of the axis. The first call for a group may be a collective.
-        device: device of the tensors.
+    The first call for a group may be a collective. `shape` is that of this rank's tensors, with all heads.
     """
     if not TRITON_AVAILABLE:
         return "it needs triton"
@@ -176,17 +173,14 @@ def shared_memory_heads(shape: CallShape, stages: Sequence[tuple[HeadRows, HeadR
         shape: shape of this rank's tensors, with all heads.
         stages: for each stage, the heads and rows of queries, and those of keys and values.
     """
-    dims = (shape.head_dim, shape.v_head_dim)
-
-    def written(of_queries: HeadRows, of_keys: HeadRows) -> list[list[Written]]:
-        d, dv = (dim * shape.itemsize for dim in dims)
+    d, dv = shape.head_dim * shape.itemsize, shape.v_head_dim * shape.itemsize
+    exchanged = []
+    for of_queries, of_keys in stages:
         units = shape.kv_heads * of_keys.copies
         queries = Written(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
+        lse = Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)
         keys, values = (Written(of_keys, shape.batch_size, units, size) for size in (d, dv))
-        return [[queries, keys, values], [queries, Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)]]
-
-    # In forward and in backward: out and LSE may take more memory than q, k and v.
-    exchanged = [tensors for stage in stages for tensors in written(*stage)]
+        exchanged += [[queries, keys, values], [queries, lse]]  # out and LSE may take more memory than q, k and v
     return SharedMemoryHeads(
         bytes_to_heads=max(offsets(tensors, True)[-1] for tensors in exchanged),
         bytes_to_rows=max(offsets(tensors, False)[-1] for tensors in exchanged),

@@ -30,7 +30,6 @@ _SINGLE_PRECISION = 0.05
 _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
 """Bytes per second, read or written."""
 
-
 _measured = GroupCache[Hardware]()
 
 
@@ -69,11 +68,8 @@ def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardwar
         stop.synchronize()
         best = min(best, start.elapsed_time(stop) / 1e3)
     properties = torch.cuda.get_device_properties(device)
-    mine = [
-        (group.size() - 1) * count / best if group.size() > 1 else float("inf"),
-        properties.major,
-        properties.multi_processor_count,
-    ]
+    speed = (group.size() - 1) * count / best if group.size() > 1 else float("inf")
+    mine = [speed, properties.major, properties.multi_processor_count]
     weakest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
     speed, capability, multiprocessors = weakest.tolist()

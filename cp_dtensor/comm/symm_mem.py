@@ -1,9 +1,8 @@
 """KV transport by copy engines through symmetric memory: an all-gather that takes no multiprocessors.
 
 Each rank writes its rows of K/V to its symmetric buffer. The other ranks pull the rows that they attend to, stage by
-stage: their copy engines read the buffer on a separate CUDA stream. Each rank writes the gradients of the rows that it
-has pulled to its buffer, and the owners of the rows pull them. No multiprocessor moves data or waits, so attention
-kernels have all of them.
+stage: their copy engines read the buffer on a separate CUDA stream. The gradients of these rows travel back in the same
+way. No multiprocessor moves data or waits, so attention kernels have all of them.
 
 For each pair of ranks and both kinds of rows, flags (see `Flag`) order the use of a buffer:
 
@@ -105,18 +104,14 @@ class _PulledKv(KvTransfers):
         self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
         self._next_stage = 0
         with label("write K/V"):
-            self._write(k, v, stages)
+            workspace.follow(self._stream)
+            workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
+            head_counts = [stop - start for start, stop in stages]
+            blocks = HeadBlocks((k, v), head_counts, self._pitch, workspace.kv(k.dtype))
+            for span in plan.send_spans:
+                blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
+            workspace.flags.submit(self._stream, signal=Flag.KV_READY)
         self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
-        workspace = self._workspace
-        workspace.follow(self._stream)
-        workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
-        head_counts = [stop - start for start, stop in stages]
-        blocks = HeadBlocks((k, v), head_counts, self._pitch, workspace.kv(k.dtype))
-        for span in self._plan.send_spans:
-            blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
-        workspace.flags.submit(self._stream, signal=Flag.KV_READY)
 
     def _rows_of_next_stage(self) -> torch.Tensor | None:
         """Allocates the next stage. Earlier uses of the memory end before the event `memory_is_free`."""
@@ -126,14 +121,16 @@ class _PulledKv(KvTransfers):
         self._workspace.memory_is_free.record(self._stream)
         return rows
 
-    def _pull(self, rows: torch.Tensor) -> None:
+    def tiles_launched(self) -> None:
+        if self._next_rows is None or self._is_pulled:
+            return
         workspace, width = self._workspace, self._widths[self._next_stage]
         stage_start = self._pitch * sum(self._widths[: self._next_stage])
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
             if self._next_stage == 0:
                 workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, overlaps=True)
-            stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
+            stream, target = workspace.kv_stream.cuda_stream, self._next_rows.data_ptr()
             for peer, row, peer_row, count in self._plan.pulls:
                 stage = workspace.kv_address(peer) + stage_start
                 copy_bytes(stream, target + row * width, stage + peer_row * width, count * width)
@@ -141,11 +138,7 @@ class _PulledKv(KvTransfers):
             if self._next_stage == len(self._widths):
                 workspace.flags.submit(workspace.kv_stream, signal=Flag.KV_TAKEN, overlaps=True)
             workspace.kv_arrived.record(workspace.kv_stream)
-
-    def tiles_launched(self) -> None:
-        if self._next_rows is not None and not self._is_pulled:
-            self._pull(self._next_rows)
-            self._is_pulled = True
+        self._is_pulled = True
 
     def receive(self) -> torch.Tensor:
         self.tiles_launched()  # for steps without tiles

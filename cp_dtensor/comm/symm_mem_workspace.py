@@ -35,7 +35,6 @@ GRANULE = 2 << 20
 
 # P2P probe
 
-
 _obstacles = GroupCache[str | None]()
 
 
@@ -156,11 +155,11 @@ class Flags:
 
     @cached_property
     def _sets(self) -> list[FlagOperations]:
-        return [raise_flags(self._signalled(flag)) for flag in Flag]
+        return [raise_flags(addresses) for addresses in self._signalled]
 
     @cached_property
     def _waits(self) -> list[FlagOperations]:
-        return [await_flags(self._awaited(flag)) for flag in Flag]
+        return [await_flags(addresses) for addresses in self._awaited]
 
     @cached_property
     def _launches(self) -> dict[tuple[Flag | None, Flag | None], BoundLaunch]:
@@ -171,17 +170,20 @@ class Flags:
             padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flags, []]]
             return torch.tensor(padded, device=self.device).unbind()
 
-        signalled = dict(zip(flags, uploaded([self._signalled(flag) for flag in Flag]), strict=True))
-        awaited = dict(zip(flags, uploaded([self._awaited(flag) for flag in Flag]), strict=True))
-        return {(signal, wait): flag_launch(signalled[signal], awaited[wait]) for signal in flags for wait in flags}
+        signalled, awaited = (
+            list(zip(flags, uploaded(each), strict=True)) for each in (self._signalled, self._awaited)
+        )
+        return {(signal, wait): flag_launch(sets, waits) for signal, sets in signalled for wait, waits in awaited}
 
-    def _signalled(self, flag: Flag) -> list[int]:
-        """Addresses of the words that this rank sets."""
-        return [self._address(holder, flag, self.rank) for holder in self._ranks]
+    @property
+    def _signalled(self) -> list[list[int]]:
+        """By flag: addresses of the words that this rank sets."""
+        return [[self._address(holder, flag, self.rank) for holder in self._ranks] for flag in Flag]
 
-    def _awaited(self, flag: Flag) -> list[int]:
-        """Addresses of the words that this rank waits for."""
-        return [self._address(self.rank, flag, setter) for setter in self._ranks]
+    @property
+    def _awaited(self) -> list[list[int]]:
+        """By flag: addresses of the words that this rank waits for."""
+        return [[self._address(self.rank, flag, setter) for setter in self._ranks] for flag in Flag]
 
     @property
     def _ranks(self) -> Sequence[int]:
@@ -210,8 +212,7 @@ class Workspace:
         """Maps memory of these sizes. A collective."""
         self.rank, self.kv_bytes, self.grad_bytes = group.rank(), kv_bytes, grad_bytes
         self.buffer: SymmetricBuffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
-        # Of each rank's buffer, as mapped on this device:
-        self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)
+        self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)  # as mapped on this device
         self.flags = Flags(self.rank, self.addresses, device)
         self.kv_stream, self.grad_stream = (torch.cuda.Stream(device, _BEFORE_ATTENTION) for _ in range(2))
         self.side_stream = torch.cuda.Stream(device)
@@ -275,7 +276,7 @@ reading."""
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
     """Returns the cached workspace of a group, with at least so many bytes, which are equal on all ranks.
 
-    Mapping memory, at the first call and for a larger size, is a collective and takes a second.
+    Mapping memory, at the first call and for a larger size, is a collective that takes a second.
 
     Raises:
         RuntimeError: memory has to be mapped while a CUDA graph is captured.
