@@ -66,9 +66,8 @@ class Departure(ABC):
 class HeadExchange(ABC):
     """A way to exchange rows for heads. A frozen value without state."""
 
-    name: str
     granule: int
-    """Bytes; the bytes of a row of one head are a multiple of it."""
+    """Number of bytes of which a row of one head is a multiple."""
 
     @abstractmethod
     def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
@@ -103,22 +102,20 @@ class HeadExchange(ABC):
         """
         return
 
-    @abstractmethod
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         """Returns a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
+        return None
 
 
 # All-to-all collectives
 #
-# A rank sends one block to each rank: the receiver's heads of the sender's rows, row after row. The rows of a block
-# travel by the parts of a shard, directly to their places among all rows, so the exchange itself changes the order of
-# heads, rows and tensors. Several tensors travel in one exchange.
+# A rank sends one block to each rank: the receiver's heads of the sender's rows, row after row. The rows of each part
+# of a shard travel directly to their places among all rows. Several tensors travel in one exchange.
 
 
 class CollectiveHeads(HeadExchange):
     """Head exchange by all-to-all collectives of the process group, one for each dtype."""
 
-    name = "all-to-all"
     granule = 1
 
     def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
@@ -129,9 +126,6 @@ class CollectiveHeads(HeadExchange):
         is_last: bool,
     ) -> Departure:  # fmt: skip
         return _CollectiveDeparture(bundles, targets, kinds, group)
-
-    def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        return None
 
 
 class _CollectiveArrivals(Arrivals):

@@ -130,27 +130,26 @@ class SharedMemoryHeads(HeadExchange):
     bytes_to_rows: int
     """The most bytes that a rank writes in a direction, in forward or in backward; equal on every rank."""
 
-    name = "symm_mem"
     granule = ALIGNMENT
 
     def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
-        return _ReadHeads(bundles, stages, self._workspace(bundles, group))
+        return _ReadHeads(bundles, stages, self._workspace(bundles[0][0], group))
 
     def to_rows(
         self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds,
         group: dist.ProcessGroup, is_last: bool,
     ) -> Departure:  # fmt: skip
-        return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
+        return _ReadRows(bundles, targets, kinds, self._workspace(bundles[0][0], group), is_last)
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        return self._workspace([[like]], group).side_stream
+        return self._workspace(like, group).side_stream
 
-    def _workspace(self, bundles: Sequence[Tensors], group: dist.ProcessGroup) -> Workspace:
+    def _workspace(self, like: torch.Tensor, group: dist.ProcessGroup) -> Workspace:
         # The size is that of the whole call: memory must not be mapped anew while a pass of the call uses it.
-        return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
+        return workspaces.workspace(group, like.device, self.bytes_to_heads, self.bytes_to_rows)
 
 
 def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -102,20 +102,20 @@ def _unreachable_peer(device: torch.device) -> str | None:
 
 
 class Flag(IntEnum):
-    """Flags that a rank sets for another rank, by what the setter has done.
+    """Flags that one rank, the setter, sets for another.
 
-    A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each rank that may set it has a word
-    of its own. The waiting rank resets it, so there is no counter, and a captured CUDA graph can be replayed.
+    A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each setter has a word of its own.
+    The waiting rank resets the word, so there is no counter, and a captured CUDA graph can be replayed.
     """
 
     KV_READY = 0
-    """Its rows of K/V are written."""
+    """The setter's rows of K/V are written."""
     KV_TAKEN = 1
-    """It has read this rank's rows of K/V, so they may be overwritten."""
+    """The setter has read this rank's rows of K/V, so they may be overwritten."""
     GRAD_READY = 2
-    """Its gradients are written."""
+    """The setter's gradients are written."""
     GRAD_TAKEN = 3
-    """It has read this rank's gradients."""
+    """The setter has read this rank's gradients."""
 
 
 @dataclass(frozen=True, eq=False)
