@@ -85,7 +85,7 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def flex_attention_is_redirected() -> bool:
-    """True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    """Returns True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
     return _public.__code__ is _redirected.__code__ and redirection.handler is not None
 
 
@@ -102,7 +102,7 @@ def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """`mask`, of some rows, with an order of the writes of a deterministic backward to dQ if the whole mask has one.
+    """Gives the mask of some rows an order of a deterministic backward's writes to dQ if the whole mask has one.
 
     Raises:
         NotImplementedError: the whole mask has an explicit order.

@@ -29,8 +29,10 @@ class Contribution(NamedTuple):
 
 
 class KvTransfers(ABC):
-    """The K/V transfers of one pass. For each step call `receive` if it has a transfer, compute its tiles, and call
-    `tiles_launched`."""
+    """The K/V transfers of one pass.
+
+    For each step call `receive` if the step has a transfer, launch its tiles, and call `tiles_launched`.
+    """
 
     @abstractmethod
     def receive(self) -> torch.Tensor:
@@ -39,9 +41,9 @@ class KvTransfers(ABC):
         Rows that this rank's queries do not attend to are uninitialised.
         """
 
-    @abstractmethod
     def tiles_launched(self) -> None:
-        """Starts transfers that overlap with the tiles just launched and need not be submitted before them."""
+        """Starts transfers that overlap with the tiles just launched and need not be submitted before them, if any."""
+        return
 
 
 class GradTransfers(ABC):
