@@ -98,9 +98,7 @@ def get_thread_state(key: str) -> Any:
 
 @contextmanager
 def thread_state(key: str, value: Any) -> Iterator[None]:
-    """Stores an object for `get_thread_state` while open, and on exit removes this object only.
-
-    So contexts may be left in any order, as when a generator that holds one is dropped.
+    """Stores an object for `get_thread_state` while open. Contexts may be left in any order, as by dropped generators.
 
     Of the state that autograd carries from thread to thread, only a mark is used, and only in the main thread: such
     state cannot be removed from a thread again, a thread that ends with some of it while the interpreter shuts down
@@ -116,12 +114,9 @@ def thread_state(key: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        stacks[key] = _without_last(stacks.get(key, ()), value)
-
-
-def _without_last(values: _Stack, value: Any) -> _Stack:
-    place = max((index for index, each in enumerate(values) if each is value), default=len(values))
-    return values[:place] + values[place + 1 :]
+        values = stacks.get(key, ())
+        place = max((index for index, each in enumerate(values) if each is value), default=len(values))
+        stacks[key] = values[:place] + values[place + 1 :]
 
 
 def _forget() -> None:
@@ -152,6 +147,4 @@ def in_main_thread() -> bool:
 
 def in_autograd_thread() -> bool:
     """Returns True in a thread of autograd (in which CUDA backwards run), during a backward."""
-    if current_backward() is None:
-        return False
-    return isinstance(threading.current_thread(), threading._DummyThread)
+    return current_backward() is not None and isinstance(threading.current_thread(), threading._DummyThread)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cp_dtensor._torch.cache import GroupCache
 
 # Renamed in torch 2.13:
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -25,7 +26,7 @@ def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 _NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
 """Names of NCCL's backends. From torch 2.15 on `init_process_group("nccl")` makes the one with the name nccl2."""
-_backend_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_backend_names = GroupCache[str]()
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
@@ -40,9 +41,8 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns the name of the backend of CUDA tensors."""
-    if group not in _backend_names:  # to ask takes longer than a launch
-        _backend_names[group] = group._get_backend(device).name()
-    return _backend_names[group]
+    # A look-up in torch takes longer than a launch.
+    return _backend_names.get(group, None, lambda: group._get_backend(device).name())
 
 
 def start_all_to_all(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from types import ModuleType
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from cp_dtensor._torch.patches import patched
+from cp_dtensor._torch.patches import wrapped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,33 +30,29 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
     """While open, compiled code is reused only for calls with the `variant()` that it was compiled for.
 
     The variant "" means code as it is compiled outside of this context. Dynamo reuses code that was compiled with an
-    equal backend, so a function is compiled with a backend that holds the variant. The key of torch's cache on disk
-    does not tell what the process has changed in torch, so the variant becomes part of the key.
+    equal backend, so the backend holds the variant. Torch's cache on disk has the variant in its key.
     """
 
-    def of_variant(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def callback_from_stance(callback: Any) -> Any:
-            if isinstance(callback, _VariantCallback) and callback.source is variant:  # of a nested call
-                callback = callback.callback
-            callback, name = original(callback), variant()
-            if not name or callback is None:
-                return callback
-            if getattr(torch._dynamo.config, "caching_precompile", False):
-                raise NotImplementedError(
-                    "torch._dynamo.config.caching_precompile takes compiled code from disk whatever it was compiled "
-                    "for: it cannot be used with context_parallel and DTensors"
-                )
-            # False means: reuse without compiling, whatever the backend. That would take code of other variants.
-            return None if callback is False else _VariantCallback(callback, name, variant)
-
-        return callback_from_stance
+    def of_variant(original: Callable[[Any], Any], callback: Any) -> Any:
+        if isinstance(callback, _VariantCallback) and callback.source is variant:  # of a nested call
+            callback = callback.callback
+        callback, name = original(callback), variant()
+        if not name or callback is None:
+            return callback
+        if getattr(torch._dynamo.config, "caching_precompile", False):
+            raise NotImplementedError(
+                "torch._dynamo.config.caching_precompile takes compiled code from disk whatever it was compiled "
+                "for: it cannot be used with context_parallel and DTensors"
+            )
+        # False means: reuse without compiling, whatever the backend. That would take code of other variants.
+        return None if callback is False else _VariantCallback(callback, name, variant)
 
     with ExitStack() as stack:
-        stack.enter_context(
-            _when_loaded(
-                _EVAL_FRAME, lambda module: stack.enter_context(patched(module, "_callback_from_stance", of_variant))
-            )
-        )
+
+        def wrap(module: ModuleType) -> None:
+            stack.enter_context(wrapped(module, "_callback_from_stance", of_variant))
+
+        stack.enter_context(_when_loaded(_EVAL_FRAME, wrap))
         yield
 
 
@@ -76,9 +71,7 @@ class _VariantCallback:
     """Compiles a frame as `callback` does, for a variant."""
 
     def __init__(self, callback: Any, variant: str, source: Callable[[], str]) -> None:
-        self.callback = callback
-        self.source = source
-        self._variant = variant
+        self.callback, self.source, self._variant = callback, source, variant
         backend = callback
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
@@ -98,39 +91,32 @@ def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[No
         then(sys.modules[name])
         yield
         return
-    watcher, finders = _Watcher(name, then), sys.meta_path
-    finders.insert(0, watcher)
-    try:
-        yield
-    finally:
-        if watcher in finders:  # False if the interpreter ends while this is open
-            finders.remove(watcher)
 
-
-class _Watcher(MetaPathFinder):
-    """Finds one module as the other finders do, and calls a function when it has been loaded."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+    def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Finds the module as the other finders do, with a loader that calls `then` at the end."""
+        if fullname != name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        finders.remove(finder)
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def load_and_call(module: ModuleType) -> None:
             load(module)
-            self._then(module)
+            then(module)
 
         spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    finders = sys.meta_path
+    finders.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in finders:  # False if the interpreter ends while this is open
+            finders.remove(finder)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -191,7 +177,7 @@ def end_traced_scope() -> None:
 
 
 def traced_scope() -> str | None:
-    """The innermost scope of the program that is traced now, None outside of any."""
+    """Returns the innermost scope of the program that is traced now, None outside of any."""
     scopes = getattr(TracingContext.try_get(), "cp_dtensor_scopes", ())
     return scopes[-1] if scopes else None
 

@@ -12,14 +12,9 @@ from functools import cache
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
 _UNIFIED = 4  # CUmemorytype: unified addressing
 _SIDE_FIELDS = (
-    ("x", ctypes.c_size_t),
-    ("y", ctypes.c_size_t),
-    ("type", ctypes.c_uint),
-    ("host", ctypes.c_void_p),
-    ("address", ctypes.c_uint64),
-    ("array", ctypes.c_void_p),
-    ("pitch", ctypes.c_size_t),
-)
+    ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
+    ("address", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+)  # fmt: skip
 _WAIT_EQUAL, _DEFAULT = 1, 0  # flags of waits and of writes; a default write makes what came before it visible
 
 
@@ -27,13 +22,9 @@ class _MemoryOperation(ctypes.Structure):
     """CUstreamBatchMemOpParams of a wait or a write."""
 
     _fields_ = (
-        ("operation", ctypes.c_int),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
+        ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint), ("alias", ctypes.c_uint64), ("padding", ctypes.c_uint64),
+    )  # fmt: skip
 
 
 class _Copy2D(ctypes.Structure):
@@ -51,12 +42,7 @@ class FlagOperations:
     """Waits for flags, or writes of flags, that one driver call submits."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
-        self._array = (_MemoryOperation * len(operations))(
-            *(
-                _MemoryOperation(operation, address, value, flags, 0, 0)
-                for operation, address, value, flags in operations
-            )
-        )
+        self._array = (_MemoryOperation * len(operations))(*(_MemoryOperation(*each, 0, 0) for each in operations))
 
     def submit(self, stream: int) -> None:
         """Appends the operations to a CUDA stream, in order."""

@@ -16,11 +16,8 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from cp_dtensor._torch.patches import entry_replaced
 
 OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def dtensor_dispatcher() -> Any:
-    """Returns DTensor's dispatcher, which holds the tables of handlers and strategies."""
-    return DTensor._op_dispatcher
+_DISPATCHER: Any = DTensor._op_dispatcher
+"""DTensor's dispatcher, which holds the tables of handlers and strategies."""
 
 
 @contextmanager
@@ -33,11 +30,10 @@ def dtensor_tables(
         handlers: by op.
         strategies: by op, a function from torch's own strategy (None if torch has none) to the new one.
     """
-    dispatcher = dtensor_dispatcher()
-    propagator = dispatcher.sharding_propagator
+    propagator = _DISPATCHER.sharding_propagator
     with ExitStack() as stack:
         for op, handler in handlers.items():
-            stack.enter_context(entry_replaced(dispatcher._custom_op_handlers, op, handler))
+            stack.enter_context(entry_replaced(_DISPATCHER._custom_op_handlers, op, handler))
         for op, make in strategies.items():
             original = _original_strategy(op)
             # A single-dim strategy would take precedence over ours.
@@ -51,7 +47,7 @@ def _original_strategy(op: Any) -> Callable[[Any], Any] | None:
 
     A single-dim strategy takes precedence in DTensor and is expanded here; from torch 2.14 on SDPA's ops have one.
     """
-    propagator = dtensor_dispatcher().sharding_propagator
+    propagator = _DISPATCHER.sharding_propagator
     single_dim = propagator.op_single_dim_strategy_funcs.get(op)
     if single_dim is None:
         strategy: Callable[[Any], Any] | None = propagator.op_strategy_funcs.get(op)
@@ -105,20 +101,19 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     Returns:
         The op info, with redistributed local arguments and its `output_sharding`, and the specs of the inputs.
     """
-    dispatcher = dtensor_dispatcher()
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
+    info = _DISPATCHER.unwrap_to_op_info(op, args, kwargs)
+    sharding = _DISPATCHER.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
     info.output_sharding = sharding
     schema = info.schema
     if sharding.needs_redistribute:
         schema = sharding.redistribute_schema
-        dispatcher.redistribute_local_args(info, schema, sharding.use_val_from_redistribute_schema)
+        _DISPATCHER.redistribute_local_args(info, schema, sharding.use_val_from_redistribute_schema)
     return info, schema.args_schema
 
 
 def run_locally(op: Any, info: Any) -> Any:
     """Runs an op on the local tensors of `propagated` and wraps the results, as torch does by default."""
-    return dtensor_dispatcher().wrap(op(*info.local_args, **info.local_kwargs), info.output_sharding.output_spec)
+    return _DISPATCHER.wrap(op(*info.local_args, **info.local_kwargs), info.output_sharding.output_spec)
 
 
 def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +11,14 @@ from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dtensor._torch.patches import patched
+from cp_dtensor._torch.patches import wrapped
 
 WHOLE_BLOCK: int = module._LARGE_SPARSE_BLOCK_SIZE
 """The block size of a mask that is a single block, whatever the lengths."""
 
 
 def _copied(function: types.FunctionType) -> types.FunctionType:
-    """A copy of a function that keeps its code when the code of the original is replaced."""
+    """Copies a function; the copy keeps its code when the code of the original is replaced."""
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -86,7 +85,7 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def flex_attention_is_redirected() -> bool:
-    """True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    """Returns True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
     return _public.__code__ is _redirected.__code__ and redirection.handler is not None
 
 
@@ -94,20 +93,16 @@ def flex_attention_is_redirected() -> bool:
 def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
     """While open, calls `check`, which may raise, when FlexAttention that Dynamo captured is run or traced."""
 
-    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            check()
-            return original(*args, **kwargs)
+    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check()
+        return original(*args, **kwargs)
 
-        return call
-
-    with patched(FlexAttentionHOP, "__call__", checked):
+    with wrapped(FlexAttentionHOP, "__call__", checked):
         yield
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """`mask`, of some rows, with an order of the writes of a deterministic backward to dQ if the whole mask has one.
+    """Gives the mask of some rows an order of a deterministic backward's writes to dQ if the whole mask has one.
 
     Raises:
         NotImplementedError: the whole mask has an explicit order.

@@ -19,16 +19,26 @@ if hasattr(torch.utils.checkpoint, f"{NON_REENTRANT}_impl"):
 
 
 @contextmanager
-def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces an attribute by `make(original)`; on exit restores it unless other code has replaced it since."""
-    original = vars(owner)[name]
-    ours = make(original)
+def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """While open, calls of a function `owner.name` become `around(original, *args, **kwargs)`.
+
+    On exit restores the function unless other code has replaced it since.
+    """
+    before = vars(owner)[name]
+    is_static = isinstance(before, staticmethod)
+    original = before.__func__ if is_static else before
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    ours = staticmethod(call) if is_static else call
     setattr(owner, name, ours)
     try:
         yield
     finally:
         if vars(owner)[name] is ours:
-            setattr(owner, name, original)
+            setattr(owner, name, before)
 
 
 @contextmanager
@@ -58,25 +68,18 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
     """
     module = torch.utils.checkpoint
 
-    def reentrant(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
-        def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return original.__func__(ctx, bind(run_function), *args)
+    def reentrant(original: Callable[..., Any], ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return original(ctx, bind(function), *args)
 
-        return staticmethod(forward)
-
-    def non_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(bind(fn), *args, **kwargs)
-
-        return generator
+    def non_reentrant(original: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(bind(fn), *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(patched(module.CheckpointFunction, "forward", reentrant))
+        stack.enter_context(wrapped(module.CheckpointFunction, "forward", reentrant))
         # torch's composable checkpoint imports the generator by name.
         for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
             if user is not None:
-                stack.enter_context(patched(user, NON_REENTRANT, non_reentrant))
+                stack.enter_context(wrapped(user, NON_REENTRANT, non_reentrant))
         yield
 
 
@@ -91,17 +94,12 @@ def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callabl
         yield
         return
 
-    def dispatch(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
-        redirected = redirect(original.__func__)
+    def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bias = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3]
+        is_triangle = bias.variant != module.CausalVariant.LOWER_RIGHT or bias.seq_len_q == bias.seq_len_kv
+        return (original if is_triangle else redirect(original))(*args, **kwargs)
 
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            bias = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3]
-            is_triangle = bias.variant != module.CausalVariant.LOWER_RIGHT or bias.seq_len_q == bias.seq_len_kv
-            return (original.__func__ if is_triangle else redirected)(*args, **kwargs)
-
-        return staticmethod(chosen)
-
-    with patched(module.CausalBias, "_dispatch", dispatch):
+    with wrapped(module.CausalBias, "_dispatch", dispatch):
         yield
 
 
@@ -116,23 +114,19 @@ def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Ite
             raise.
     """
 
-    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    signature = inspect.signature(torch.nn.functional.multi_head_attention_forward)
 
-        @functools.wraps(original)
-        def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            call.apply_defaults()
-            extra_keys = call.arguments["bias_k"] is not None or call.arguments["add_zero_attn"]
-            check(call.arguments["need_weights"], extra_keys)
-            return original(*args, **kwargs)
-
-        return multi_head_attention_forward
+    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        extra_keys = call.arguments["bias_k"] is not None or call.arguments["add_zero_attn"]
+        check(call.arguments["need_weights"], extra_keys)
+        return original(*args, **kwargs)
 
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with patched(torch.nn.functional, "multi_head_attention_forward", checked):
+        with wrapped(torch.nn.functional, "multi_head_attention_forward", checked):
             yield
     finally:
         if not torch.backends.mha.get_fastpath_enabled():
@@ -147,30 +141,24 @@ def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) ->
     """
     module = torch.nn.parallel.distributed
 
-    def leaving_out(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def broadcast(self: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-            others = [tensor for tensor in tensors if not is_left_out(tensor)]
-            if others:
-                original(self, others, *args, **kwargs)
+    signature = inspect.signature(module._sync_module_states)
 
-        return broadcast
+    def leaving_out(
+        original: Callable[..., None], self: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
+        others = [tensor for tensor in tensors if not is_left_out(tensor)]
+        if others:
+            original(self, others, *args, **kwargs)
 
-    def ignoring(original: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def synchronize(*args: Any, **kwargs: Any) -> None:
-            call = signature.bind(*args, **kwargs).arguments
-            ignored = call["params_and_buffers_to_ignore"]
-            named = (*call["module"].named_parameters(), *call["module"].named_buffers())
-            call["params_and_buffers_to_ignore"] = {name for name, x in named if name in ignored or is_left_out(x)}
-            original(**call)
-
-        return synchronize
+    def ignoring(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs).arguments
+        ignored = call["params_and_buffers_to_ignore"]
+        named = (*call["module"].named_parameters(), *call["module"].named_buffers())
+        call["params_and_buffers_to_ignore"] = {name for name, x in named if name in ignored or is_left_out(x)}
+        original(**call)
 
     with (
-        patched(module.DistributedDataParallel, "_distributed_broadcast_coalesced", leaving_out),
-        patched(module, "_sync_module_states", ignoring),
+        wrapped(module.DistributedDataParallel, "_distributed_broadcast_coalesced", leaving_out),
+        wrapped(module, "_sync_module_states", ignoring),
     ):
         yield

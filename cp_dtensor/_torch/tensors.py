@@ -114,11 +114,6 @@ def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes a CUDA tensor's device the current one, for streams, events and kernels."""
-    return on_device(tensor.device)
-
-
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns `torch.cuda.current_stream(device)`; several times as fast, since torch gets the device's index."""
     return torch.cuda.current_stream(device.index)
@@ -129,6 +124,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes a CUDA tensor's device the current one, for streams, events and kernels."""
+    return on_device(tensor.device)
 
 
 # Identity, versions and modes
@@ -185,8 +185,8 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int | None:
     """Returns autograd's count of writes to a tensor, None if writes are not counted.
 
-    They are not for inference tensors and for results of Inductor's CUDA graphs, whose replays write to the same
-    tensors. Writes by collectives, and by compiled code that reuses memory, are never counted.
+    Writes to inference tensors and to results of Inductor's CUDA graphs are not counted; nor are writes by collectives
+    and by compiled code that reuses memory, in any tensor.
     """
     is_of_graph = torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
     return None if tensor.is_inference() or is_of_graph else tensor._version

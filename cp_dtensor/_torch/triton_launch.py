@@ -51,14 +51,10 @@ class Launch:
     """A kernel with all arguments but its tensors, which are passed at each call and come first."""
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        numbers: Sequence[float],
-        constants: Mapping[str, object],
+        self, kernel: Any, grid: tuple[int, int, int], numbers: Sequence[float], constants: Mapping[str, object],
         blocks: Sequence[tuple[int, ...] | None] = (),
-    ) -> None:
-        """Nothing is compiled yet.
+    ) -> None:  # fmt: skip
+        """Compiles nothing yet.
 
         Args:
             kernel: a Triton kernel whose parameters are tensors, numbers, then constants.
@@ -91,7 +87,7 @@ class Launch:
             found = self._found[key] = self._direct(found.kernel, tensors)
         if isinstance(found, DirectLaunch) and found(self._grid, driver.get_current_stream(device), addresses):
             return
-        # Also if the driver refuses: in a thread without a CUDA context, say, for which Triton sets one.
+        # Also if the driver refuses, as in a thread without a CUDA context, for which Triton sets one.
         compiled = self._launch_by_triton(tensors)
         if found is None:
             self._found[key] = _Compiled(compiled)

@@ -37,11 +37,10 @@ def _start_in_place(
 ) -> Callable[[], object]:
     """Starts one NCCL launch that reads and writes the rows where they are."""
     nothing = like.new_empty(0)
-
-    def filled(places: Places) -> list[list[torch.Tensor]]:
-        return [[nothing if rows is None else rows for rows in slot] for slot in places]
-
-    return start_all_to_all(filled(incoming), filled(outgoing), group)
+    received, sent = (
+        [[nothing if rows is None else rows for rows in slot] for slot in places] for places in (incoming, outgoing)
+    )
+    return start_all_to_all(received, sent, group)
 
 
 def _start_packed(
@@ -57,11 +56,8 @@ def _start_packed(
 
     def wait() -> None:
         work.wait()
-        start = 0
-        for rows in targets:
-            stop = start + rows.size(0)
-            rows.copy_(received[start:stop])
-            start = stop
+        for rows, arrived in zip(targets, received.split([rows.size(0) for rows in targets]), strict=True):
+            rows.copy_(arrived)
 
     return wait
 
@@ -83,7 +79,7 @@ class _KvExchanges(KvTransfers):
     """K/V transfers of which `ahead` are in flight besides the one that is received.
 
     On GPUs an exchange is a kernel, which starts when earlier kernels leave it multiprocessors. So the exchange that
-    overlaps with a step is launched before the tiles of the step.
+    overlaps with a step is launched before the tiles of the step, by `receive`.
     """
 
     def __init__(
@@ -115,9 +111,6 @@ class _KvExchanges(KvTransfers):
         exchange.wait()
         self._start()
         return rows
-
-    def tiles_launched(self) -> None:
-        pass  # the transfers that overlap with the tiles are launched already
 
 
 class _GradExchanges(GradTransfers):
@@ -168,12 +161,6 @@ class CollectiveTransport(KVTransport):
     """Transport by collectives of the process group."""
 
     slows_compute = True
-
-    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        return self
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        pass  # collectives leave nothing behind
 
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup

@@ -17,7 +17,7 @@ from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter
 class SequenceRanks:
     """The ranks along an outer axis and perhaps an inner one: rank = outer rank * inner size + inner rank.
 
-    Collectives of all of them go over one axis after the other.
+    A collective of all ranks goes over one axis after the other.
     """
 
     outer: dist.ProcessGroup
@@ -77,7 +77,7 @@ class SequenceRanks:
         pickled = pickle.dumps(mine)
         longest = max(self.gather_integers(len(pickled), device))
         gathered = self.gather_integers(list(pickled.ljust(longest, b"\0")), device)
-        return [pickle.loads(bytes(each)) for each in gathered]  # which ends where the object does
+        return [pickle.loads(bytes(each)) for each in gathered]  # pickle ignores the padding
 
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
         """Sums (ranks, ...) over the ranks, and returns this rank's block (...)."""

@@ -10,7 +10,7 @@ Flags order the ranks as in `symm_mem`: the flags of K/V on the way to heads, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from cp_dtensor._torch import label, prepared
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
-from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Tensors
+from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Kinds, Tensors
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
 from cp_dtensor.plan.partition import CallSpec
 
@@ -35,7 +35,7 @@ _TENSOR_ALIGNMENT = 256
 _PROGRAMS = 1056
 """Programs of the copy kernel: eight for each multiprocessor of an H200."""
 
-# Pieces: the copies of an exchange as integers
+# Copies of an exchange
 #
 # A rank writes tensors (B, rows, heads, D) to its buffer one after the other. Each starts at an offset that suits the
 # longest shard, or the rank with the most heads, so that the offset is equal on all ranks.
@@ -67,82 +67,53 @@ class Written:
     """Heads of the tensor before an exchange to heads; heads after replication in an exchange to rows."""
     head_bytes: int
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of all heads of the longest shard."""
-        return self.batch * self.kind.rows.longest * self.all_heads * self.head_bytes
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of all rows of the most heads that a rank has."""
-        return self.batch * self.kind.rows.total * max(self.kind.head_counts) * self.head_bytes
+    def bytes(self, to_heads: bool) -> int:
+        """Returns the bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
+        rows = self.kind.rows
+        elements = rows.longest * self.all_heads if to_heads else rows.total * max(self.kind.head_counts)
+        return self.batch * elements * self.head_bytes
 
 
-def offsets(sizes: Sequence[int]) -> list[int]:
-    """Returns the offsets of tensors of these sizes, and, last, their size together."""
+def offsets(tensors: Sequence[Written], to_heads: bool) -> list[int]:
+    """Returns the offsets of the tensors in a buffer, and, last, their size together."""
+    sizes = (tensor.bytes(to_heads) for tensor in tensors)
     return list(accumulate((-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0))
 
 
-def pieces_to_heads(tensors: tuple[Written, ...], rank: int) -> tuple[Piece, ...]:
-    """Returns the copies that bring this rank's heads of all rows, those of its own rows last."""
-    starts = offsets([tensor.whole_bytes for tensor in tensors])
+def pieces_of(tensors: tuple[Written, ...], rank: int, to_heads: bool) -> tuple[Piece, ...]:
+    """Returns the copies that a rank makes in an exchange, those of its own memory last.
+
+    To heads, they bring this rank's heads of all rows; else all heads of this rank's rows, in one stage.
+    """
     pieces = []
-    for index, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
+    for index, (tensor, start) in enumerate(zip(tensors, offsets(tensors, to_heads), strict=False)):
         kind, size = tensor.kind, tensor.head_bytes
-        first, last = kind.heads[rank]
-        source_pitch, target_pitch = tensor.all_heads * size, (last - first) * size
-        for peer in _peers(rank, kind):
-            length = sum(kind.rows.lengths[peer])
-            for part in range(len(kind.rows.lengths[peer])):
-                here, there = kind.rows.local_span(peer, part), kind.rows.span(peer, part)
-                for head, unit, count in _runs(first, last, kind.copies):
+        # From the next rank on, so that not all ranks read from the same peer at once.
+        for peer in ((rank + hop) % len(kind.heads) for hop in range(1, len(kind.heads) + 1)):
+            rows_of, heads_of = (peer, rank) if to_heads else (rank, peer)
+            first, last = kind.heads[heads_of]
+            lengths = kind.rows.lengths[rows_of]
+            shard_pitch, heads_pitch = tensor.all_heads * size, (last - first) * size
+            # (head, number after replication, count) of heads that are contiguous on both sides
+            runs = [(first, 0, last - first)]
+            if to_heads and kind.copies > 1:
+                runs = [(unit // kind.copies, unit - first, 1) for unit in range(first, last)]
+            for part in range(len(lengths)):
+                here, there = kind.rows.local_span(rows_of, part), kind.rows.span(rows_of, part)
+                for head, unit, count in runs:
                     for batch in range(tensor.batch):
-                        source = start + (batch * length + here[0]) * source_pitch + head * size
-                        target = (batch * kind.rows.total + there[0]) * target_pitch + unit * size
-                        rows = here[1] - here[0]
+                        of_shard = (batch * sum(lengths) + here[0]) * shard_pitch + head * size
+                        of_heads = (batch * kind.rows.total + there[0]) * heads_pitch + unit * size
+                        rows, row_bytes = here[1] - here[0], count * size
                         pieces.append(
-                            Piece(peer, source, index, target, rows, count * size, source_pitch, target_pitch)
+                            Piece(peer, start + of_shard, index, of_heads, rows, row_bytes, shard_pitch, heads_pitch)
+                            if to_heads
+                            else Piece(
+                                peer, start + of_heads, index, of_shard, rows, row_bytes, heads_pitch, shard_pitch
+                            )
                         )
-    return _own_last(pieces, rank)
-
-
-def pieces_to_rows(tensors: tuple[Written, ...], rank: int) -> tuple[Piece, ...]:
-    """Returns the copies that bring all heads of this rank's rows in one stage, those of its own heads last."""
-    starts = offsets([tensor.stage_bytes for tensor in tensors])
-    pieces = []
-    for index, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
-        kind, size = tensor.kind, tensor.head_bytes
-        length = sum(kind.rows.lengths[rank])
-        target_pitch = tensor.all_heads * size
-        for peer in _peers(rank, kind):
-            first, last = kind.heads[peer]
-            source_pitch = (last - first) * size
-            for part in range(len(kind.rows.lengths[rank])):
-                here, there = kind.rows.local_span(rank, part), kind.rows.span(rank, part)
-                for batch in range(tensor.batch):
-                    source = start + (batch * kind.rows.total + there[0]) * source_pitch
-                    target = (batch * length + here[0]) * target_pitch + first * size
-                    rows = here[1] - here[0]
-                    pieces.append(Piece(peer, source, index, target, rows, source_pitch, source_pitch, target_pitch))
-    return _own_last(pieces, rank)
-
-
-def _peers(rank: int, kind: HeadRows) -> list[int]:
-    """All ranks, from the next one on, so that not all ranks read from the same peer at once."""
-    world_size = len(kind.heads)
-    return [(rank + hop) % world_size for hop in range(1, world_size + 1)]
-
-
-def _own_last(pieces: Sequence[Piece], rank: int) -> tuple[Piece, ...]:
-    """Non-empty pieces; a copy within a GPU is last, since it is a kernel, which may wait for a multiprocessor."""
-    return tuple(sorted((piece for piece in pieces if piece.rows and piece.row_bytes), key=lambda it: it.peer == rank))
-
-
-def _runs(first: int, last: int, copies: int) -> list[tuple[int, int, int]]:
-    """`(head, number after replication, count)` of heads that are contiguous in source and target."""
-    if copies == 1:
-        return [(first, 0, last - first)]
-    return [(unit // copies, unit - first, 1) for unit in range(first, last)]
+    # A copy within a GPU is a kernel, which may wait for a multiprocessor.
+    return tuple(sorted((each for each in pieces if each.rows and each.row_bytes), key=lambda each: each.peer == rank))
 
 
 # Exchange
@@ -157,40 +128,34 @@ class SharedMemoryHeads(HeadExchange):
 
     bytes_to_heads: int
     bytes_to_rows: int
-    """The most bytes that a rank writes in either direction, in forward or in backward; equal on every rank."""
+    """The most bytes that a rank writes in a direction, in forward or in backward; equal on every rank."""
 
-    name = "symm_mem"
     granule = ALIGNMENT
 
-    def to_heads(
-        self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], group: dist.ProcessGroup
-    ) -> Arrivals:
-        return _ReadHeads(bundles, stages, self._workspace(bundles, group), group.rank())
+    def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
+        return _ReadHeads(bundles, stages, self._workspace(bundles[0][0], group))
 
     def to_rows(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows],
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds,
         group: dist.ProcessGroup, is_last: bool,
     ) -> Departure:  # fmt: skip
-        return _ReadRows(bundles, targets, kinds, self._workspace(bundles, group), is_last)
+        return _ReadRows(bundles, targets, kinds, self._workspace(bundles[0][0], group), is_last)
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        return self._workspace([[like]], group).side_stream
+        return self._workspace(like, group).side_stream
 
-    def _workspace(self, bundles: Sequence[Tensors], group: dist.ProcessGroup) -> Workspace:
+    def _workspace(self, like: torch.Tensor, group: dist.ProcessGroup) -> Workspace:
         # The size is that of the whole call: memory must not be mapped anew while a pass of the call uses it.
-        return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
+        return workspaces.workspace(group, like.device, self.bytes_to_heads, self.bytes_to_rows)
 
 
 def obstacle_to_shared_memory(shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Returns why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
-    Args:
-        shape: shape of this rank's tensors, with all heads.
-        group: the ranks of the axis. The first call for a group may be a collective.
-        device: device of the tensors.
+    The first call for a group may be a collective. `shape` is that of this rank's tensors, with all heads.
     """
     if not TRITON_AVAILABLE:
         return "it needs triton"
@@ -207,20 +172,17 @@ def shared_memory_heads(shape: CallSpec, stages: Sequence[tuple[HeadRows, HeadRo
         shape: shape of this rank's tensors, with all heads.
         stages: for each stage, the heads and rows of queries, and those of keys and values.
     """
-    dims = (shape.head_dim, shape.v_head_dim)
-
-    def written(of_queries: HeadRows, of_keys: HeadRows) -> list[list[Written]]:
-        d, dv = (dim * shape.itemsize for dim in dims)
+    d, dv = shape.head_dim * shape.itemsize, shape.v_head_dim * shape.itemsize
+    exchanged = []
+    for of_queries, of_keys in stages:
         units = shape.kv_heads * of_keys.copies
         queries = Written(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
+        lse = Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)
         keys, values = (Written(of_keys, shape.batch_size, units, size) for size in (d, dv))
-        return [[queries, keys, values], [queries, Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)]]
-
-    # In forward and in backward: out and LSE may take more memory than q, k and v.
-    exchanged = [tensors for stage in stages for tensors in written(*stage)]
+        exchanged += [[queries, keys, values], [queries, lse]]  # out and LSE may take more memory than q, k and v
     return SharedMemoryHeads(
-        bytes_to_heads=max(offsets([each.whole_bytes for each in tensors])[-1] for tensors in exchanged),
-        bytes_to_rows=max(offsets([each.stage_bytes for each in tensors])[-1] for tensors in exchanged),
+        bytes_to_heads=max(offsets(tensors, True)[-1] for tensors in exchanged),
+        bytes_to_rows=max(offsets(tensors, False)[-1] for tensors in exchanged),
     )
 
 
@@ -240,23 +202,20 @@ def whole_heads(tensors: Tensors, kind: HeadRows) -> SharedMemoryHeads | None:
     if not TRITON_AVAILABLE or any(size % ALIGNMENT for size in sizes):
         return None
     batch = tensors[0].size(0) * tensors[0].size(1)
-    return SharedMemoryHeads(offsets([Written(kind, batch, 1, size).whole_bytes for size in sizes])[-1], 0)
+    return SharedMemoryHeads(offsets([Written(kind, batch, 1, size) for size in sizes], True)[-1], 0)
 
 
 class _ReadHeads(Arrivals):
-    def __init__(
-        self, bundles: Sequence[Tensors], stages: Sequence[Sequence[HeadRows]], workspace: Workspace, rank: int
-    ) -> None:
+    def __init__(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], workspace: Workspace) -> None:
         self._tensors = tensors = [tensor for bundle in bundles for tensor in bundle]
         self._sizes = [len(bundle) for bundle in bundles]
         self._stages = [_written(bundles, stage) for stage in stages]
-        self._rank, self._workspace = rank, workspace
-        starts = offsets([tensor.whole_bytes for tensor in self._stages[0]])
+        self._workspace = workspace
         stream = current_stream(tensors[0].device)
         with label("write heads"):
             workspace.follow(stream)
             workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
-            _write(tensors, workspace.kv_address(workspace.rank), starts, stream)
+            _write(tensors, workspace.kv_address(workspace.rank), offsets(self._stages[0], True), stream)
             workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
         # Nothing overlaps with the first stage, so it is read on the current stream.
         self._next_stage = 0
@@ -267,14 +226,14 @@ class _ReadHeads(Arrivals):
         current = current_stream(self._tensors[0].device)
         self._next_stage += 1
         arriving = [
-            like.new_empty(each.batch, each.kind.rows.total, each.kind.head_counts[self._rank], like.size(3))
+            like.new_empty(each.batch, each.kind.rows.total, each.kind.head_counts[workspace.rank], like.size(3))
             for each, like in zip(stage, self._tensors, strict=True)
         ]
         with label("read heads"):
             if stream != current:
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
-            _table(workspace, stage, pieces_to_heads, workspace.kv_address).copy(arriving, stream, current)
+            _table(workspace, stage, to_heads=True).copy(arriving, stream, current)
             if self._next_stage == len(self._stages):
                 workspace.flags.submit(stream, signal=Flag.KV_TAKEN, overlaps=stream != current)
             if stream != current:
@@ -293,18 +252,17 @@ class _ReadHeads(Arrivals):
 
 class _ReadRows(Departure):
     def __init__(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Sequence[HeadRows], workspace: Workspace,
+        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds, workspace: Workspace,
         is_last: bool,
     ) -> None:  # fmt: skip
         tensors = [tensor for bundle in bundles for tensor in bundle]
         written = _written(targets, kinds)
-        starts = offsets([tensor.stage_bytes for tensor in written])
         current = current_stream(tensors[0].device)
         overlaps = not is_last  # with the next stage, on another stream perhaps
         with label("write rows"):
             workspace.follow(current)
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
-            _write(tensors, workspace.grads_address(workspace.rank), starts, current)
+            _write(tensors, workspace.grads_address(workspace.rank), offsets(written, False), current)
         stream = workspace.grad_stream if overlaps else current
         with label("read rows"):
             if overlaps:
@@ -314,7 +272,7 @@ class _ReadRows(Departure):
                 workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
             else:
                 workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
-            table = _table(workspace, written, pieces_to_rows, workspace.grads_address)
+            table = _table(workspace, written, to_heads=False)
             table.copy([target for bundle in targets for target in bundle], stream, current)
             workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
         self._read_on, self._device = stream, tensors[0].device
@@ -325,8 +283,8 @@ class _ReadRows(Departure):
             current.wait_stream(self._read_on)
 
 
-def _written(bundles: Sequence[Tensors], kinds: Sequence[HeadRows]) -> tuple[Written, ...]:
-    """The layout of the tensors, which have all heads."""
+def _written(bundles: Sequence[Tensors], kinds: Kinds) -> tuple[Written, ...]:
+    """Describes tensors (B, all heads, rows, D)."""
     return tuple(
         Written(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)
         for bundle, kind in zip(bundles, kinds, strict=True)
@@ -365,14 +323,9 @@ class _Table:
             )
 
 
-def _table(
-    workspace: Workspace,
-    written: tuple[Written, ...],
-    pieces_of: Callable[[tuple[Written, ...], int], tuple[Piece, ...]],
-    address: Callable[[int], int],
-) -> _Table:
+def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -> _Table:
     """Returns the cached table of an exchange; its upload takes longer than the exchange."""
-    key = (pieces_of, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in written))
+    key = (to_heads, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in written))
     table: _Table | None = workspace.tables.get(key)
     if table is not None:
         return table
@@ -381,8 +334,10 @@ def _table(
             "the copies of a head exchange have to be uploaded, which a CUDA graph cannot capture: run one forward and "
             "backward of this size before capturing"
         )
+    address = workspace.kv_address if to_heads else workspace.grads_address
     pieces = tuple(
-        piece._replace(source=address(piece.peer) + piece.source) for piece in pieces_of(written, workspace.rank)
+        piece._replace(source=address(piece.peer) + piece.source)
+        for piece in pieces_of(written, workspace.rank, to_heads)
     )
     fields, device = [piece[1:] for piece in pieces], workspace.kv().device
     on_device = prepared(lambda: torch.tensor(fields, dtype=torch.int64, device=device)).view(-1, PIECE_FIELDS)

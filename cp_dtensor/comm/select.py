@@ -30,7 +30,6 @@ _SINGLE_PRECISION = 0.05
 _MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
 """Bytes per second, read or written."""
 
-
 _measured = GroupCache[Hardware]()
 
 
@@ -69,11 +68,8 @@ def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardwar
         stop.synchronize()
         best = min(best, start.elapsed_time(stop) / 1e3)
     properties = torch.cuda.get_device_properties(device)
-    mine = [
-        (group.size() - 1) * count / best if group.size() > 1 else float("inf"),
-        properties.major,
-        properties.multi_processor_count,
-    ]
+    speed = (group.size() - 1) * count / best if group.size() > 1 else float("inf")
+    mine = [speed, properties.major, properties.multi_processor_count]
     weakest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
     speed, capability, multiprocessors = weakest.tolist()
@@ -114,11 +110,10 @@ def slowest_seconds(
     transport: KVTransport, shape: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Returns the predicted time of forward, or of forward and `backward`, on the slowest rank."""
-    plans = plans_of_some_ranks(transport, shape, world_size)
     passes = (False, True) if backward else (False,)
     return max(
         sum(predicted_seconds(plan, shape, hardware, each, transport.slows_compute) for each in passes)
-        for plan in plans
+        for plan in plans_of_some_ranks(transport, shape, world_size)
     )
 
 
@@ -131,18 +126,16 @@ def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int
     return tuple(transport.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
 
 
-TRANSPORTS: dict[str, KVTransport] = {
-    transport.name: transport for transport in (AllGather(), AllToAll(), SymmetricMemory())
-}  # fmt: skip
+TRANSPORTS: dict[str, KVTransport] = {each.name: each for each in (AllGather(), AllToAll(), SymmetricMemory())}
 ROTATE_METHODS: dict[str, TransportMethod] = {**TRANSPORTS, "auto": Auto()}
 _CHOICES = ", ".join(map(repr, ROTATE_METHODS))
 
 
+@dataclass
 class _ProcessDefault:
-    """The default of `rotate_method`."""
+    """The default of `rotate_method`, which `set_rotate_method` changes."""
 
-    def __init__(self) -> None:
-        self.name = "auto"
+    name: str = "auto"
 
 
 _process_default = _ProcessDefault()
@@ -161,15 +154,14 @@ def transport_by_name(name: str | None) -> TransportMethod:
     return ROTATE_METHODS[name]
 
 
-def transport_of_all_rows(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-    """Returns the transport of a call that needs all rows of all ranks at once, so that a ring does not help.
+def gathers_by_symm_mem(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
 
-    It is equal on all ranks. The first call for a group may be a collective.
+    Equal on all ranks. The first call for a group may be a collective.
     """
     if isinstance(method, SymmetricMemory):
-        return method.where_shared(group, device)
-    shares_memory = isinstance(method, Auto) and p2p_obstacle(group, device) is None
-    return SymmetricMemory() if shares_memory else AllGather()
+        return method.is_available(group, device)
+    return isinstance(method, Auto) and p2p_obstacle(group, device) is None
 
 
 def set_rotate_method(rotate_method: str) -> None:

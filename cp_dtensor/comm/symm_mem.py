@@ -1,9 +1,8 @@
 """KV transport by copy engines through symmetric memory: an all-gather that takes no multiprocessors.
 
 Each rank writes its rows of K/V to its symmetric buffer. The other ranks pull the rows that they attend to, stage by
-stage: their copy engines read the buffer on a separate CUDA stream. Each rank writes the gradients of the rows that it
-has pulled to its buffer, and the owners of the rows pull them. No multiprocessor moves data or waits, so attention
-kernels have all of them.
+stage: their copy engines read the buffer on a separate CUDA stream. The gradients of these rows travel back in the same
+way. No multiprocessor moves data or waits, so attention kernels have all of them.
 
 For each pair of ranks and both kinds of rows, flags (see `Flag`) order the use of a buffer:
 
@@ -22,6 +21,7 @@ Memory: as all-gather; also, in symmetric memory, this rank's K/V and one stage 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,14 +30,18 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
+from cp_dtensor._torch.cache import GroupCache
 from cp_dtensor._torch.cuda_driver import copy_bytes
 from cp_dtensor._torch.tensors import current_stream, cut
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
-from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_stages, row_width
+from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, KvTransfers, KVTransport, row_width
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan, Step
+
+_log = logging.getLogger("cp_dtensor")
+_logged = GroupCache[None]()
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,18 @@ class SymmetricMemory(KVTransport):
     keeps_own_gradients_wide = False
 
     def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        return self.where_shared(group, device)
+        return self if self.is_available(group, device) else AllGather(self.staging)
 
-    def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        """Returns this transport if the ranks can share memory, else all-gather, which is logged once a group.
+    def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Returns True if the ranks can share memory; logs, once a group, that they cannot.
 
         The first call for a group may be a collective.
         """
         obstacle = workspaces.p2p_obstacle(group, device)
-        if obstacle is None:
-            return self
-        workspaces.log_fallback(group, obstacle)
-        return AllGather(self.staging)
+        if obstacle is not None:
+            message = "symmetric memory is not available (%s): using all-gather instead"
+            _logged.get(group, None, lambda: _log.warning(message, obstacle))
+        return obstacle is None
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
@@ -100,17 +104,14 @@ class _PulledKv(KvTransfers):
         self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
         self._next_stage = 0
         with label("write K/V"):
-            self._write(k, v, stages)
+            workspace.follow(self._stream)
+            workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
+            head_counts = [stop - start for start, stop in stages]
+            blocks = HeadBlocks((k, v), head_counts, self._pitch, workspace.kv(k.dtype))
+            for span in plan.send_spans:
+                blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
+            workspace.flags.submit(self._stream, signal=Flag.KV_READY)
         self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor, stages: Sequence[tuple[int, int]]) -> None:
-        workspace = self._workspace
-        workspace.follow(self._stream)
-        workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
-        rows = workspace.kv(k.dtype)
-        for span in self._plan.send_spans:
-            pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, rows, self._pitch, span[0])
-        workspace.flags.submit(self._stream, signal=Flag.KV_READY)
 
     def _rows_of_next_stage(self) -> torch.Tensor | None:
         """Allocates the next stage. Earlier uses of the memory end before the event `memory_is_free`."""
@@ -120,14 +121,16 @@ class _PulledKv(KvTransfers):
         self._workspace.memory_is_free.record(self._stream)
         return rows
 
-    def _pull(self, rows: torch.Tensor) -> None:
+    def tiles_launched(self) -> None:
+        if self._next_rows is None or self._is_pulled:
+            return
         workspace, width = self._workspace, self._widths[self._next_stage]
         stage_start = self._pitch * sum(self._widths[: self._next_stage])
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
             if self._next_stage == 0:
                 workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, overlaps=True)
-            stream, target = workspace.kv_stream.cuda_stream, rows.data_ptr()
+            stream, target = workspace.kv_stream.cuda_stream, self._next_rows.data_ptr()
             for peer, row, peer_row, count in self._plan.pulls:
                 stage = workspace.kv_address(peer) + stage_start
                 copy_bytes(stream, target + row * width, stage + peer_row * width, count * width)
@@ -135,11 +138,7 @@ class _PulledKv(KvTransfers):
             if self._next_stage == len(self._widths):
                 workspace.flags.submit(workspace.kv_stream, signal=Flag.KV_TAKEN, overlaps=True)
             workspace.kv_arrived.record(workspace.kv_stream)
-
-    def tiles_launched(self) -> None:
-        if self._next_rows is not None and not self._is_pulled:
-            self._pull(self._next_rows)
-            self._is_pulled = True
+        self._is_pulled = True
 
     def receive(self) -> torch.Tensor:
         self.tiles_launched()  # for steps without tiles

@@ -1,13 +1,14 @@
-"""Interface of KV transports, and the packing of keys and values into rows.
+"""Interface of KV transports, and the packing of tensors into rows.
 
 A transport moves rows between the ranks of a mesh axis and does no arithmetic. A row is one token: its keys and values,
-for some heads and all batch rows. The `Plan` of a call, which the transport makes, says which rows travel when.
+for some heads and all batch rows. The transport makes the `Plan` of a call, with the rows of each transfer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,20 +29,21 @@ class Contribution(NamedTuple):
 
 
 class KvTransfers(ABC):
-    """The K/V transfers of one pass. For each step call `receive` if it has a transfer, compute its tiles, and call
-    `tiles_launched`."""
+    """The K/V transfers of one pass.
+
+    For each step call `receive` if the step has a transfer, launch its tiles, and call `tiles_launched`.
+    """
 
     @abstractmethod
     def receive(self) -> torch.Tensor:
-        """Waits for the transfer of the next step that has one.
+        """Waits for the transfer of the next step that has one; returns (rows, row width).
 
-        Returns:
-            (rows, row width). Rows that this rank's queries do not attend to are uninitialised.
+        Rows that this rank's queries do not attend to are uninitialised.
         """
 
-    @abstractmethod
     def tiles_launched(self) -> None:
-        """Starts transfers that overlap with the tiles just launched and need not be submitted before them."""
+        """Starts transfers that overlap with the tiles just launched and need not be submitted before them, if any."""
+        return
 
 
 class GradTransfers(ABC):
@@ -81,13 +83,19 @@ class KVTransport(TransportMethod):
     keeps_own_gradients_wide: bool
     """True if gradients of tiles against the rank's own K/V stay float32 until they are summed (a slower kernel)."""
 
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+        return self
+
     @abstractmethod
     def plan(self, shape: CallSpec, rank: int) -> Plan:
         """Returns the plan of a call on one rank, with its steps in the order that suits this transport."""
 
-    @abstractmethod
     def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discards what a call that raised an error left behind. All ranks call it, so that the next call works."""
+        """Discards what a call that raised an error left behind; collectives leave nothing.
+
+        All ranks call it, so that the next call works.
+        """
+        return
 
     @abstractmethod
     def start_kv(
@@ -108,60 +116,20 @@ class KVTransport(TransportMethod):
         """Prepares the dK/dV transfers of `plan.backward`, in the dtype of k and v."""
 
 
-# Rows: one per token, `[K of some heads | V of the same heads]`
+# Rows: one per token, `[some heads of one tensor | as many heads of the next one]` of all batch rows
 
 
 def row_width(k: torch.Tensor, v: torch.Tensor, heads: Span) -> int:
-    """Returns the elements of a row: batch rows x heads x (D + Dv)."""
+    """Returns the elements of a row of K and V: batch rows x heads x (D + Dv)."""
     return k.size(0) * (heads[1] - heads[0]) * (k.size(3) + v.size(3))
 
 
-def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Packs some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into `rows` (T, width), by default new memory."""
-    if rows is None:
-        rows = k.new_empty(k.size(2), row_width(k, v, heads))
-    packed_k, packed_v = unpack_rows(rows, k, v, heads)
-    packed_k.copy_(k[:, heads[0] : heads[1]])
-    packed_v.copy_(v[:, heads[0] : heads[1]])
+def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span) -> torch.Tensor:
+    """Packs some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into rows (T, width)."""
+    rows = k.new_empty(k.size(2), row_width(k, v, heads))
+    for source, packed in zip((k, v), unpack_rows(rows, k, v, heads), strict=True):
+        packed.copy_(source[:, heads[0] : heads[1]])
     return rows
-
-
-def pack_stages(
-    k: torch.Tensor, v: torch.Tensor, stages: Sequence[Span], rows: torch.Tensor, pitch: int, first_row: int = 0
-) -> None:
-    """Packs each group of heads as `pack_rows` does, one group after the other in one flat tensor.
-
-    Groups of equal size take one copy of K and one of V.
-
-    Args:
-        k: (B, Hkv, T, D), with a contiguous last dim.
-        v: (B, Hkv, T, Dv), with a contiguous last dim.
-        stages: the groups of heads.
-        rows: flat memory of all groups.
-        pitch: rows from the start of one group to the start of the next.
-        first_row: row of each group at which the first token is written.
-    """
-    sizes = {stop - start for start, stop in stages}
-    if len(sizes) == 1:
-        (count,) = sizes
-        width = row_width(k, v, stages[0])
-        start = rows.storage_offset() + first_row * width
-        for tensor in (k, v):
-            batch, _, length, dim = tensor.shape
-            by_stage = (batch, len(stages), count, length, dim)
-            stride_b, stride_h, stride_s, _ = tensor.stride()
-            source = tensor.as_strided(
-                by_stage, (stride_b, count * stride_h, stride_h, stride_s, 1), tensor.storage_offset()
-            )
-            rows.as_strided(by_stage, (count * dim, pitch * width, dim, width, 1), start).copy_(source)
-            start += batch * count * dim
-        return
-    start = 0
-    for heads in stages:
-        width = row_width(k, v, heads)
-        first = start + first_row * width
-        pack_rows(k, v, heads, rows[first : first + k.size(2) * width].view(-1, width))
-        start += pitch * width
 
 
 def unpack_rows(
@@ -171,11 +139,80 @@ def unpack_rows(
 
     B, D and Dv are those of `like_k` and `like_v`, (B, Hkv, any, D or Dv).
     """
-    batch, count, dim_k, dim_v = like_k.size(0), heads[1] - heads[0], like_k.size(3), like_v.size(3)
-    lead, (row, _), start = rows.shape[:-2], rows.stride()[-2:], rows.storage_offset()
-    strides = rows.stride()[:-2]
-    # One as_strided each: a chain of views costs more than the attention of a short sequence.
-    k = rows.as_strided((*lead, batch, count, rows.size(-2), dim_k), (*strides, count * dim_k, dim_k, row, 1), start)
-    start += batch * count * dim_k
-    v = rows.as_strided((*lead, batch, count, rows.size(-2), dim_v), (*strides, count * dim_v, dim_v, row, 1), start)
+    k, v = _unpacked(rows, like_k.size(0), heads[1] - heads[0], (like_k.size(3), like_v.size(3)))
     return k, v
+
+
+def _unpacked(rows: torch.Tensor, batch: int, heads: int, dims: Sequence[int]) -> list[torch.Tensor]:
+    """Views rows (..., T, width) as tensors (..., B, heads, T, dim), one for each of `dims`."""
+    *lead, length, _ = rows.shape
+    *strides, row, _ = rows.stride()
+    start, views = rows.storage_offset(), []
+    for dim in dims:  # one as_strided each: a chain of views costs more than the attention of a short sequence
+        views.append(rows.as_strided((*lead, batch, heads, length, dim), (*strides, heads * dim, dim, row, 1), start))
+        start += batch * heads * dim
+    return views
+
+
+class HeadBlocks:
+    """Blocks of rows, one after the other in flat memory, each with some heads of the same tensors."""
+
+    def __init__(
+        self, like: Sequence[torch.Tensor], head_counts: Sequence[int], length: int, memory: torch.Tensor | None = None
+    ) -> None:
+        """Allocates blocks, or takes `memory`, which holds them.
+
+        Args:
+            like: tensors (B, any, any, D), with the batch size, the dims and the dtype.
+            head_counts: heads of each block.
+            length: rows of each block.
+            memory: at least as many elements, contiguous.
+        """
+        self._batch, self._dims = like[0].size(0), [tensor.size(3) for tensor in like]
+        self._counts, self._length = head_counts, length
+        self._widths = [self._batch * count * sum(self._dims) for count in head_counts]
+        self._starts = [0, *accumulate(width * length for width in self._widths)]
+        self._memory = like[0].new_empty(self._starts[-1]) if memory is None else memory
+
+    def rows(self, block: int, rows: Span) -> torch.Tensor | None:
+        """Returns some rows of a block as (elements, 1), None if they are empty."""
+        start, width = self._starts[block], self._widths[block]
+        if width == 0 or rows[0] == rows[1]:
+            return None
+        return self._memory[start + rows[0] * width : start + rows[1] * width].view(-1, 1)
+
+    def tensors(self, block: int) -> list[torch.Tensor]:
+        """Returns views of the tensors in a block, (B, its heads, rows, D)."""
+        rows = self._memory[self._starts[block] : self._starts[block + 1]].view(self._length, self._widths[block])
+        return _unpacked(rows, self._batch, self._counts[block], self._dims)
+
+    def pairs(
+        self, tensors: Sequence[torch.Tensor], heads: Sequence[Span], first_row: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields pairs of views that hold the same elements, of the tensors and of the blocks.
+
+        One pair a tensor covers all blocks if `heads` are equally many and at equal distances.
+
+        Args:
+            tensors: (B, all heads, rows, D).
+            heads: the heads of each block.
+            first_row: row of a block that has the tensors' first row.
+        """
+        count, rows = self._counts[0], slice(first_row, first_row + tensors[0].size(2))
+        steps = {span[0] - before[0] for before, span in pairwise(heads)}
+        if count == 0 or len(set(self._counts)) > 1 or len(steps) != 1:
+            for block, span in enumerate(heads):
+                for tensor, view in zip(tensors, self.tensors(block), strict=True):
+                    yield tensor[:, span[0] : span[1]], view[:, :, rows]
+            return
+        (step,) = steps
+        blocks = self._memory[: self._starts[-1]].view(len(heads), self._length, self._widths[0])
+        for tensor, view in zip(tensors, _unpacked(blocks[:, rows], self._batch, count, self._dims), strict=True):
+            stride_h = tensor.stride(1)
+            start = tensor.storage_offset() + heads[0][0] * stride_h
+            yield tensor.as_strided(view.shape, (step * stride_h, *tensor.stride()), start), view
+
+    def write(self, tensors: Sequence[torch.Tensor], heads: Sequence[Span], first_row: int = 0) -> None:
+        """Copies tensors (B, all heads, rows, D) to the blocks, as `pairs` describes."""
+        for of_tensor, of_block in self.pairs(tensors, heads, first_row):
+            of_block.copy_(of_tensor)

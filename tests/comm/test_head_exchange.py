@@ -18,9 +18,10 @@ from support.problems import shard
 from support.ranks import run_ranks
 from support.schedules import any_layout
 
-from cp_dtensor.comm import collective as exchange
+from cp_dtensor.comm import collective
 from cp_dtensor.comm import head_exchange as heads
-from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows, ToHeads, ToRows, _Blocks
+from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
+from cp_dtensor.comm.transport import HeadBlocks
 from cp_dtensor.plan.head_partition import partition_heads
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span
@@ -97,13 +98,15 @@ def there_and_back(
         for kind, tensors in zip(kinds, whole, strict=True)
     ]
     head_rows = [kind.head_rows for kind in kinds]
-    by_heads = ToHeads(mine, head_rows, group).wait()
+    exchange = CollectiveHeads()
+    by_heads = exchange.to_heads(mine, [head_rows], group).receive()
     for kind, got, tensors in zip(kinds, by_heads, whole, strict=True):
         start, stop = kind.heads[rank]
         for actual, tensor in zip(got, tensors, strict=True):
             assert torch.equal(actual, kind.in_order(tensor)[:, start:stop])
     targets = [[after(torch.full_like(tensor, -1)) for tensor in tensors] for tensors in mine]
-    ToRows([[after(tensor) for tensor in tensors] for tensors in by_heads], head_rows, group).wait(targets)
+    returned = [[after(tensor) for tensor in tensors] for tensors in by_heads]
+    exchange.to_rows(returned, targets, head_rows, group, is_last=True).wait()
     for got, tensors in zip(targets, mine, strict=True):
         assert all(map(torch.equal, got, tensors))
 
@@ -215,13 +218,13 @@ def test_one_copy_of_all_blocks_equals_copies_of_each_block(data: st.DataObject)
         memory(torch.randn(2, heads[-1][1], rows, dim, dtype=torch.float64))
         for dim in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     ]
-    blocks = _Blocks(tensors, [stop - start for start, stop in heads], rows)
+    blocks = HeadBlocks(tensors, [stop - start for start, stop in heads], rows)
     pairs = list(blocks.pairs(tensors, heads))
     assert len(pairs) == len(tensors) * (1 if is_regular else ranks)
     for of_tensor, of_block in pairs:
         of_block.copy_(of_tensor)
     for block, (start, stop) in enumerate(heads):
-        for tensor, view in zip(tensors, blocks.views(block), strict=True):
+        for tensor, view in zip(tensors, blocks.tensors(block), strict=True):
             assert torch.equal(view, tensor[:, start:stop])
 
 
@@ -238,7 +241,7 @@ def test_row_major_memory_is_sent_without_a_copy(memory: Change, monkeypatch: py
     """Memory in other orders is copied first."""
     sent: list[torch.Tensor] = []
 
-    class Recorded(exchange.Exchange):
+    class Recorded(collective.Exchange):
         def __init__(self, incoming: Any, outgoing: Any, *args: Any) -> None:
             sent.extend(rows for by_rank in outgoing for rows in by_rank if rows is not None)
             super().__init__(incoming, outgoing, *args)
@@ -247,7 +250,7 @@ def test_row_major_memory_is_sent_without_a_copy(memory: Change, monkeypatch: py
         kind = Kind(6, Contiguous(), spans([2]), (4,))
         (whole,) = kind.whole(2, torch.float64)
         by_heads, target = memory(whole), torch.full_like(whole, -1)
-        ToRows([[by_heads]], [kind.head_rows], dist.group.WORLD).wait([[target]])
+        CollectiveHeads().to_rows([[by_heads]], [[target]], [kind.head_rows], dist.group.WORLD, is_last=True).wait()
         assert torch.equal(target, whole)
         in_place = by_heads.permute(2, 0, 1, 3).is_contiguous()
         assert in_place == (memory is MEMORY["row after row"])

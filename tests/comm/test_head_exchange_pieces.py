@@ -8,7 +8,7 @@ from conftest import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_dtensor.comm.head_exchange_symm_mem import Piece, Written, offsets, pieces_to_heads, pieces_to_rows
+from cp_dtensor.comm.head_exchange_symm_mem import Piece, Written, offsets, pieces_of
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.plan.head_partition import partition_heads
 from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
@@ -49,9 +49,8 @@ def in_order(pieces: tuple[Piece, ...], rank: int, ranks: int) -> tuple[Piece, .
     return pieces
 
 
-def written(tensors: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
-    """Writes tensors (B, rows, heads, D) at the offsets of their largest sizes."""
-    starts = offsets(sizes)
+def written(tensors: list[torch.Tensor], starts: list[int]) -> torch.Tensor:
+    """Writes tensors (B, rows, heads, D) at these offsets, of which the last is their size together."""
     memory = torch.full((starts[-1],), 255, dtype=torch.uint8, device=tensors[0].device)
     for tensor, start in zip(tensors, starts, strict=False):
         memory[start : start + tensor.numel() * tensor.itemsize] = tensor.reshape(-1).view(torch.uint8)
@@ -83,14 +82,14 @@ def check(
         layouts = [
             tuple(Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, kv_heads), strict=True))
         ] * ranks
-        memory = [written(mine, [each.whole_bytes for each in layouts[0]]) for mine in local]
+        memory = [written(mine, offsets(layouts[0], True)) for mine in local]
         arrived = []
         for rank in range(ranks):
             targets = [
                 torch.full((batch, kind.rows.total, kind.head_counts[rank], DIM), float("nan"), device=device)
                 for kind in kinds
             ]
-            copy(in_order(pieces_to_heads(layouts[rank], rank), rank, ranks), memory, targets)  # type: ignore[operator]
+            copy(in_order(pieces_of(layouts[rank], rank, True), rank, ranks), memory, targets)  # type: ignore[operator]
             for target, kind, tensor in zip(targets, kinds, together, strict=True):
                 units = range(*kind.heads[rank])
                 expected = tensor[:, :, [unit // kind.copies for unit in units]]
@@ -99,9 +98,9 @@ def check(
         back = tuple(
             Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
         )
-        memory = [written(mine, [each.stage_bytes for each in back]) for mine in arrived]
+        memory = [written(mine, offsets(back, False)) for mine in arrived]
         for rank in range(ranks):
-            copy(in_order(pieces_to_rows(back, rank), rank, ranks), memory, returned[rank])  # type: ignore[operator]
+            copy(in_order(pieces_of(back, rank, False), rank, ranks), memory, returned[rank])  # type: ignore[operator]
     for mine, found in zip(local, returned, strict=True):
         torch.testing.assert_close(found[0], mine[0], rtol=0, atol=0)
         torch.testing.assert_close(found[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)

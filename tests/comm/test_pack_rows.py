@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cp_dtensor._torch.tensors import cut
-from cp_dtensor.comm.transport import pack_rows, pack_stages, row_width
+from cp_dtensor.comm.transport import HeadBlocks, pack_rows, row_width
 from cp_dtensor.plan.interval_tiling import tiling_of
 from cp_dtensor.plan.plan import Stages, gathered_plan
 from cp_dtensor.plan.tiling import Masking, group_segments
@@ -18,9 +18,11 @@ def test_some_rows_are_packed_where_all_would_put_them(stages: list[Span]) -> No
     pitch = 8  # rows of the longest shard
     total = pitch * sum(row_width(k, v, heads) for heads in stages)
     whole, some = torch.zeros(total), torch.zeros(total)
-    pack_stages(k, v, stages, whole, pitch)
+    head_counts = [stop - start for start, stop in stages]
+    HeadBlocks((k, v), head_counts, pitch, whole).write((k, v), stages)
     for span in ((0, 1), (3, 6)):
-        pack_stages(cut(k, None, None, span), cut(v, None, None, span), stages, some, pitch, span[0])
+        rows = [cut(x, None, None, span) for x in (k, v)]
+        HeadBlocks((k, v), head_counts, pitch, some).write(rows, stages, span[0])
     start = 0
     for heads in stages:
         width = row_width(k, v, heads)

@@ -14,8 +14,7 @@ from support.problems import shard
 from support.processes import Processes
 
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.comm.select import ROTATE_METHODS, transport_of_all_rows
-from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.select import ROTATE_METHODS, gathers_by_symm_mem
 
 pytestmark = pytest.mark.gpu(2)
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64)
@@ -51,7 +50,7 @@ def _race(rank: int, rounds: int) -> list[str]:
     """Many layers on two streams share symmetric memory, with random delays: results equal those by NCCL."""
     random_delays, wrong = random.Random(rank), []
     device = torch.device("cuda", torch.cuda.current_device())
-    assert isinstance(transport_of_all_rows(ROTATE_METHODS["auto"], dist.group.WORLD, device), SymmetricMemory)
+    assert gathers_by_symm_mem(ROTATE_METHODS["auto"], dist.group.WORLD, device)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     for seed in range(rounds):
         layers = [((HeadTail(), Contiguous())[layer % 2], seed * LAYERS + layer) for layer in range(LAYERS)]

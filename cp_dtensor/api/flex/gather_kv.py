@@ -23,8 +23,7 @@ from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
-from cp_dtensor.comm.select import transport_of_all_rows
-from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.select import gathers_by_symm_mem
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Layout
@@ -88,7 +87,7 @@ class KVGather:
             return None
         group = self.ranks.outer
         rows = _rows_of_every_rank(self.layout, self.seq_len, group.size())
-        if rows is None or not isinstance(transport_of_all_rows(self.method, group, k.device), SymmetricMemory):
+        if rows is None or not gathers_by_symm_mem(self.method, group, k.device):
             return None
         exchange = whole_heads((k, v), rows)
         if exchange is None:

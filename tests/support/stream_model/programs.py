@@ -134,7 +134,7 @@ def gathered_kv(layout: Layout) -> Program:
     def program(rank: Rank) -> None:
         length = 8 * rank.size()
         gather = KVGather(SequenceRanks(rank), layout, length, length, SymmetricMemory())  # type: ignore[arg-type]
-        with mock.patch.object(gather_kv, "transport_of_all_rows", return_value=SymmetricMemory()):
+        with mock.patch.object(gather_kv, "gathers_by_symm_mem", return_value=True):
             gathered = gather._read_shared_memory(*tensors(rank, 2))
         assert gathered is not None
         rank.use(*gathered)

@@ -191,7 +191,7 @@ class Group:
                 (workspaces, "probe_p2p", lambda *_: None),
                 (workspaces, "flag_launch", self._flag_launch),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
-                (symm_mem, "pack_stages", lambda *_: self.active.write("kv")),
+                (symm_mem.HeadBlocks, "write", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
                 (symm_mem._PulledGrads, "receive", self._received(symm_mem._PulledGrads.receive)),
                 (torch.cuda, "synchronize", lambda device: None),
