@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cp_dtensor.plan.partition import (
-    CallShape,
-)
+from cp_dtensor.plan.partition import CallShape
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Span, share
 
@@ -72,13 +70,8 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
     least = min(map(busiest, divisors))
     balanced = [copies for copies in divisors if busiest(copies) == least]
 
-    def units_of_each(copies: int) -> int:
-        return kv_heads * copies // world_size
-
-    copies = next((copies for copies in balanced if units_of_each(copies) >= stages), balanced[-1])
-    if units_of_each(copies) < stages:
-        stages = max(1, units_of_each(copies))
-        copies = next((copies for copies in balanced if units_of_each(copies) >= stages), balanced[0])
+    stages = max(1, min(stages, kv_heads * balanced[-1] // world_size))
+    copies = next((copies for copies in balanced if kv_heads * copies // world_size >= stages), balanced[0])
     return HeadPartition(q_heads, kv_heads, world_size, copies, stages)
 
 

@@ -166,7 +166,7 @@ class Balanced(OneLength):
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"Balanced expects a mask such as Causal(), got {self.mask!r}")
-        _check("Balanced", self.seq_len, self.tolerance)
+        _checked_length("Balanced", self.seq_len, self.tolerance)
         workload_of(self.mask, self.seq_len)
 
     def blocks(self, world_size: int) -> list[list[Span]]:
@@ -183,12 +183,13 @@ class Balanced(OneLength):
         return imbalance(self, self.mask, self.seq_len, world_size)
 
 
-def _check(layout: str, seq_len: Any, tolerance: float) -> None:
-    """Refuses values that are no length or no tolerance."""
+def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
+    """Returns `seq_len`; refuses values that are no length or no tolerance."""
     if not is_integer(seq_len) or seq_len < 0:
         raise ValueError(f"{layout} expects seq_len to be an integer >= 0, got {seq_len!r}")
     if not (isfinite(tolerance) and tolerance >= 0):
         raise ValueError(f"{layout} expects tolerance to be a fraction >= 0, got {tolerance!r}")
+    return seq_len
 
 
 @dataclass(frozen=True, init=False)
@@ -230,7 +231,7 @@ class BalancedBlocks(OneLength):
     ) -> None:
         if block is None and seq_len is None:
             work, block, seq_len = _work_of_block_mask(work)
-        _check("BalancedBlocks", seq_len, tolerance)
+        seq_len = _checked_length("BalancedBlocks", seq_len, tolerance)
         if not is_integer(block) or block < 1:
             raise ValueError(f"BalancedBlocks expects block to be an integer >= 1, got {block!r}")
         count = -(-seq_len // block)

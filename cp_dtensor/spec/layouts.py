@@ -96,7 +96,7 @@ def _chunk(seq_len: int, chunks: int, index: int) -> Segment:
 
 
 class Layout(ABC):
-    """The division of a sequence over the ranks of a context-parallel axis.
+    """Partition of a sequence over the ranks of a context-parallel axis.
 
     A layout is a frozen, hashable value. It covers any sequence length >= 0 (or `only_length`) and any number of ranks:
     every position belongs to exactly one rank. All rows of a batch group are divided alike.
@@ -224,7 +224,7 @@ class MirroredBatch(Layout):
 
 @dataclass(frozen=True)
 class TorchChunk(Layout):
-    """The division of DTensor's `Shard` and of `torch.chunk`: ceil(S / n) tokens a rank, fewer on the last ranks.
+    """Partition of DTensor's `Shard` and of `torch.chunk`: ceil(S / n) tokens a rank, fewer on the last ranks.
 
     >>> [TorchChunk().local_length(10, r, 4) for r in range(4)]
     [3, 3, 3, 1]

@@ -138,10 +138,9 @@ def spans_of(segment: Segment) -> list[Span]:
     """Returns the unbroken ranges of a segment's positions."""
     if segment.is_contiguous:
         return [(segment.start, segment.start + segment.length)]
-    starts = range(0, segment.length, segment.block)
     return [
         (segment.position(start), segment.position(start) + min(segment.block, segment.length - start))
-        for start in starts
+        for start in range(0, segment.length, segment.block)
     ]
 
 
