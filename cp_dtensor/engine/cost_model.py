@@ -104,14 +104,14 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transpor
     heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # Of the first rank, which has the most heads.
-    by_stage = [with_heads(merged, heads, heads.units(0, stage)) for stage in range(heads.stages)]
+    by_stage = [with_heads(merged, heads, heads.kv_groups(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
     ring = _transport(transport_method, by_stage[0], around)
     if outer is None:  # kernels are launched while heads are exchanged
         around = replace(around, hardware=replace(inner.hardware, launch=0.0))
     computed = [_passes(ring, each, around) for each in by_stage]
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages overlap
-        together = _passes(ring, with_heads(merged, heads, heads.units(0)), around)
+        together = _passes(ring, with_heads(merged, heads, heads.kv_groups(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
     hides = hides_exchanges(shape, inner.shares_memory)
@@ -234,7 +234,7 @@ def _exchanged(shape: CallShape, heads: HeadPartition) -> tuple[tuple[float, flo
         for by_rank in (group.q_by_rank, group.kv_by_rank)
     )
     q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
-    kv = float(keys * heads.unit_count * (shape.head_dim + shape.v_head_dim))
+    kv = float(keys * heads.kv_group_count * (shape.head_dim + shape.v_head_dim))
     return (q + kv, out), (out, q + kv)
 
 

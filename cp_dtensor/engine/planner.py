@@ -180,7 +180,7 @@ def decide_ulysses(request: CallRequest, ranks: SequenceRanks) -> UlyssesDecisio
         heads=heads,
         stages=stages,
         inner=tuple(
-            _ring(with_heads(united_shape, heads, heads.units(rank, stage)), request, ring, ring_rank)
+            _ring(with_heads(united_shape, heads, heads.kv_groups(rank, stage)), request, ring, ring_rank)
             for stage in range(heads.stages)
         ),
         exchange=shared_memory_heads(shape, stages) if obstacle is None else CollectiveHeads(),
@@ -195,9 +195,11 @@ def exchange_stages(
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage what the ranks have: of queries, and of keys and values."""
     query_rows, key_rows = merged.query_rows(ring_rank), merged.key_rows(ring_rank)
-    by_stage = [tuple(heads.units(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)]
+    by_stage = [
+        tuple(heads.kv_groups(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)
+    ]
     return tuple(
-        (HeadRows(query_rows, tuple(map(heads.query_heads, units))), HeadRows(key_rows, units, heads.copies))
+        (HeadRows(query_rows, tuple(map(heads.query_heads, units))), HeadRows(key_rows, units, heads.replication))
         for units in by_stage
     )
 

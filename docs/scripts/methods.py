@@ -147,8 +147,8 @@ def _held(decision: Decision, partition: LayoutPartition, ranks: SequenceRanks) 
     if not isinstance(decision, UlyssesDecision):
         return (0, HEADS), _rows(partition, ranks.rank)
     size = decision.heads.world_size
-    units = decision.heads.units(ranks.rank % size)
-    return decision.heads.query_heads(units), _rows(MergedPartition(partition, size), ranks.rank // size)
+    kv_groups = decision.heads.kv_groups(ranks.rank % size)
+    return decision.heads.query_heads(kv_groups), _rows(MergedPartition(partition, size), ranks.rank // size)
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
         yield from _tiles_of_ring(decision, (0, HEADS))
     elif isinstance(decision, UlyssesDecision):
         for stage, inner in enumerate(decision.inner):
-            units = decision.heads.units(ranks.rank % decision.heads.world_size, stage)
-            yield from _tiles_of_ring(inner, decision.heads.query_heads(units))
+            kv_groups = decision.heads.kv_groups(ranks.rank % decision.heads.world_size, stage)
+            yield from _tiles_of_ring(inner, decision.heads.query_heads(kv_groups))
     elif isinstance(decision, NestedRingDecision):
         for number, of_step in enumerate(decision.inner):
             for tile in () if of_step is None else _tiles_of_ring(of_step, (0, HEADS)):
