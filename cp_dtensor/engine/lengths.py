@@ -72,7 +72,10 @@ def _facts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
-    splitting = settings.splitting
+    splitting, method = settings.splitting, settings.splitting.method
+    exchanges_heads = method in ("ulysses", "hybrid")
+    # Over one axis of CPUs "auto" is a ring, where lse does not travel.
+    may_exchange = exchanges_heads or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
     declared_q, declared_kv = (None, None) if lengths is None else lengths
     facts: Facts = {
         "batch_size": q.size(0),
@@ -87,17 +90,17 @@ def _facts(
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
         "layout": repr(splitting.layout),
-        "method": splitting.method,
+        "method": method,
         "rotate_method": splitting.transport.name,
         "deterministic": is_deterministic(q, allowed_backends(), splitting.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         "declared_q": declared_q,
         "declared_kv": declared_kv,
         # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.
-        "returns_lse": gives_lse and _may_exchange_heads(q, settings),
+        "returns_lse": gives_lse and may_exchange,
         "compiled": compiled,
         # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then.
-        "attn_mask_has_rows": modifiers.has_rows and splitting.method in ("ulysses", "hybrid"),
+        "attn_mask_has_rows": modifiers.has_rows and exchanges_heads,
     }
     return _without_gradients(facts) if compiled else facts
 
@@ -253,12 +256,6 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
         beyond *= 2
     lengths = range(beyond + 1)
     return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
-
-
-def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
-    """True if lse may travel. In rings it does not, which "auto" takes over one axis of CPUs."""
-    method = settings.splitting.method
-    return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:
