@@ -62,10 +62,11 @@ from cp_dtensor._torch.patches import (
 )
 from cp_dtensor._torch.sdpa import (
     FUSED_SDPA_OPS,
+    SDPA_BACKENDS,
+    enabled_sdpa_backends,
     math_sdpa,
     original_sdpa,
     override_sdpa,
-    sdpa_backend_enabled,
     user_sdpa_priority,
 )
 from cp_dtensor._torch.tensors import (

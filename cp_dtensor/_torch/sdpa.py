@@ -14,21 +14,21 @@ _BACKEND_NAMES = {value.value: name for name, value in SDPBackend.__members__.it
 _DEFAULT_PRIORITY = list(torch._C._get_sdp_priority_order())
 
 
-def sdpa_backend_enabled(name: str) -> bool:
-    """Returns True if `sdpa_kernel` and the `torch.backends.cuda` flags allow a backend."""
+SDPA_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+def enabled_sdpa_backends() -> tuple[bool, ...]:
+    """For each of `SDPA_BACKENDS`, True if `sdpa_kernel` and the `torch.backends.cuda` flags allow it."""
     flags = torch.backends.cuda
-    enabled = {
-        "MATH": flags.math_sdp_enabled,
-        "FLASH_ATTENTION": flags.flash_sdp_enabled,
-        "EFFICIENT_ATTENTION": flags.mem_efficient_sdp_enabled,
-        "CUDNN_ATTENTION": flags.cudnn_sdp_enabled,
-    }
-    return enabled[name]()
+    return (
+        flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(),
+        flags.math_sdp_enabled(),
+    )  # fmt: skip
 
 
 def user_sdpa_priority() -> list[str] | None:
-    """Returns backend names in the order that the user has set, None if the order is torch's default."""
-    order = list(torch._C._get_sdp_priority_order())
+    """Backend names in the order that the user asked for, None if the order is torch's own."""
+    order = torch._C._get_sdp_priority_order()
     return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
 
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import InPlaceShard
-from cp_dtensor.api.dtensor.attention import local_only_sdpa
+from cp_dtensor.api.dtensor.attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import ActiveConfig
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensors
@@ -85,7 +85,7 @@ def current_context() -> ActiveContext | None:
 
 
 def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards; None outside of contexts and for DTensors over the ranks of the context."""
+    """SDPA of this rank's shards, or of DTensors; None outside of contexts and where torch has a rule for DTensors."""
     if call.q.is_meta:
         return None
     context = current_context()
@@ -98,15 +98,22 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         )
     if call.q.is_nested:
         raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
-    if any(isinstance(tensor, DTensor) for tensor in (call.q, call.k, call.v)):
+    if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
         # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
-        # DTensors over the ranks of the context have their own placements; the dispatcher computes them.
+        # DTensors over the ranks of the context have their own placements.
         result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
-        if result is None and not (context.settings.mask is None and context.sinks is None):
-            what = "sinks" if context.settings.mask is None else "mask"
+        if result is not None:
+            return result
+        if context.sinks is not None:
             raise NotImplementedError(
-                f"the {what} of this context can be applied to plain tensors only: got DTensors over the ranks of the "
-                "context; pass their local shards"
+                "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+                "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
+            )
+        result = dtensor_sdpa(call, context.settings.mask, context.settings.deterministic)
+        if result is None and context.settings.mask is not None:
+            raise NotImplementedError(
+                f"the mask of this context ({context.settings.mask}) applies to plain tensors and to DTensors that are "
+                "sharded along the sequence: got other DTensors over the ranks of the context"
             )
         return result
     return sdpa_of_shards(context, call)
@@ -123,11 +130,11 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
         refuse_sinks(context, "scaled_dot_product_attention in compiled code", "context_parallel_attention")
     else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.settings)
-    q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
+    q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
         q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
-        attn_mask=_mask_for_four_dims(call), dropout_p=call.dropout_p, sinks=context.sinks, first=call.first,
+        modifiers=modifiers_of(q, _mask_for_four_dims(call), call.dropout_p, context.sinks, first=call.first),
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
@@ -21,7 +20,7 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
 )
 from cp_dtensor.plan.cost import Hardware
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, interval_sets_of
@@ -145,8 +144,8 @@ def explain(
     lengths = checked_seq_len(seq_len)
     partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    masking = masking_of(shown, NO_MODIFIERS, lengths, deterministic=False, layout=layout, world_size=ranks.size)
-    shape = CallShape(
+    masking = masking_of(partition, shown)
+    shape = CallSpec(
         partition=partition,
         mask=as_plain(shown) if masking is Masking.BY_SHAPE else shown,
         batch_size=batch_size,
@@ -154,7 +153,7 @@ def explain(
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=head_dim,
-        itemsize=dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
         masking=masking,
     )
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch

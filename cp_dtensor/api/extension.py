@@ -25,9 +25,9 @@ from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.autograd import Attention, AttentionCall
+from cp_dtensor.engine.autograd import Attention, BoundCall
 from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.planner import decide_call
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.validation import (
     Mesh,
     check_qkv,
@@ -141,8 +141,8 @@ def ring_attention_backward(
         leaf = q.detach().requires_grad_()
         scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
     with torch.no_grad(), no_autocast(q):
-        saved = call.saved_again(scaled.detach(), k, v, out, lse)
-        grad_q, grad_k, grad_v = call.backward(grad_out, NO_MODIFIERS, saved, None)
+        saved = call.plan.saved_again(scaled.detach(), k, v, out, lse, call.ranks)
+        grad_q, grad_k, grad_v = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, call.scale)
     if scaled is not leaf:
         (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
     return grad_q, grad_k, grad_v
@@ -151,13 +151,13 @@ def ring_attention_backward(
 def _ring_call(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
     scale: float | None, seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, AttentionCall]:  # fmt: skip
+) -> tuple[torch.Tensor, BoundCall]:  # fmt: skip
     """Returns the queries, multiplied so that the scale is positive, and the planned call."""
     check_qkv(q, k, v, enable_gqa=True)
     config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
     q, scale = positive_scale(q, softmax_scale(q, scale))
     allowed = only_backend(backend)
     try:
-        return q, decide_call(q, k, v, config.splitting, seq_len, mask, NO_MODIFIERS, scale, config.ranks, allowed)
+        return q, bound_call(q, k, v, config, seq_len, mask, NO_MODIFIERS, scale, allowed)
     except NotImplementedError as error:
         raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
+from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_of
+from cp_dtensor.api.inherited import inherited_mask, with_inherited, with_inherited_in_trace
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import Parts, ShardCallSpec, made_of, mask_tokens, parts_of, token_of
-from cp_dtensor.engine.config import AttentionConfig, with_context_mask
-from cp_dtensor.engine.custom_op import backends_token, traced_attention_by_tokens
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
 from cp_dtensor.engine.validation import (
     Mesh,
     check_qkv,
     checked_mask,
+    checked_method,
     checked_seq_len,
     positive_scale,
     refuse_dtensors,
     softmax_scale,
 )
-from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.spec.layouts import Contiguous, Layout
+from cp_dtensor.spec.masks import Mask, mask_intersection
 
 
 def context_parallel_attention(
@@ -29,7 +34,7 @@ def context_parallel_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     method: str = "auto",
     is_causal: bool = False,
     mask: Mask | None = None,
@@ -50,13 +55,17 @@ def context_parallel_attention(
     Every rank passes its shard and gets its rows of softmax(scale q k^T + mask) v over the whole sequence.
     Differentiable; backward needs no context and may run in any thread.
 
+    q, k and v may be DTensors on one mesh instead, placed in any way: the result is that of their full tensors, a
+    DTensor placed as q (and sharded along the sequence wherever q, k or v are). `attn_mask` and `sinks` are DTensors
+    then, `mesh` is None, and layout None or `Contiguous()`.
+
     Args:
         q: (B, H, S, D), this rank's queries in `layout` order; S may differ between ranks, and be 0.
         k: (B, Hkv, T, D), this rank's keys. T may differ from S (cross-attention).
         v: (B, Hkv, T, Dv), this rank's values.
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second; rank in the
-            sequence = outer rank * inner size + inner rank.
+            dims; None for that of DTensors. Of two dims the one whose name begins with "ulysses" is the inner axis,
+            otherwise the second; rank in the sequence = outer rank * inner size + inner rank.
         method: "ring": K/V travel, over two axes in a nested ring; "ulysses": ranks exchange rows for heads; "hybrid":
             Ulysses over the inner axis, a ring over the outer one; "auto": the one with the lowest predicted time (see
             `explain`).
@@ -111,23 +120,30 @@ def context_parallel_attention(
     lengths = None if seq_len is None else checked_seq_len(seq_len)
     q, k, v = _cast_by_autocast(q), _cast_by_autocast(k), _cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
         rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        token, backends, shown, finds = _constants(
+        token, backends, shown, reads_more = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
-        out, lse = traced_attention_by_tokens(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, finds_more=finds,
+        out, lse = traced_attention_by_keys(
+            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, reads_more=reads_more,
         )  # fmt: skip
         return (out, lse) if return_lse else out
+    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
+        _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
+        return _of_dtensors(
+            q, k, v, mask, is_causal, return_lse, attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks, scale=scale,
+            enable_gqa=enable_gqa, method=checked_method(method), rotate_method=rotate_method,
+            deterministic=bool(deterministic),
+        )  # fmt: skip
     refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
     out, lse = attend(
-        q, k, v, settings, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
-        scale=scale, lengths=lengths, needs_lse=return_lse,
+        q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
+        modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -137,7 +153,7 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     is_causal: bool = False,
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
@@ -171,7 +187,7 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     is_causal: bool = False,
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None,
@@ -200,20 +216,59 @@ def ulysses_attention(
     )  # fmt: skip
 
 
+def _refuse_of_shards_only(
+    q: DTensor, k: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: tuple[int, int] | None, debug: bool
+) -> None:  # fmt: skip
+    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths.
+
+    Raises:
+        ValueError, NotImplementedError: such arguments.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
+            "under enable_context_parallel_dispatcher()"
+        )
+    if mesh is not None and mesh != q.device_mesh:
+        raise ValueError(
+            f"expected mesh to be None or that of the DTensors, {q.device_mesh}, got {mesh}; pass their local tensors "
+            "(to_local()) if these are shards of a sequence over another mesh"
+        )
+    if layout not in (None, Contiguous()):
+        raise ValueError(
+            f"expected layout to be None or Contiguous(), since DTensors are sharded in contiguous chunks, got {layout}"
+        )
+    if lengths not in (None, (q.size(2), k.size(2))):
+        raise ValueError(
+            f"expected seq_len to be None or that of the DTensors, {(q.size(2), k.size(2))}, got {lengths}"
+        )
+    if debug:
+        raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
+
+
+def _of_dtensors(
+    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, is_causal: bool, return_lse: bool, **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of DTensors; None as mask takes that of the context over their ranks."""
+    mask = inherited_mask("context_parallel_attention", sequence_ranks_of(q, k, v)) if mask is None else mask
+    out, lse = dtensor_attention(q, k, v, mask=checked_mask(mask, is_causal), needs_lse=return_lse, **options)
+    return out if lse is None else (out, lse)
+
+
 @_torch.constant_in_trace
 def _constants(
-    mesh: Mesh, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
+    mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
 ) -> tuple[str, str, str, bool]:  # fmt: skip
-    """Tokens of call spec, backends and mask, for compiled code; and True if each run finds or compares more."""
+    """Keys of call spec, backends and mask, for compiled code; and True if each run reads or compares more."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
     settings = with_inherited_in_trace("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
-    call_spec, shown = ShardCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
-    if not call_spec.finds_mask:
-        shown = with_context_mask(settings.mask, shown)
-    return token_of(call_spec), backends_token(), mask_tokens.token_of(shown), debug or call_spec.finds_mask
+    call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
+    if settings.mask is not None and not call_spec.reads_context:
+        shown = mask_intersection(settings.mask, shown)
+    return key_of(call_spec), backends_key(), mask_keys.key_of(shown), debug or call_spec.reads_context
 
 
 def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG, ShardCallSpec, token_of
+from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG, CompiledCallSpec, key_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
-from cp_dtensor.spec.masks import Full
+from cp_dtensor.spec.masks import Full, Mask
 
 
 @_torch.never_compiled
@@ -23,6 +23,16 @@ def inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
     return HeadTail() if around is None else around.layout
 
 
+def inherited_mask(owner: str, ranks: SequenceRanks) -> Mask | None:
+    """Mask of the context over these ranks, None if there is none.
+
+    Raises:
+        RuntimeError: the context cannot be known (see `_context_config`).
+    """
+    around = _context_config(owner, ranks, layout=False, mask=True)
+    return None if around is None else around.mask
+
+
 def with_inherited(owner: str, config: AttentionConfig, *, layout: bool, mask: bool) -> AttentionConfig:
     """`config`, with the layout and the mask (if these are True) of the context over its ranks.
 
@@ -33,7 +43,7 @@ def with_inherited(owner: str, config: AttentionConfig, *, layout: bool, mask: b
     if around is None:
         return config
     if layout and config.layout != around.layout:
-        config = replace(config, splitting=replace(config.splitting, layout=around.layout))
+        config = replace(config, layout=around.layout)
     if mask and config.mask is not around.mask:
         config = replace(config, mask=around.mask)
     return config
@@ -51,10 +61,10 @@ def with_inherited_in_trace(owner: str, config: AttentionConfig, *, layout: bool
     """
     inherited = with_inherited(owner, config, layout=layout, mask=mask)
     around = _context_config(owner, config.ranks, layout=layout, mask=mask)
-    if around is None or not ShardCallSpec.of(around).finds_mask:
+    if around is None or not CompiledCallSpec.of(around).reads_context:
         return inherited
     as_context = replace(inherited, lengths_vary=True)
-    if layout and mask and token_of(ShardCallSpec.of(as_context)) == token_of(ShardCallSpec.of(around)):
+    if layout and mask and key_of(CompiledCallSpec.of(as_context)) == key_of(CompiledCallSpec.of(around)):
         return around
     # A token says Contiguous() for that layout and for all layouts that are made for one length.
     if layout and not mask and around.layout.only_length is None and around.layout != Contiguous():

@@ -28,7 +28,7 @@ from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, call_spec_of, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -144,7 +144,7 @@ class _ContextForward:
         self._sinks = sinks
         self._inherits_layout = inherits_layout
         self._inherits_mask = inherits_mask
-        self._token = self._context.ambient.token
+        self._token = self._context.ambient.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
@@ -210,21 +210,19 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
     call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
     config = call_spec.settings()
     sinks = torch.zeros(0) if has_sinks else _inherited_sinks(config.ranks)
     refuse_sinks(
         ActiveContext(config, sinks=sinks), "a compiled module with ContextParallel", "context_parallel_attention"
     )
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
-    call_spec = ShardCallSpec.of(config)
-    return "" if call_spec.finds_mask else token_of(call_spec)
+    call_spec = CompiledCallSpec.of(config)
+    return "" if call_spec.reads_context else key_of(call_spec)
 
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a context of the configuration that `token` stands for."""
     call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
     return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)
 
 

@@ -87,7 +87,7 @@ def _variant_of_compiled_code() -> str:
     if context is None:
         return ""
     sinks, alone = ", sinks" * (context.sinks is not None), ", each rank alone" * attends_alone(context)
-    return f"cp_dtensor: {context.ambient.token}{sinks}{alone}"
+    return f"cp_dtensor: {context.ambient.key}{sinks}{alone}"
 
 
 def _lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

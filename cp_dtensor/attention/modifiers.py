@@ -53,7 +53,7 @@ class Modifiers:
         The generator is that of the device, as in torch's kernels: activation checkpointing restores the seed, and each
         replay of a CUDA graph draws another one.
         """
-        if not self.dropout_p:
+        if not self.dropout_p or self.seed is not None:
             return self
         return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 

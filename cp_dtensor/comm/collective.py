@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
-from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallShape
+from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import Plan, RoutePiece, Stages, Step, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 
@@ -169,7 +169,7 @@ class CollectiveTransport(KVTransport):
 
     slows_compute = True
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self
 
     def abandon(self, group: dist.ProcessGroup) -> None:
@@ -204,11 +204,11 @@ class Staging:
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         """Returns the plan of a call that gathers the K/V of all other ranks."""
         return gathered_plan(shape.tiling, rank, shape.kv_heads, *self.stages(shape))
 
-    def stages(self, shape: CallShape) -> tuple[Stages, Stages]:
+    def stages(self, shape: CallSpec) -> tuple[Stages, Stages]:
         """Returns the groups of heads of forward and of backward."""
         tiling = shape.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
@@ -248,7 +248,7 @@ class AllGather(CollectiveTransport):
     transfers_ahead = 1  # one is as large as all hops of a ring
     keeps_own_gradients_wide = True  # for exactness; `symm_mem` is the faster one
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         return self.staging.plan(shape, rank)
 
 
@@ -282,7 +282,7 @@ class AllToAll(CollectiveTransport):
     name = "alltoall"
     keeps_own_gradients_wide = False
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         tiling = shape.tiling
         shard = tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads
         worthwhile = int(shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)

@@ -24,26 +24,23 @@ class SequenceRanks:
     inner: dist.ProcessGroup | None = None
     members: frozenset[int] = field(default=frozenset(), compare=False)
     """Global ranks of all of them; empty if unknown."""
+    rank: int = field(init=False, compare=False)
+    """This rank's place among those that share the sequence."""
+    size: int = field(init=False, compare=False)
+    """Number of ranks that share the sequence."""
+    inner_size: int = field(init=False, compare=False)
+    """Ranks of the inner axis, 1 if there is none."""
 
     @classmethod
     def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
         """Returns the ranks of one axis or two, the outer axis first."""
         return cls(groups[0], groups[1] if len(groups) > 1 else None)
 
-    @property
-    def rank(self) -> int:
-        """This rank's number among those that share the sequence."""
-        return self.outer.rank() if self.inner is None else self.outer.rank() * self.inner.size() + self.inner.rank()
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that share the sequence."""
-        return self.outer.size() if self.inner is None else self.outer.size() * self.inner.size()
-
-    @property
-    def inner_size(self) -> int:
-        """Ranks of the inner axis, 1 if there is none."""
-        return 1 if self.inner is None else self.inner.size()
+    def __post_init__(self) -> None:
+        inner_rank, inner_size = (0, 1) if self.inner is None else (self.inner.rank(), self.inner.size())
+        object.__setattr__(self, "rank", self.outer.rank() * inner_size + inner_rank)
+        object.__setattr__(self, "size", self.outer.size() * inner_size)
+        object.__setattr__(self, "inner_size", inner_size)
 
     @property
     def have_cpu_backend(self) -> bool:

@@ -24,7 +24,7 @@ from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Tensors
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 
 if TRITON_AVAILABLE:
     from cp_dtensor.comm.triton_kernels import PIECE_FIELDS, launch_copies
@@ -184,7 +184,7 @@ class SharedMemoryHeads(HeadExchange):
         return workspaces.workspace(group, bundles[0][0].device, self.bytes_to_heads, self.bytes_to_rows)
 
 
-def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> str | None:
+def obstacle_to_shared_memory(shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Returns why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
     Args:
@@ -200,7 +200,7 @@ def obstacle_to_shared_memory(shape: CallShape, group: dist.ProcessGroup, device
     return workspaces.p2p_obstacle(group, device)
 
 
-def shared_memory_heads(shape: CallShape, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
+def shared_memory_heads(shape: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
     """Returns the exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:

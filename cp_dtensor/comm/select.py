@@ -15,7 +15,7 @@ from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.plan.tiling import Masking
 
@@ -90,7 +90,7 @@ class Auto(TransportMethod):
 
     name = "auto"
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         if device.type != "cuda":
             return AllGather()
         shares_memory = p2p_obstacle(group, device) is None
@@ -98,7 +98,7 @@ class Auto(TransportMethod):
 
 
 @lru_cache(maxsize=4096)
-def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
+def choose(shape: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
     """Returns symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
 
     The time is that of forward and backward on the slowest rank.
@@ -111,7 +111,7 @@ def choose(shape: CallShape, world_size: int, hardware: Hardware, shares_memory:
 
 
 def slowest_seconds(
-    transport: KVTransport, shape: CallShape, world_size: int, hardware: Hardware, *, backward: bool
+    transport: KVTransport, shape: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Returns the predicted time of forward, or of forward and `backward`, on the slowest rank."""
     plans = plans_of_some_ranks(transport, shape, world_size)
@@ -123,7 +123,7 @@ def slowest_seconds(
 
 
 @lru_cache(maxsize=64)
-def plans_of_some_ranks(transport: KVTransport, shape: CallShape, world_size: int) -> tuple[Plan, ...]:
+def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int) -> tuple[Plan, ...]:
     """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
     busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank

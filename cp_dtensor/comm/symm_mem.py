@@ -36,7 +36,7 @@ from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_stages, row_width
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan, Step
 
 
@@ -51,7 +51,7 @@ class SymmetricMemory(KVTransport):
     slows_compute = False
     keeps_own_gradients_wide = False
 
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self.where_shared(group, device)
 
     def where_shared(self, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
@@ -68,7 +68,7 @@ class SymmetricMemory(KVTransport):
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
 
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         return self.staging.plan(shape, rank)
 
     def start_kv(

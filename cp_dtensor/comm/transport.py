@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.spec.layouts import Span
 
@@ -67,7 +67,7 @@ class TransportMethod(ABC):
     """The value of `rotate_method` that selects it."""
 
     @abstractmethod
-    def for_call(self, shape: CallShape, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         """Returns the transport of a call, equal on all ranks of the group."""
 
 
@@ -82,7 +82,7 @@ class KVTransport(TransportMethod):
     """True if gradients of tiles against the rank's own K/V stay float32 until they are summed (a slower kernel)."""
 
     @abstractmethod
-    def plan(self, shape: CallShape, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> Plan:
         """Returns the plan of a call on one rank, with its steps in the order that suits this transport."""
 
     @abstractmethod

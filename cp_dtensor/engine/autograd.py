@@ -1,70 +1,83 @@
-"""What an attention call is to autograd, however its work is spread over ranks."""
+"""The autograd node of a context-parallel attention call, and the interface of plans that it runs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import (
-    Tensors,
-    differentiated_once,
-    refuse_batches,
-)
+from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.tensors import no_autocast, on_device_of
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.comm.groups import SequenceRanks
 
 
-class AttentionCall(ABC):
-    """One call, decided and frozen: which ranks do what, by which implementations. Backward reads nothing else."""
+class AttentionPlan(ABC):
+    """The plan of attention on one rank: steps, transports and backends, without process groups and softmax scale.
+
+    Frozen, so that plans are cached; `BoundCall` has the rest. Backward reads nothing but the two.
+    """
+
+    saves_rows_of_others: ClassVar[bool] = False
+    """True if `forward` saves tensors that other ranks have sent; otherwise `saved_again` does not communicate."""
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
+        ranks: SequenceRanks | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries to the keys of all ranks.
 
         Args:
             q: (B, H, S, D), this rank's shard.
             k: (B, Hkv, T, D), this rank's shard.
             v: (B, Hkv, T, Dv), this rank's shard.
-            extras: of this rank's queries.
-            needs_lse: whether the caller reads lse; if not, it may be empty.
+            modifiers: bias, dropout and sinks of this rank's queries.
+            needs_lse: False if lse may be empty.
+            ranks: the ranks of the plan's partition; None for a rank alone.
+            scale: factor of the logits, positive.
 
         Returns:
             out: (B, H, S, Dv) in q's dtype.
-            lse: (B, H, S), natural log of the softmax denominator over all keys, in float32 (float64 for float64).
-            saved: what `backward` needs.
+            lse: (B, H, S), natural log of the softmax denominator over all keys, float32 (float64 for float64).
+            saved: the tensors that `backward` needs.
         """
 
     @abstractmethod
     def backward(
-        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of this rank's q, k and v. That of the bias is added to `grad_bias`, unless that is None."""
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
+        ranks: SequenceRanks | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Gradients of this rank's q, k and v. The gradient of the bias is added to `grad_bias`, unless it is None."""
 
-    @property
-    @abstractmethod
-    def saves_rows_of_others(self) -> bool:
-        """Whether `forward` saves what other ranks have sent; if not, `saved_again` communicates nothing."""
-
-    @abstractmethod
     def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Tensors:
-        """What `forward` saved, from this rank's arguments and results alone; may communicate.
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        ranks: SequenceRanks | None,
+    ) -> Tensors:  # fmt: skip
+        """The tensors that `forward` saved, made again from this rank's arguments and results. May communicate.
 
-        Compiled code keeps tensors whose shapes it knows, which those of exchanged heads are not.
+        Compiled code saves only tensors whose shapes it can compute, which excludes those of exchanged heads.
         """
+        return q, k, v, out, lse
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A plan with the ranks and the softmax scale of one call: all that the autograd node needs besides tensors."""
+
+    plan: AttentionPlan
+    ranks: SequenceRanks | None
+    """None for a rank alone."""
+    scale: float
 
 
 class Attention(torch.autograd.Function):
-    """Autograd node of an `AttentionCall`. Second derivatives are not defined."""
+    """Autograd node of a `BoundCall`. Second derivatives are not defined."""
 
     @staticmethod
     def forward(
@@ -75,20 +88,21 @@ class Attention(torch.autograd.Function):
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
         modifiers: Modifiers,
-        call: AttentionCall,
+        call: BoundCall,
         needs_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`bias` and `sinks` are those of `extras`, here so that autograd sees them. Returns out, lse and `origin`."""
-        # A minus sign that torch leaves for later, as in `x.conj().imag`, is not in the memory that kernels read.
+        """Returns out, lse and `origin`. `bias` and `sinks` are those of `modifiers`, for autograd to see."""
+        # The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the opposite values.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if modifiers.bias is not None and modifiers.bias.is_neg():
             modifiers = replace(modifiers, bias=modifiers.bias.resolve_neg())
-        # Casting has happened before the call; inside, dtypes are chosen with care.
+        plan = call.plan
+        # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
         with no_autocast(q), _torch.below_autograd():
-            out, lse, saved = call.forward(q, k, v, modifiers, needs_lse)
+            out, lse, saved = plan.forward(q, k, v, modifiers, needs_lse, call.ranks, call.scale)
         of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
-        # Stands for the inputs, in `differentiated_once`, where nothing of these is saved.
-        origin = q.new_empty(0) if call.saves_rows_of_others else None
+        # Stands for the inputs in `differentiated_once` where none of them is saved.
+        origin = q.new_empty(0) if plan.saves_rows_of_others else None
         ctx.save_for_backward(modifiers.bias, modifiers.seed, *of_sinks, origin, *saved)
         ctx.modifiers = modifiers if modifiers is NO_MODIFIERS else replace(modifiers, bias=None, seed=None, sinks=None)
         ctx.call = call
@@ -104,9 +118,12 @@ class Attention(torch.autograd.Function):
         bias, seed, sinks, out, lse, _origin, *saved = of_forward
         modifiers = ctx.modifiers if ctx.modifiers is NO_MODIFIERS else replace(ctx.modifiers, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
+        call = ctx.call
         with no_autocast(grad_out), _torch.below_autograd():
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
-            grads = ctx.call.backward(grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias)
+            grads = call.plan.backward(
+                grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias, call.ranks, call.scale
+            )
         return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), grad_sinks, None, None, None)
 
 
@@ -118,9 +135,9 @@ def new_grad_bias(bias: torch.Tensor) -> torch.Tensor:
 def gradient_of_sinks(
     sinks: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's rows' share of the gradient of the sinks (H,), from what the call has returned, in their dtype.
+    """The share of this rank's rows in the gradient of the sinks (H,), in their dtype, from the results of the call.
 
-    Whoever has computed the rows: so each rank's share is that of its own tokens, as of any parameter.
+    Each rank's share is that of its own tokens, as for any parameter, also where other ranks computed these rows.
     """
     with on_device_of(out):
         return sinks_gradient(sinks, lse, attention_delta(grad_out, out)).to(sinks.dtype)

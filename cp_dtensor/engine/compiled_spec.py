@@ -1,11 +1,14 @@
-"""Recipes of attention of shards, for compiled code."""
+"""Compiled call specs: attention calls as constants of compiled code, and values that are read when it runs.
+
+Compiled code holds text and numbers, not objects, and may be kept on disk. So configurations and masks have keys, equal
+in every process. Masks, layouts and lengths that differ from context to context are read from the open context when
+compiled code runs.
+"""
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import index
@@ -18,29 +21,31 @@ from cp_dtensor._torch.tensors import split_rows
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.autograd import AttentionCall
-from cp_dtensor.engine.config import AttentionConfig, Splitting, check_batch_size, with_context_mask
+from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.engine.autograd import BoundCall
+from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.planner import Decision, decide_call, decision_on, remembered
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.validation import check_bias
+from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.layouts import Contiguous, Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask
+from cp_dtensor.spec.masks import Causal, Full, Mask, mask_intersection
 
-# Layouts and masks as arguments of functions that Dynamo follows, where it may not know the objects themselves.
+# Layouts and masks as arguments of functions that Dynamo traces
 
 Parts = tuple[type, tuple[object, ...]]
-"""A value as class and fields, which Dynamo follows (and guards) where it may not know the object itself."""
+"""A value as its class and fields, which Dynamo traces and guards where it may not trace the object itself."""
 
 
 def parts_of(value: Any) -> Any:
-    """The parts of a layout or mask, and of those that it consists of; other values as they are."""
+    """The parts of a layout or mask, recursively; other values as they are."""
     if isinstance(value, (Layout, Mask)):
         return type(value), tuple([parts_of(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
     if isinstance(value, tuple):
         return tuple([parts_of(each) for each in value])
     if isinstance(value, int) and not isinstance(value, bool):
-        return index(value)  # where it has changed from call to call, Dynamo makes a symbol of it; this, a number
+        return index(value)  # a number again, where Dynamo has made a symbol of a number that changes from call to call
     return value
 
 
@@ -56,103 +61,111 @@ def made_of(parts: Any) -> Any:
     return value
 
 
-# Text that stands for values in compiled code, which holds constants and may be kept on disk.
+# Keys of constants
 
 V = TypeVar("V")
 
 
-class Tokens(Generic[V]):
-    """Values by their `repr`, the same in every process, as long as this one lives.
+class ConstantKeys(Generic[V]):
+    """Text keys of values: their `repr`, equal in every process. Values live as long as the process.
 
-    >>> tokens = Tokens[float]("numbers")
-    >>> tokens.of(tokens.token_of(1.5))
+    >>> keys = ConstantKeys[float]("the number")
+    >>> keys.value_of(keys.key_of(1.5))
     1.5
     """
 
     def __init__(self, what: str, prefix: str = "") -> None:
-        self._what = what  # the values are, in messages
+        self._what = what  # the kind of values, in messages
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._by_token: dict[str, V] = {}
+        self._values: dict[str, V] = {}
 
-    def token_of(self, value: V) -> str:
-        """What stands for a value."""
-        token = name = f"{self._prefix}{value!r}"
+    def key_of(self, value: V) -> str:
+        """The key of a value, which is stored."""
+        key = name = f"{self._prefix}{value!r}"
         with self._lock:
             others = 1
-            while self._by_token.setdefault(token, value) != value:  # values of somebody's own that look alike
+            while self._values.setdefault(key, value) != value:  # another value, of a user's class, with an equal repr
                 others += 1
-                token = f"{name} #{others}"
-        return token
+                key = f"{name} #{others}"
+        return key
 
-    def of(self, token: str) -> V:
-        """What the token stands for."""
-        if token not in self._by_token:
+    def value_of(self, key: str) -> V:
+        """The value of a key.
+
+        Raises:
+            RuntimeError: this process has not stored such a value.
+        """
+        if key not in self._values:
             raise RuntimeError(
-                f"compiled code wants {self._what} {token}, which this process has not traced yet: it came from "
-                "another one, by a way that skips tracing"
+                f"compiled code refers to {self._what} {key}, which this process has not traced yet: it came from "
+                "another process, by a way that skips tracing"
             )
-        return self._by_token[token]
+        return self._values[key]
 
 
-# What stands for masks in compiled code: text where they are constants, a number where they are found at run time.
+mask_keys = ConstantKeys[Mask]("a mask,")
+for _plain in (Full(), Causal()):  # code from disk may need these before this process has traced any
+    mask_keys.key_of(_plain)
+
+
+# Values that are known only when compiled code runs
 
 _MOST_NUMBERS = 4096
 _NOT_IN_BACKWARD = -1
 
 
-class Ambient(NamedTuple):
-    """What a call finds in the region that it runs in."""
+class ContextValues(NamedTuple):
+    """Values of an open context that compiled code reads when it runs."""
 
     mask: Mask | None
     layout: Layout
     lengths: tuple[int, ...] | None
-    """Global lengths that are known there."""
+    """Known global lengths."""
 
 
-class Found(NamedTuple):
-    """What a call has found where it ran."""
+class RuntimeValues(NamedTuple):
+    """Mask and layout of a call, as known when it runs."""
 
     mask: Mask
     layout: Layout | None
-    """None: that of the recipe."""
-    ambient: Ambient | None = None
-    """What of it is the region's, if anything."""
+    """None: that of the compiled call spec."""
+    of_context: ContextValues | None = None
+    """The open context's share in them, if any."""
     rows: int = 1
-    """Batch rows that the tokens of the call's one row are of, one after the other."""
+    """Batch rows whose tokens make up the one row of a packed call, one after the other."""
 
 
-mask_tokens = Tokens[Mask]("a mask,")
-for _plain in (Full(), Causal()):  # which code from disk may want first
-    mask_tokens.token_of(_plain)
-
-
-class FoundNumbers:
-    """Numbers for the latest that were found, for their backward."""
+class RuntimeNumbers:
+    """Numbers for the latest `RuntimeValues`, by which forward passes them to backward in a tensor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: OrderedDict[Found, int] = OrderedDict()
-        self._by_number: dict[int, Found] = {}
+        self._numbers: OrderedDict[RuntimeValues, int] = OrderedDict()
+        self._by_number: dict[int, RuntimeValues] = {}
         self._next = 0
 
-    def number_of(self, found: Found) -> int:
-        """A number for what a call has found; good until thousands of others have been found."""
+    def number_of(self, values: RuntimeValues) -> int:
+        """A number for the values of a call; valid until thousands of other values have come."""
         with self._lock:
-            number = self._numbers.get(found)
+            number = self._numbers.get(values)
             if number is None:
-                number = self._numbers[found] = self._next
+                number = self._numbers[values] = self._next
                 self._next += 1
-                self._by_number[number] = found
+                self._by_number[number] = values
                 if len(self._numbers) > _MOST_NUMBERS:
                     _, oldest = self._numbers.popitem(last=False)
                     del self._by_number[oldest]
             else:
-                self._numbers.move_to_end(found)
+                self._numbers.move_to_end(values)
         return number
 
-    def of(self, number: int) -> Found:
-        """What a number stands for."""
+    def of(self, number: int) -> RuntimeValues:
+        """The values of a number.
+
+        Raises:
+            RuntimeError: too many others have come since.
+        """
         if number not in self._by_number:
             raise RuntimeError(
                 f"the mask of a forward pass is no longer known: {_MOST_NUMBERS} others came before its backward"
@@ -160,265 +173,216 @@ class FoundNumbers:
         return self._by_number[number]
 
 
-class Outstanding:
-    """Of which regions there are forward passes whose backward has not come, by what is theirs of a mask.
+class PendingBackwards:
+    """Counts, for each context, the forward passes of compiled code whose backward has not come.
 
-    Compiled code that computes attention again in a backward is not told for which forward pass: if all that are
-    outstanding were of one kind of region, it is known nevertheless.
+    Compiled code that recomputes attention in a backward cannot tell for which forward pass. Where all pending ones
+    are of equal contexts, their values are those of the recompute; otherwise the recompute is refused.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._passes: Counter[Ambient] = Counter()
+        self._passes: Counter[ContextValues] = Counter()
 
-    def begin(self, found: Found, needs_backward: bool) -> int:
-        """A forward pass whose backward may come; not counted if it is a recompute, in the backward of one.
+    def begin(self, values: RuntimeValues, needs_backward: bool) -> int:
+        """Counts a forward pass, unless it is a recompute in a backward.
 
         Returns:
-            which backward that is, to be told to `end`.
+            the backward in which it ran, an argument of `end`.
         """
         running = _torch.current_backward()
         if running is not None:
             return running
-        if found.ambient is not None and needs_backward:
+        if values.of_context is not None and needs_backward:
             with self._lock:
-                self._passes[found.ambient] += 1
+                self._passes[values.of_context] += 1
         return _NOT_IN_BACKWARD
 
-    def end(self, found: Found, begun_in: int) -> None:
-        """Its backward has come, and may keep its graph for another one."""
+    def end(self, values: RuntimeValues, begun_in: int) -> None:
+        """Counts the backward of a forward pass, unless it keeps its graph for another one."""
         # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
         is_reentrant = begun_in not in (_NOT_IN_BACKWARD, _torch.current_backward())
-        ambient = found.ambient
-        if ambient is None or is_reentrant or _torch.backward_may_come_again():
+        of_context = values.of_context
+        if of_context is None or is_reentrant or _torch.backward_may_come_again():
             return
         with self._lock:
-            if self._passes[ambient] <= 1:
-                del self._passes[ambient]
+            if self._passes[of_context] <= 1:
+                del self._passes[of_context]
             else:
-                self._passes[ambient] -= 1
+                self._passes[of_context] -= 1
 
-    def only(self) -> Ambient | None:
-        """What all that are outstanding have in common; None if there are several kinds, or none."""
+    def only_context(self) -> ContextValues | None:
+        """The values of all pending passes, where they are equal; None if they differ, or there are none."""
         with self._lock:
             return next(iter(self._passes)) if len(self._passes) == 1 else None
 
 
-found_numbers = FoundNumbers()
-outstanding = Outstanding()
+runtime_numbers = RuntimeNumbers()
+pending_backwards = PendingBackwards()
 
 
-class CompiledCallSpec(ABC):
-    """How to decide calls of one kind, in any process that has the same groups. A value.
-
-    `repr` is its token, the same in every process, so that compiled code can be kept on disk.
-    """
-
-    @property
-    @abstractmethod
-    def finds_mask(self) -> bool:
-        """Whether calls have a mask or a layout that is only known where they run."""
-
-    @property
-    @abstractmethod
-    def compares(self) -> bool:
-        """Whether the ranks compare at every call what must agree."""
-
-    @abstractmethod
-    def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
-    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        """The global (q, kv) lengths, checked if the caller knows them, else found, and the rest; may communicate.
-
-        With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, in documents
-        that `mask` is inside of.
-        """
-
-    @abstractmethod
-    def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed,
-    ) -> AttentionCall:  # fmt: skip
-        """The call on local shards; communicates nothing, and says the same in backward as in forward."""
-
-    @abstractmethod
-    def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed, constants: Hashable,
-    ) -> AttentionCall:  # fmt: skip
-        """`resolve` and `decide` of a call that finds and compares nothing; of equal `constants`, looked up."""
-
-
-_OPERATORS = 6
-"""Counts changes of what the operators give: code on disk that was compiled for other ones has other tokens."""
-
-
-_call_specs = Tokens[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
-
-
-def token_of(call_spec: CompiledCallSpec) -> str:
-    """What stands for a recipe in compiled code."""
-    return _call_specs.token_of(call_spec)
-
-
-def call_spec_of(token: str) -> CompiledCallSpec:
-    """What the token stands for."""
-    return _call_specs.of(token)
-
+# Compiled call specs
 
 ACTIVE_CONFIG = "cp_dtensor_settings"
-"""Where a region leaves `ActiveConfig` of its thread for compiled code, which holds none."""
-_FOUND_LAYOUT = Contiguous()  # in the place of one that is found where code runs
+"""Key of the thread state in which an open context leaves its `ActiveConfig` for compiled code."""
+_LAYOUT_OF_CONTEXT = Contiguous()
+"""Placeholder for a layout that is read from the open context."""
 
 
 @dataclass(frozen=True)
 class ActiveConfig:
-    """The settings of an open region."""
+    """The configuration of an open context."""
 
     settings: AttentionConfig
 
     @cached_property
-    def token(self) -> str:
-        """Of its recipe."""
-        return token_of(ShardCallSpec.of(self.settings))
+    def key(self) -> str:
+        """The key of its compiled call spec."""
+        return key_of(CompiledCallSpec.of(self.settings))
 
 
 @dataclass(frozen=True)
-class ShardCallSpec(CompiledCallSpec):
-    """How to decide calls on shards of one kind: `AttentionConfig`, with groups by their names.
+class CompiledCallSpec:
+    """An `AttentionConfig` with process groups by their names, valid in every process that has these groups.
 
-    Lengths that a region knows of its buffers, its mask, and a layout made for it are not part of it, or code would be
-    compiled for each: they are looked up in the region that is open when the code runs.
+    Its `repr` is its key in compiled code. The lengths of a context's buffers, its mask, and a layout made for it are
+    not part of the spec, or code would be compiled for each context: they are read from the context when code runs.
     """
 
     groups: tuple[str, ...]
-    splitting: Splitting
+    layout: Layout
+    method: str
+    transport: TransportMethod
+    deterministic: bool
     fixed_lengths: tuple[int, ...] | None
     debug: bool
-    finds_mask: bool = False  # or the layout
+    reads_context: bool = False
+    """True if a mask or a layout is read from the open context."""
     fixed_mask: Mask | None = None
     alignment: int = 1
-    """Of the layout that is found."""
+    """Alignment of a layout that is read from the open context."""
+    placed: SequencePartition | None = None
+    """The partition of DTensors, whatever their lengths."""
 
     @classmethod
-    def of(cls, settings: AttentionConfig) -> ShardCallSpec:
-        """The recipe of some settings."""
+    def of(cls, config: AttentionConfig) -> CompiledCallSpec:
+        """The compiled call spec of a configuration."""
         groups = tuple(
-            _torch.name_of_group(group) for group in (settings.ranks.outer, settings.ranks.inner) if group is not None
+            _torch.name_of_group(group) for group in (config.ranks.outer, config.ranks.inner) if group is not None
         )
-        fixed = None if settings.lengths_vary else settings.declared_lengths
-        splitting, mask = settings.splitting, None if settings.lengths_vary else settings.mask
+        varies, layout = config.lengths_vary, config.layout
         # A layout of one length is made for a mask, and like it differs from context to context.
-        of_one_context = settings.lengths_vary and splitting.layout.only_length is not None
-        alignment = splitting.layout.alignment if of_one_context else 1
-        if of_one_context:
-            splitting = replace(splitting, layout=_FOUND_LAYOUT)
-        finds = settings.lengths_vary and (settings.mask is not None or of_one_context)
-        return cls(groups, splitting, fixed, settings.debug, finds, mask, alignment)
+        of_one_context = varies and layout.only_length is not None
+        return cls(
+            groups,
+            _LAYOUT_OF_CONTEXT if of_one_context else layout,
+            config.method,
+            config.transport,
+            config.deterministic,
+            None if varies else config.declared_lengths,
+            config.debug,
+            reads_context=varies and (config.mask is not None or of_one_context),
+            fixed_mask=None if varies else config.mask,
+            alignment=layout.alignment if of_one_context else 1,
+            placed=None if config.placed is None else config.placed.resized(0, 0, 0),
+        )
 
     def __repr__(self) -> str:
-        splitting = self.splitting
         lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
         return (
-            f"{splitting.method} ({splitting.transport.name}) over {' x '.join(self.groups)}, {splitting.layout}"
-            f"{lengths}{', deterministic' * splitting.deterministic}{', debug' * self.debug}"
-            f"{', masked' * self.finds_mask}"
+            f"{self.method} ({self.transport.name}) over {' x '.join(self.groups)}, {self.placed or self.layout}"
+            f"{lengths}{', deterministic' * self.deterministic}{', debug' * self.debug}"
+            f"{', masked' * self.reads_context}"
             f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
             f"{'' if self.alignment == 1 else f', in blocks of {self.alignment}'}"
         )
 
-    @property
-    def compares(self) -> bool:
-        return self.debug
-
     def resolve(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
         known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
-    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        state = _torch.get_thread_state(ACTIVE_CONFIG)
-        ambient, entered_in = (None, None) if state is None or state[0].token != token_of(self) else state
-        of_context = None
-        if self.finds_mask or (edges is not None and self.fixed_lengths is None):
-            again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
-            of_context = _of_recompute() if again else _of_open_context(ambient)
-        if (
-            ambient is not None
-            and (known is None or self.finds_mask)
-            and of_context in (None, _of_open_context(ambient))
-        ):
-            settings = ambient.settings
+    ) -> tuple[tuple[int, int], RuntimeValues]:  # fmt: skip
+        """The global (q, kv) lengths, checked or found, and what the call reads at run time; may communicate.
+
+        With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, and `mask` is
+        the mask inside of each document.
+        """
+        if self.placed is not None and known is not None:
+            return known, RuntimeValues(mask, None)
+        of_context = active = None
+        reads_lengths = edges is not None and self.fixed_lengths is None
+        if known is None or self.reads_context or reads_lengths:
+            state = _torch.get_thread_state(ACTIVE_CONFIG)
+            active, entered_in = (None, None) if state is None or state[0].key != key_of(self) else state
+            if self.reads_context or reads_lengths:
+                again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
+                of_context = _values_of_recompute() if again else _values_of(active)
+        if active is not None and of_context in (None, _values_of(active)):
+            settings = active.settings
         else:
-            settings = self.settings() if of_context is None else self._settings_with(of_context)
+            settings = self.settings(of_context)
         rows = 1
         if edges is not None:
             packed = edges.in_rows(settings.declared_lengths)
             rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
-            mask = with_context_mask(self.fixed_mask, mask)
-        if of_context is not None:
-            mask = with_context_mask(of_context.mask, mask)
+            mask = mask if self.fixed_mask is None else mask_intersection(self.fixed_mask, mask)
+        if of_context is not None and of_context.mask is not None:
+            mask = mask_intersection(of_context.mask, mask)
         check_batch_size(q, settings)
         lengths = global_lengths(
             q, k, v, settings, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True
         )  # fmt: skip
         check_bias(q, modifiers.bias, lengths, settings.layout, settings.ranks.size)
-        return lengths, Found(mask, None if of_context is None else of_context.layout, of_context, rows)
+        return lengths, RuntimeValues(mask, None if of_context is None else of_context.layout, of_context, rows)
 
     def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed,
-    ) -> AttentionCall:  # fmt: skip
-        splitting = self.splitting if found.layout is None else replace(self.splitting, layout=found.layout)
-        return decide_call(q, k, v, splitting, lengths, found.mask, modifiers, scale, self._ranks(), allowed)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: RuntimeValues,
+        modifiers: Modifiers, scale: float, allowed: Allowed,
+    ) -> BoundCall:  # fmt: skip
+        """The call on local shards; does not communicate, and gives the same in backward as in forward."""
+        config = self.settings()
+        if found.layout is not None:
+            config = replace(config, layout=found.layout)
+        return bound_call(q, k, v, config, lengths, found.mask, modifiers, scale, allowed)
 
-    def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed, constants: Hashable,
-    ) -> AttentionCall:  # fmt: skip
-        ranks = self._ranks()
-        bias = None if modifiers.bias is None else modifiers.bias.shape
-        of_modifiers = (bias, modifiers.dropout_p > 0)
-        key = (constants, q.shape, k.shape, v.shape, q.dtype, q.device, lengths, of_modifiers, ranks.rank, ranks.size)
-
-        def make() -> Decision:
-            self.resolve(q, k, v, mask, modifiers, scale, lengths)  # refuses what does not fit
-            return decision_on(q, k, v, self.splitting, lengths, mask, modifiers, ranks, allowed)
-
-        return remembered(ranks.outer, key, make).call(ranks, scale)
-
-    def settings(self) -> AttentionConfig:
-        """The settings, on this process's groups."""
-        return AttentionConfig(self._ranks(), self.splitting, self.fixed_lengths, self.debug, mask=self.fixed_mask)
-
-    def _settings_with(self, found: Ambient) -> AttentionConfig:
-        splitting = replace(self.splitting, layout=found.layout)
-        return replace(self.settings(), splitting=splitting, declared_lengths=found.lengths)
-
-    def _ranks(self) -> SequenceRanks:
-        return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
-
-
-def _of_open_context(ambient: ActiveConfig | None) -> Ambient:
-    if ambient is None:
-        raise RuntimeError(
-            "this code was compiled in a context_parallel region with a mask, a layout or packed documents of its own, "
-            "and runs outside of any such"
+    def settings(self, of_context: ContextValues | None = None) -> AttentionConfig:
+        """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""
+        ranks = SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+        return AttentionConfig(
+            ranks,
+            self.layout if of_context is None else of_context.layout,
+            self.method,
+            self.transport,
+            self.deterministic,
+            self.debug,
+            self.fixed_mask,
+            self.fixed_lengths if of_context is None else of_context.lengths,
+            placed=self.placed,
         )
-    return Ambient(ambient.settings.mask, ambient.settings.layout, ambient.settings.declared_lengths)
 
 
-def _of_recompute() -> Ambient:
-    """Of attention that is computed again in a backward, by code that does not know for which forward pass."""
-    only = outstanding.only()
+_OPERATORS = 6
+"""Version of the operators' results: part of every key, so that code on disk of other versions is not used."""
+_call_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
+key_of, call_spec_of = _call_specs.key_of, _call_specs.value_of
+
+
+def _values_of(config: ActiveConfig | None) -> ContextValues:
+    if config is None:
+        raise RuntimeError(
+            "this code was compiled inside of context_parallel with a mask, a layout or packed documents of its own, "
+            "and runs outside of any such context"
+        )
+    return ContextValues(config.settings.mask, config.settings.layout, config.settings.declared_lengths)
+
+
+def _values_of_recompute() -> ContextValues:
+    """Of attention that compiled code recomputes in a backward."""
+    only = pending_backwards.only_context()
     if only is None:
         raise RuntimeError(
-            "attention is computed again in a backward, by code that was compiled in a context_parallel region with a "
-            "mask, a layout or packed documents of its own; there have been several such regions whose backward has "
+            "attention is computed again in a backward, by code that was compiled inside of context_parallel with a "
+            "mask, a layout or packed documents of its own; there have been several such contexts whose backward has "
             "not come, and it cannot be told which of them this is: keep attention (selective checkpointing with a "
             "policy that saves cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
         )

@@ -1,4 +1,4 @@
-"""What a context, a module or a call decides once about its attention."""
+"""Configuration of attention: what a context, a module or a call decides once."""
 
 from __future__ import annotations
 
@@ -10,69 +10,68 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.validation import Mesh, checked_layout, ranks_and_method
+from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Mask, mask_intersection
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How a caller wants a sequence to be divided and the work to be spread."""
-
-    layout: Layout
-    method: str
-    """One of `arguments.METHODS`."""
-    transport: TransportMethod
-    """How K/V travel in rings."""
-    deterministic: bool = False
-    """Whether results must be the same in every run, whatever torch's switch says."""
+from cp_dtensor.spec.masks import Mask
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How a sequence is divided and the work is spread: what a context, a module or a call decides once."""
+    """How a sequence is partitioned and how the work is spread over its ranks."""
 
     ranks: SequenceRanks
-    splitting: Splitting
-    declared_lengths: tuple[int, ...] | None = None
-    """Global lengths known beforehand, of a context's buffers or a module; others are found by exchange."""
+    layout: Layout
+    method: str
+    """One of `validation.METHODS`."""
+    transport: TransportMethod
+    """How K/V travel in rings."""
+    deterministic: bool = False
+    """True if results must be equal in every run, whatever `torch.use_deterministic_algorithms` says."""
     debug: bool = False
-    batch_size: int | None = None
-    """Of the buffers of a context, where the layout divides batch rows differently."""
-    lengths_vary: bool = False
-    """Whether the next context of this kind may have other `declared_lengths` and another `mask`, as each batch of
-    packed documents has: compiled code, which serves all of them, must look these up when it runs."""
+    """True if the ranks compare at every call what must agree."""
     mask: Mask | None = None
-    """What all attention is masked with, besides what calls ask for."""
+    """The mask of all attention, besides what calls ask for."""
+    declared_lengths: tuple[int, ...] | None = None
+    """Known global lengths: of a context's buffers, or of a module. Other lengths are found by exchange."""
+    batch_size: int | None = None
+    """The batch size of a context's buffers, where the layout partitions batch rows differently."""
+    lengths_vary: bool = False
+    """True if the next context of this kind may have other `declared_lengths` and another `mask`, as each batch of
+    packed documents has. Compiled code serves all of these contexts, so it reads both when it runs."""
+    placed: SequencePartition | None = None
+    """The partition of DTensors, by their placements; `layout` is not used then."""
 
     @classmethod
     def of(
-        cls, mesh: Mesh, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
+        cls, mesh: Mesh | None, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
         deterministic: bool = False,
     ) -> AttentionConfig:  # fmt: skip
-        """From what callers pass.
+        """The checked configuration of public arguments.
 
         Raises:
             TypeError, ValueError, NotImplementedError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
         transport = transport_by_name(rotate_method)
-        return cls(ranks, Splitting(checked_layout(layout), method, transport, bool(deterministic)), debug=debug)
+        return cls(ranks, checked_layout(layout), method, transport, bool(deterministic), debug)
 
-    @property
-    def layout(self) -> Layout:
-        """Which rank owns which tokens."""
-        return self.splitting.layout
+    def partition(self, lengths: tuple[int, int], batch_size: int) -> SequencePartition:
+        """The partition of a call with these global (queries, keys)."""
+        if self.placed is None:
+            return LayoutPartition(self.layout, *lengths, batch_size, self.ranks.size)
+        if (self.placed.q_len, self.placed.kv_len, self.placed.batch_size) == (*lengths, batch_size):
+            return self.placed
+        return self.placed.resized(*lengths, batch_size)
 
 
-def check_batch_size(q: torch.Tensor, settings: AttentionConfig) -> None:
-    """Refuses batches of another size than the region's buffers, where the layout divides batch rows differently."""
-    if settings.batch_size not in (None, q.size(0)):
+def check_batch_size(q: torch.Tensor, config: AttentionConfig) -> None:
+    """Refuses batches of another size than the context's buffers, where the layout partitions batch rows differently.
+
+    Raises:
+        ValueError: such a batch.
+    """
+    if config.batch_size not in (None, q.size(0)):
         raise ValueError(
-            f"{settings.layout} divides batch rows differently, so attention needs the batch size of the "
-            f"buffers, {settings.batch_size}; got q of shape {tuple(q.shape)}"
+            f"{config.layout} divides batch rows differently, so attention needs the batch size of the "
+            f"buffers, {config.batch_size}; got q of shape {tuple(q.shape)}"
         )
-
-
-def with_context_mask(ambient: Mask | None, mask: Mask) -> Mask:
-    """What a call's mask and that of its settings, if they have one, show together."""
-    return mask if ambient is None else mask_intersection(ambient, mask)

@@ -20,7 +20,7 @@ from cp_dtensor.plan.head_partition import (
     partition_heads,
     with_heads,
 )
-from cp_dtensor.plan.partition import CallShape, MergedPartition, OuterPartition, inner_partitions
+from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
 from cp_dtensor.plan.plan import Plan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
@@ -63,7 +63,7 @@ class Estimate:
 
 
 def estimates(
-    shape: CallShape, outer: Axis, inner: Axis | None, transport_method: TransportMethod
+    shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
     """Returns an estimate for each method that the axes allow; the first is preferred if times are equal."""
     if inner is None:
@@ -82,7 +82,7 @@ def fastest(found: dict[str, Estimate]) -> str:
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
-def ring_estimate(shape: CallShape, axis: Axis, transport_method: TransportMethod) -> Estimate:
+def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over one axis."""
     transport = _transport(transport_method, shape, axis)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
@@ -98,7 +98,7 @@ def ring_estimate(shape: CallShape, axis: Axis, transport_method: TransportMetho
     )
 
 
-def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
+def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
     heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
@@ -140,7 +140,7 @@ def ulysses_estimate(shape: CallShape, inner: Axis, outer: Axis | None, transpor
     )
 
 
-def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
+def nested_ring_estimate(shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over the outer axis of rings over the inner one."""
     places = sorted({0, outer.size - 1})
     found = (_nested_ring_at(place, shape, outer, inner, transport_method) for place in places)
@@ -148,7 +148,7 @@ def nested_ring_estimate(shape: CallShape, outer: Axis, inner: Axis, transport_m
 
 
 def _nested_ring_at(
-    place: int, shape: CallShape, outer: Axis, inner: Axis, transport_method: TransportMethod
+    place: int, shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod
 ) -> Estimate:
     """Returns the estimate of the ranks with one rank of the outer axis."""
     tiling = replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling
@@ -180,7 +180,7 @@ def _nested_ring_at(
     )
 
 
-def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) -> KVTransport:
+def _transport(transport_method: TransportMethod, shape: CallSpec, axis: Axis) -> KVTransport:
     """Returns the KV transport that the method takes on an axis, without a collective."""
     if axis.size == 1:
         return AllGather()
@@ -191,7 +191,7 @@ def _transport(transport_method: TransportMethod, shape: CallShape, axis: Axis) 
     return choose(shape, axis.size, axis.hardware, axis.shares_memory)
 
 
-def _passes(transport: KVTransport, shape: CallShape, axis: Axis) -> tuple[float, float]:
+def _passes(transport: KVTransport, shape: CallSpec, axis: Axis) -> tuple[float, float]:
     """Returns seconds of forward and of backward."""
     forward = slowest_seconds(transport, shape, axis.size, axis.hardware, backward=False)
     return forward, slowest_seconds(transport, shape, axis.size, axis.hardware, backward=True) - forward
@@ -201,7 +201,7 @@ def _begun(axis: Axis) -> float:
     return _CALL_LAUNCHES * axis.hardware.launch
 
 
-def _received(plan: Plan, shape: CallShape) -> float:
+def _received(plan: Plan, shape: CallSpec) -> float:
     """Returns received bytes: K/V in forward, K/V and their gradients in backward."""
     forward, backward = (
         sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
@@ -210,7 +210,7 @@ def _received(plan: Plan, shape: CallShape) -> float:
     return float(forward + 2 * backward)
 
 
-def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
+def _ring_memory(plan: Plan, shape: CallSpec, transport: KVTransport) -> float:
     """Returns the bytes of a ring's buffers.
 
     These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
@@ -226,7 +226,7 @@ def _ring_memory(plan: Plan, shape: CallShape, transport: KVTransport) -> float:
     return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
 
 
-def _exchanged(shape: CallShape, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
+def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
     """Returns bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
     group = shape.partition.groups()[0]
     queries, keys = (

@@ -1,11 +1,10 @@
-"""Attention as operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
+"""Operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
 
-Compiled code holds constants, not objects, and may be kept on disk. So process groups, layout and method of a call
-stand behind a `Recipe`, whose token is an argument of the operators; what is only known at run time (global lengths,
-and with them the plan) is decided there, by the code that eager calls go through. Eager calls do not come here.
+Compiled code holds constants, not objects. So the operators take the key of a `CompiledCallSpec`; global lengths, and
+with them the plan, are found when they run, by the code of eager calls. Eager calls do not use the operators.
 
-Calls of which something is only known at run time are the overload `found`, which Inductor leaves out of CUDA graphs:
-a replay would be of the lengths and the mask that there were when the graph was made.
+Calls that read lengths or a mask at run time are the overload `found`, which Inductor leaves out of CUDA graphs: a
+replay would use the lengths and the mask of the capture.
 """
 
 from __future__ import annotations
@@ -21,105 +20,105 @@ from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine.autograd import AttentionCall, gradient_of_sinks, new_grad_bias
+from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, new_grad_bias
 from cp_dtensor.engine.compiled_spec import (
-    Found,
-    _call_specs,
-    found_numbers,
-    mask_tokens,
-    outstanding,
+    CompiledCallSpec,
+    RuntimeValues,
+    call_spec_of,
+    key_of,
+    mask_keys,
+    pending_backwards,
+    runtime_numbers,
 )
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.masks import Mask
 
-# What a compiled forward pass hands to its backward besides the results of its operator. Compiled code keeps
-# tensors whose shapes it knows, which those of exchanged heads are not. So they are kept by a tensor that it does
-# keep, as an attribute of its storage: autograd, AOTAutograd and checkpoint policies save that very tensor or an
-# alias of it, and all is freed with the last of these. Where another tensor arrives (a copy, of offloading hooks
-# say, or what a CUDA graph has written), there is nothing on it, and backward decides the call and brings the rows
-# together again.
+# Calls and exchanged rows that forward saves for backward
+#
+# Compiled code saves tensors whose shapes it can compute, which excludes those of exchanged heads. These are saved as
+# an attribute of the storage of an operator's result: autograd, AOTAutograd and checkpoint policies save that very
+# tensor or an alias of it, and all is freed with the last of these. A copy (of offloading hooks, say, or what a CUDA
+# graph has written) has no such attribute: backward then plans the call and exchanges the rows again.
 
-_NAME = "_cp_dtensor_kept"
+_ATTRIBUTE = "_cp_dtensor_saved"
 
 
-class Kept:
-    """A call that has run forward, and what it has saved, or nothing if that is not to be kept."""
+class SavedCall:
+    """A call that has run forward, and its rows for backward; () if they are not saved."""
 
-    def __init__(self, call: AttentionCall | None = None, rows: Tensors = ()) -> None:
+    def __init__(self, call: BoundCall | None = None, rows: Tensors = ()) -> None:
         self.call = call
         self.rows = rows
 
 
-def keeps_rows(call: AttentionCall, q: torch.Tensor) -> bool:
-    """Whether what a call saves is worth keeping and may be kept here: not where a CUDA graph is made.
+def saves_rows(call: BoundCall, q: torch.Tensor) -> bool:
+    """True if the rows of a call are saved here: those of other ranks, unless a CUDA graph is captured.
 
-    A graph's memory is written again at each replay, and Inductor wants to know of all of it; what is kept elsewhere is
-    gone by then. What other calls save is what the operator got and gave, which autograd keeps if need be.
+    A graph's memory is written again at each replay, and Inductor has to know all of it. Other calls save arguments and
+    results of the operator only, as autograd does.
     """
-    return call.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
+    return call.plan.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
 
 
-def keep(keeper: torch.Tensor, call: AttentionCall, rows: Tensors) -> None:
-    """Keeps a call, and what it has saved if that is to be kept, as long as the memory of `keeper`."""
-    setattr(keeper.untyped_storage(), _NAME, Kept(call, rows))
+def save_with(tensor: torch.Tensor, call: BoundCall, rows: Tensors) -> None:
+    """Saves a call and its rows as long as the memory of a tensor lives."""
+    setattr(tensor.untyped_storage(), _ATTRIBUTE, SavedCall(call, rows))
 
 
-def kept(keeper: torch.Tensor) -> Kept:
-    """What the tensor keeps: nothing if it is not the one that forward has returned, or an alias of it."""
-    found: Kept | None = getattr(keeper.untyped_storage(), _NAME, None)
-    return found or Kept()
+def saved_with(tensor: torch.Tensor) -> SavedCall:
+    """The call saved with a tensor; an empty one unless it is the tensor of `save_with`, or an alias of it."""
+    saved: SavedCall | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+    return saved or SavedCall()
 
 
 CuSeqlens = tuple[torch.Tensor, torch.Tensor]
-"""Where packed documents begin and end among queries and among keys, as integers."""
+"""Integers: the edges of packed documents among queries and among keys."""
 
 
-def backends_token() -> str:
-    """What stands in compiled code for what is allowed at this moment: backends, their order, and only deterministic
-    ones, of which all Dynamo compiles again where it changes."""
+def backends_key() -> str:
+    """The key of the allowed backends: the enabled ones, their order, determinism. Dynamo recompiles on a change."""
     allowed = allowed_backends()
     flags = "".join("01"[flag] for flag in (*allowed.enabled, allowed.deterministic))
     return flags if allowed.order is None else f"{flags} {','.join(allowed.order)}"
 
 
 @lru_cache(maxsize=64)
-def _backends(token: str) -> Allowed:
-    flags, _, order = token.partition(" ")
+def _backends(key: str) -> Allowed:
+    flags, _, order = key.partition(" ")
     *enabled, deterministic = (flag == "1" for flag in flags)
     return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic)
 
 
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, token: str, backends: str, mask: Mask,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: CompiledCallSpec,
+    backends: str, mask: Mask,
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
 
-    With `cu_seqlens`, of packed tokens: see `Recipe.resolve`.
+    With `cu_seqlens`, of packed tokens: see `CompiledCallSpec.resolve`.
     """
-    call_spec = _call_specs.of(token)
-    return traced_attention_by_tokens(
-        q, k, v, modifiers, token, backends, mask_tokens.token_of(mask), scale, lengths, needs_lse,
-        finds_more=call_spec.finds_mask or call_spec.compares, cu_seqlens=cu_seqlens,
+    return traced_attention_by_keys(
+        q, k, v, modifiers, key_of(call_spec), backends, mask_keys.key_of(mask), scale, lengths, needs_lse,
+        reads_more=call_spec.reads_context or call_spec.debug, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
-def traced_attention_by_tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, token: str, backends: str, mask: str,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, finds_more: bool,
+def traced_attention_by_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: str, backends: str, mask: str,
+    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, reads_more: bool,
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Likewise, where all that is no tensor is a constant already.
+    """Likewise, by the keys of the call spec and the mask.
 
-    `finds_more`: each run finds out, or compares, something besides lengths that are not known.
+    `reads_more`: True if each run reads the open context, or compares values of the ranks.
     """
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
-    out, lse, _ = (overloads.found if lengths is None or finds_more else overloads.default)(
-        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, *(cu_seqlens or (None, None)), token, backends, mask,
-        modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len, kv_len,
-        needs_lse or modifiers.need_lse,
-        torch.is_grad_enabled(),
+    out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
+        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, *(cu_seqlens or (None, None)), call_spec, backends,
+        mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len, kv_len,
+        needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
 
@@ -130,37 +129,35 @@ def _forward(
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_lse: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    decider, known = _call_specs.of(call_spec), None if q_len < 0 else (q_len, kv_len)
+    spec, known = call_spec_of(call_spec), None if q_len < 0 else (q_len, kv_len)
     modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
-    shown, allowed, finds = mask_tokens.of(mask), _backends(backends), _finds(call_spec, q_len, edges is not None)
-    # Also where rows are kept: whether backward finds them again may be known to single ranks only, which all send LSE.
+    at_run_time = _reads_values(call_spec, q_len, edges is not None)
+    # Also where rows are saved: all ranks send LSE, and a single rank may lose its saved rows before backward.
     gives_lse = needs_lse or needs_backward
-    if known is None or finds or decider.compares:
-        lengths, found = decider.resolve(q, k, v, shown, modifiers, scale, known, edges, gives_lse=gives_lse)
-        q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-        call = decider.decide(q, k, v, lengths, found, modifiers, scale, allowed)
-    else:
-        lengths, found = known, Found(shown, None)
-        call = decider.decide_known(q, k, v, known, shown, modifiers, scale, allowed, (call_spec, backends, mask))
+    lengths, found = spec.resolve(
+        q, k, v, mask_keys.value_of(mask), modifiers, scale, known, edges, gives_lse=gives_lse
+    )
+    q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
+    call = spec.decide(q, k, v, lengths, found, modifiers, scale, _backends(backends))
     with no_autocast(q), _torch.below_autograd():
-        out, lse, saved = call.forward(q, k, v, modifiers, gives_lse)
+        out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
-    begun_in = outstanding.begin(found, needs_backward)
-    # What was found is handed to backward, which then needs no region and no communication to know it.
-    if finds:
-        numbers = torch.tensor([*lengths, found_numbers.number_of(found), begun_in], device="cpu")
+    begun_in = pending_backwards.begin(found, needs_backward)
+    # Backward gets these values in a tensor: it needs no context and no communication to know them.
+    if at_run_time:
+        numbers = torch.tensor([*lengths, runtime_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
     if needs_backward:
-        keep(numbers, call, saved if keeps_rows(call, q) else ())
+        save_with(numbers, call, saved if saves_rows(call, q) else ())
     return out, lse, numbers
 
 
-def _finds(call_spec: str, q_len: int, has_edges: bool) -> bool:
-    """Whether lengths or mask are not known before the call runs."""
-    return has_edges or (isinstance(q_len, int) and q_len < 0) or _call_specs.of(call_spec).finds_mask
+def _reads_values(call_spec: str, q_len: int, has_edges: bool) -> bool:
+    """True if lengths or mask are not known before the call runs."""
+    return has_edges or (isinstance(q_len, int) and q_len < 0) or call_spec_of(call_spec).reads_context
 
 
 def _fake_forward(
@@ -172,8 +169,8 @@ def _fake_forward(
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
-    finds = _finds(call_spec, q_len, cu_seq_q is not None)
-    found = torch.empty(4 if finds else 0, dtype=torch.int64, device="cpu" if finds else q.device)
+    at_run_time = _reads_values(call_spec, q_len, cu_seq_q is not None)
+    found = torch.empty(4 if at_run_time else 0, dtype=torch.int64, device="cpu" if at_run_time else q.device)
     return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
 
 
@@ -185,23 +182,23 @@ def _backward(
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_grad_bias: bool, needs_grad_sinks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    what = Found(mask_tokens.of(mask), None)
+    what = RuntimeValues(mask_keys.value_of(mask), None)
     if found.numel():
         q_len, kv_len, number, begun_in = found.tolist()
-        what = found_numbers.of(number)
-        outstanding.end(what, begun_in)
+        what = runtime_numbers.of(number)
+        pending_backwards.end(what, begun_in)
         q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
     modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
-    of_forward = kept(found)
-    call = of_forward.call or _call_specs.of(call_spec).decide(
+    of_forward = saved_with(found)
+    call = of_forward.call or call_spec_of(call_spec).decide(
         q, k, v, (q_len, kv_len), what, modifiers, scale, _backends(backends)
     )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
-        rows = of_forward.rows if keeps_rows(call, q) else ()
-        saved = rows or call.saved_again(q, k, v, out, lse)
-        grads = call.backward(grad_out, modifiers, saved, grad_bias)
+        rows = of_forward.rows if saves_rows(call, q) else ()
+        saved = rows or call.plan.saved_again(q, k, v, out, lse, call.ranks)
+        grads = call.plan.backward(grad_out, modifiers, saved, grad_bias, call.ranks, call.scale)
         of_qkv = [joined_rows(_row_after_row(grad), what.rows) for grad in grads]
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
@@ -221,12 +218,12 @@ def _fake_backward(
 
 
 def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) in memory (B, S, H, D): what most backends give and projections take, and known beforehand."""
+    """(B, H, S, D) in memory (B, S, H, D), as most backends give and projections take it; fakes have these strides."""
     row_after_row = tensor.transpose(1, 2)
     return tensor if row_after_row.is_contiguous() else row_after_row.contiguous().transpose(1, 2)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, bias, seed, sinks, _cu_seq_q, _cu_seq_k, *ctx.settings, _needs_lse, _needs_backward = inputs
     out, lse, found = output
     ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
@@ -250,7 +247,7 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
 
 def _defined() -> torch.library.Library:
     modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks"
-    settings = "str recipe, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
+    settings = "str call_spec, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
     settings += "float scale, SymInt q_len, SymInt kv_len"
     forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {settings}, "
     forward += "bool needs_lse, bool needs_backward) "
@@ -269,7 +266,7 @@ def _defined() -> torch.library.Library:
             library.impl(name, implementation, "CompositeExplicitAutograd")
             torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
         torch.library.register_autograd(
-            f"cp_dtensor::attention{suffix}", _gradients_by(overload), setup_context=_keep_for_backward, lib=library
+            f"cp_dtensor::attention{suffix}", _gradients_by(overload), setup_context=_save_for_backward, lib=library
         )
     return library
 
@@ -281,10 +278,10 @@ ATTENTION_OPS = (
     torch.ops.cp_dtensor.attention.found,
     *_torch.FUSED_SDPA_OPS,
 )
-"""What a policy of selective activation checkpointing keeps, so that attention is not computed again.
+"""Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
-compiled code attention of sharded sequences is one of the first two, and is kept whole: a recompute neither computes
-nor communicates it. Uncompiled it consists of the others, tile by tile; their results are kept, and transfers and
-merges are done again.
+compiled code, attention of sharded sequences is one of the first two, and is saved whole: a recompute neither computes
+nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
+merges run again.
 """

@@ -72,7 +72,7 @@ def _facts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
-    splitting, method = settings.splitting, settings.splitting.method
+    method = settings.method
     exchanges_heads = method in ("ulysses", "hybrid")
     # Over one axis of CPUs "auto" is a ring, where lse does not travel.
     may_exchange = exchanges_heads or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
@@ -89,10 +89,10 @@ def _facts(
         "sinks": modifiers.described_sinks(values=settings.debug),
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
-        "layout": repr(splitting.layout),
+        "layout": repr(settings.layout),
         "method": method,
-        "rotate_method": splitting.transport.name,
-        "deterministic": is_deterministic(q, allowed_backends(), splitting.deterministic),
+        "rotate_method": settings.transport.name,
+        "deterministic": is_deterministic(q, allowed_backends(), settings.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         "declared_q": declared_q,
         "declared_kv": declared_kv,

@@ -1,13 +1,13 @@
-"""A ring of rings: K/V travel around an outer axis (across nodes), and from there around an inner one (within a node).
+"""Nested ring attention: a ring over an outer axis (across nodes) whose every step is a ring over an inner one.
 
-Over the outer axis only ranks with the same place in their inner axes talk to each other, so K/V come into a node once
-and not once for each of its ranks; the next hop of the outer ring is in flight under a whole inner ring. Gradients of
-K/V are summed within the node before they go home.
+On the outer axis only ranks with the same inner rank communicate, so K/V enter a node once, not once for each of its
+ranks. The next outer hop is in flight under a whole inner ring. Gradients of K/V are summed within the node before they
+travel back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,86 +17,91 @@ from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_a
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import KvTransfers
-from cp_dtensor.engine.autograd import AttentionCall
-from cp_dtensor.engine.ring import (
-    KeyValueGradients,
-    RingCall,
-    abandoned_on_error,
-    keys_and_values,
-    ring_backward,
-    ring_forward,
-)
+from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.ring import KeyValueGradients, RingPlan, keys_and_values
 from cp_dtensor.plan.plan import Step
 
 
 @dataclass(frozen=True)
-class NestedRingCall(AttentionCall):
-    """Each step of the outer ring is a call of the inner one."""
+class NestedRingPlan(AttentionPlan):
+    """A ring over the outer axis, each step of which is a ring over the inner one."""
 
-    outer: RingCall
-    """Its tiles are not computed: they say what travels."""
-    inner: tuple[RingCall | None, ...]
-    """For each step of the outer plan; None where no query of the inner axis sees any of the keys."""
+    outer: RingPlan
+    """Transfers of the outer axis; its tiles are not computed."""
+    inner: tuple[RingPlan | None, ...]
+    """For each step of the outer plan; None where no query of the inner axis attends to any of the keys."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        outer = self.outer
-        assert outer.group is not None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
+        ranks: SequenceRanks | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
+        arguments = (q, k, v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        outer, inner_ranks = self.outer, _inner_ranks(ranks)
+        without_sinks = modifiers if modifiers.sinks is None else replace(modifiers, sinks=None)
         everything = (0, q.size(0)), (0, q.size(2))
-        with on_device_of(q), abandoned_on_error(outer):
-            result = output_accumulator(q, v.size(3), outer.state_dtype)
-            transfers = outer.transport.start_kv(k, v, outer.plan, False, outer.group)
-            for step, inner in zip(outer.plan.forward, self.inner, strict=True):
-                step_k, step_v = self._keys_and_values(step, transfers, k, v)
-                parts = [] if inner is None else [Part(*everything, ring_forward(q, step_k, step_v, inner, modifiers))]
-                transfers.tiles_launched()
-                result.add((0, q.size(1)), parts, step.is_last)
-            out, lse = result.result()
+        group = outer.group(ranks)
+        assert group is not None
+        with on_device_of(q):
+            try:
+                result = output_accumulator(q, v.size(3), outer.state_dtype)
+                transfers = outer.transport.start_kv(k, v, outer.plan, False, group)
+                for step, inner in zip(outer.plan.forward, self.inner, strict=True):
+                    step_k, step_v = self._keys_and_values(step, transfers, k, v)
+                    parts = []
+                    if inner is not None:
+                        partial = inner.forward(q, step_k, step_v, without_sinks, True, inner_ranks, scale)[:2]
+                        parts.append(Part(*everything, partial))
+                    transfers.tiles_launched()
+                    result.add((0, q.size(1)), parts, step.is_last)
+                out, lse = result.result()
+            except BaseException:
+                outer.abandon(group)
+                raise
         out, lse = with_sinks(out, lse, modifiers.sinks)
-        return out, lse, (q, k, v, out, lse)
+        return out, lse, (*arguments, out, lse)
 
     def backward(
-        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
+        ranks: SequenceRanks | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
-        outer = self.outer
-        assert outer.group is not None
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        outer, inner_ranks = self.outer, _inner_ranks(ranks)
         everything = (0, q.size(0)), (0, q.size(2))
-        with on_device_of(q), abandoned_on_error(outer):
-            grad_out = in_order_of(out, grad_out)
-            grad_q = gradient_accumulator(q, outer.state_dtype)
-            grad_kv = KeyValueGradients(k, v, outer.state_dtype, outer.start_grads(k, v))
-            transfers = outer.transport.start_kv(k, v, outer.plan, True, outer.group)
-            for step, inner in zip(outer.plan.backward, self.inner, strict=True):
-                step_k, step_v = self._keys_and_values(step, transfers, k, v)
-                parts_q, parts_k, parts_v = [], [], []
-                if inner is not None:
-                    step_grads = ring_backward(grad_out, q, step_k, step_v, out, lse, inner, modifiers, grad_bias)
-                    rows = (0, q.size(0)), (0, step_k.size(2))
-                    parts_q.append(Part(*everything, step_grads[:1]))
-                    parts_k.append(Part(*rows, step_grads[1:2]))
-                    parts_v.append(Part(*rows, step_grads[2:]))
-                transfers.tiles_launched()
-                grad_kv.add(step, parts_k, parts_v)
-                grad_q.add((0, q.size(1)), parts_q, step.is_last)
-            return grad_q.result()[0], *grad_kv.result()
-
-    @property
-    def saves_rows_of_others(self) -> bool:
-        return False
-
-    def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Tensors:
-        return unit_stride(q), unit_stride(k), unit_stride(v), out, lse
+        group = outer.group(ranks)
+        assert group is not None
+        with on_device_of(q):
+            try:
+                grad_out = in_order_of(out, grad_out)
+                grad_q = gradient_accumulator(q, outer.state_dtype)
+                grad_transfers = outer.transport.start_grads(k, v, outer.plan, group)
+                grad_kv = KeyValueGradients(k, v, outer.state_dtype, grad_transfers)
+                transfers = outer.transport.start_kv(k, v, outer.plan, True, group)
+                for step, inner in zip(outer.plan.backward, self.inner, strict=True):
+                    step_k, step_v = self._keys_and_values(step, transfers, k, v)
+                    parts_q, parts_k, parts_v = [], [], []
+                    if inner is not None:
+                        step_saved = (q, step_k, step_v, out, lse)
+                        grads = inner.backward(grad_out, modifiers, step_saved, grad_bias, inner_ranks, scale)
+                        rows = (0, q.size(0)), (0, step_k.size(2))
+                        parts_q.append(Part(*everything, grads[:1]))
+                        parts_k.append(Part(*rows, grads[1:2]))
+                        parts_v.append(Part(*rows, grads[2:]))
+                    transfers.tiles_launched()
+                    grad_kv.add(step, parts_k, parts_v)
+                    grad_q.add((0, q.size(1)), parts_q, step.is_last)
+                return grad_q.result()[0], *grad_kv.result()
+            except BaseException:
+                outer.abandon(group)
+                raise
 
     def _keys_and_values(
         self, step: Step, transfers: KvTransfers, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K/V of a step. Zeros where nobody of the inner axis looks: tiles by row may multiply it by zero."""
+        """K and V of a step. Rows that were not sent are zero: interval-masked tiles may multiply them by zero."""
         step_k, step_v = keys_and_values(step, transfers, k, v)
         plan = self.outer.plan
         if step.transfer is not None and isinstance(self.outer.backend, IntervalAttention):
@@ -107,3 +112,9 @@ class NestedRingCall(AttentionCall):
                     for tensor in (step_k, step_v):
                         cut(tensor, None, None, rows).zero_()
         return step_k, step_v
+
+
+def _inner_ranks(ranks: SequenceRanks | None) -> SequenceRanks:
+    assert ranks is not None
+    assert ranks.inner is not None
+    return SequenceRanks(ranks.inner)

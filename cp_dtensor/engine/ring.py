@@ -1,49 +1,44 @@
-"""Executes a plan: forward and backward of ring attention on local shards.
-
-All state of a call is in its `RingCall`, which the autograd node keeps: backward reads nothing else, so it is right
-after a context has been left, in other threads, and whatever the settings are by then.
-"""
+"""Ring attention on local shards: forward and backward of a plan."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
-from cp_dtensor._torch.autograd import cleaned_up_on_error
+from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import with_sinks
-from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
+from cp_dtensor.attention.modifiers import Modifiers, bias_part
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
-from cp_dtensor.engine.autograd import AttentionCall
+from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Plan, Step
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.spec.layouts import Span
 
-# Where the gradients of a ring are summed: of what tiles give on this rank, and what other ranks contribute.
-
 
 class KeyValueGradients:
-    """dK and dV of this rank: from its own tiles, and, one step later, what the other ranks contribute."""
+    """Sums of dK and dV of this rank: from its own tiles and, one step later, from other ranks."""
 
     def __init__(
         self, k: torch.Tensor, v: torch.Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None
     ) -> None:
         self._k, self._v = k, v
         self._state_dtype = state_dtype
-        self._sums = [gradient_accumulator(x, state_dtype) for x in (k, v)]
+        self._sum_k, self._sum_v = gradient_accumulator(k, state_dtype), gradient_accumulator(v, state_dtype)
         self._transfers = transfers
         self._in_flight: Step | None = None
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        """Adds what the tiles of a step give, or sends it home."""
+        """Adds the gradients of a step's tiles, or sends them to the ranks that own these keys."""
         if step.transfer is None:
             self._add_own(step, parts_k, parts_v)
             return
@@ -54,18 +49,18 @@ class KeyValueGradients:
                 buffer.zero_()
             for rows, parts in zip(unpack_rows(buffer, self._k, self._v, step.heads), (parts_k, parts_v), strict=True):
                 place_sums(rows, parts, self._state_dtype)
-        parts_k.clear()  # the memory is needed for what comes home
+        parts_k.clear()  # what is received needs the memory
         parts_v.clear()
         self._transfers.send()
-        self._take_home()
+        self._receive()
         self._in_flight = step
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """dK and dV, complete."""
-        self._take_home()
-        return self._sums[0].result()[0], self._sums[1].result()[0]
+        self._receive()
+        return self._sum_k.result()[0], self._sum_v.result()[0]
 
-    def _take_home(self) -> None:
+    def _receive(self) -> None:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
@@ -82,212 +77,140 @@ class KeyValueGradients:
 
     def _add_own(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
         with label("sum dK/dV"):
-            self._sums[0].add(step.heads, parts_k, step.is_last)
-            self._sums[1].add(step.heads, parts_v, step.is_last)
+            self._sum_k.add(step.heads, parts_k, step.is_last)
+            self._sum_v.add(step.heads, parts_v, step.is_last)
 
 
 @dataclass(frozen=True)
-class RingCall(AttentionCall):
-    """A ring: queries stay, K/V travel."""
+class RingPlan(AttentionPlan):
+    """A ring over one axis, in which queries stay and K/V travel; or attention of a rank that is alone."""
 
     plan: Plan
-    group: dist.ProcessGroup | None
-    """None where nothing travels."""
+    spec: CallSpec
+    """The call that the plan was made for."""
     transport: KVTransport
     backend: AttentionBackend
     own_backward: AttentionBackend
-    """The backend of those tiles, in backward, whose keys are this rank's own."""
-    scale: float
+    """The backend of backward for tiles whose keys are this rank's own."""
     state_dtype: torch.dtype
+    """dtype of LSE and of everything that is accumulated: float64 for float64 inputs, else float32."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        out, lse = with_sinks(*ring_forward(q, k, v, self, modifiers), modifiers.sinks)
-        return out, lse, (q, k, v, out, lse)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
+        ranks: SequenceRanks | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
+        arguments = (q, k, v)
+        if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
+            out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
+            return out, lse, (*arguments, out, lse)
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        plan, backend, group, queries_per_key = self.plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
+        by_intervals = isinstance(backend, IntervalAttention)
+        with on_device_of(q):
+            try:
+                result = output_accumulator(q, v.size(3), self.state_dtype)
+                transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
+                for step in plan.forward:
+                    heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
+                    step_k, step_v = keys_and_values(step, transfers, k, v)
+                    parts = []
+                    for tile in step.tiles:
+                        tile_q = cut(q, tile.batch, heads, tile.q)
+                        tile_k, tile_v = cut(step_k, tile.batch, None, tile.kv), cut(step_v, tile.batch, None, tile.kv)
+                        if by_intervals:
+                            backend = _with_modifiers(self.backend, tile, heads, modifiers, None)
+                        with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
+                            partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, scale)
+                        parts.append(Part(tile.batch, tile.q, partial))
+                        del tile_q, tile_k, tile_v, partial
+                    del step_k, step_v
+                    if transfers is not None:
+                        transfers.tiles_launched()
+                    with label("merge"):
+                        result.add(heads, parts, step.is_last)
+                    del parts  # the next step needs the memory
+                out, lse = result.result()
+            except BaseException:
+                self.abandon(group)
+                raise
+        if modifiers.sinks is not None:
+            out, lse = with_sinks(out, lse, modifiers.sinks)
+        return out, lse, (*arguments, out, lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        modifiers: Modifiers,
-        saved: tuple[torch.Tensor, ...],
-        grad_bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
+        ranks: SequenceRanks | None, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
+
+        Sums over tiles and ranks are in `state_dtype` and are rounded once. The share of a rank in the dK/dV of another
+        travels in the dtype of K/V, in which the kernels produce it.
+        """
         q, k, v, out, lse = saved
-        return ring_backward(grad_out, q, k, v, out, lse, self, modifiers, grad_bias)
+        if 0 in q.shape[:2]:
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        plan, group, queries_per_key = self.plan, self.group(ranks), q.size(1) // k.size(1)
+        by_intervals = isinstance(self.backend, IntervalAttention)
+        with on_device_of(q):
+            try:
+                grad_out = in_order_of(out, grad_out)
+                grad_q = gradient_accumulator(q, self.state_dtype)
+                grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
+                grad_kv = KeyValueGradients(k, v, self.state_dtype, grad_transfers)
+                transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
+                # torch's kernels compute delta themselves, for each tile.
+                delta = attention_delta(grad_out, out) if by_intervals else None
+                for step in plan.backward:
+                    heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
+                    step_k, step_v = keys_and_values(step, transfers, k, v)
+                    backend = self.own_backward if step.transfer is None else self.backend
+                    parts_q, parts_k, parts_v = [], [], []
+                    for tile in step.tiles:
+                        batch, rows = tile.batch, tile.q
+                        inputs = (
+                            cut(grad_out, batch, heads, rows), cut(q, batch, heads, rows),
+                            cut(step_k, batch, None, tile.kv), cut(step_v, batch, None, tile.kv),
+                            cut(out, batch, heads, rows), cut(lse, batch, heads, rows), tile.mask, scale,
+                        )  # fmt: skip
+                        if by_intervals:
+                            backend = _with_modifiers(self.backend, tile, heads, modifiers, delta)
+                        with label("backward of tile {} x {}, heads {}", rows, tile.kv, heads):
+                            grads = backend.backward(*inputs)
+                            if grad_bias is not None:
+                                assert isinstance(backend, IntervalAttention)
+                                backend.add_bias_gradient(bias_part(grad_bias, batch, heads, rows), *inputs)
+                        parts_q.append(Part(batch, rows, grads[:1]))
+                        parts_k.append(Part(batch, tile.kv, grads[1:2]))
+                        parts_v.append(Part(batch, tile.kv, grads[2:]))
+                        del inputs, grads
+                    del step_k, step_v
+                    if transfers is not None:
+                        transfers.tiles_launched()
+                    grad_kv.add(step, parts_k, parts_v)
+                    with label("sum dQ"):
+                        grad_q.add(heads, parts_q, step.is_last)
+                    del parts_q, parts_k, parts_v  # the next step needs the memory
+                return grad_q.result()[0], *grad_kv.result()
+            except BaseException:
+                self.abandon(group)
+                raise
 
-    @property
-    def saves_rows_of_others(self) -> bool:
-        return False
+    def group(self, ranks: SequenceRanks | None) -> dist.ProcessGroup | None:
+        """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
+        return None if ranks is None or len(self.plan.rows.lengths) == 1 else ranks.outer
 
-    def start_grads(self, k: torch.Tensor, v: torch.Tensor) -> GradTransfers | None:
-        """The transfers of dK and dV; None where nothing travels."""
-        return None if self.group is None else self.transport.start_grads(k, v, self.plan, self.group)
-
-    def saved_again(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        return q, k, v, out, lse
-
-
-def ring_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, modifiers: Modifiers = NO_MODIFIERS
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries to the keys of all ranks.
-
-    Args:
-        q: (B, H, S, D), this rank's shard.
-        k: (B, Hkv, T, D), this rank's shard.
-        v: (B, Hkv, T, Dv), this rank's shard.
-        call: everything else that was decided.
-        extras: of this rank's queries, for calls that mask by row; sinks are left to the caller.
-
-    Returns:
-        out: (B, H, S, Dv) in q's dtype.
-        lse: (B, H, S), natural log of the softmax denominator over all keys, in `call.state_dtype`.
-    """
-    if nothing_to_do(q):
-        return q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=call.state_dtype)
-    with on_device_of(q), abandoned_on_error(call):
-        return _forward(unit_stride(q), unit_stride(k), unit_stride(v), call, modifiers)
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingCall, modifiers: Modifiers
-) -> tuple[torch.Tensor, torch.Tensor]:
-    result = output_accumulator(q, v.size(3), call.state_dtype)
-    transfers = None if call.group is None else call.transport.start_kv(k, v, call.plan, False, call.group)
-    for step in call.plan.forward:
-        heads = _query_heads(step.heads, q, k)
-        parts = _forward_step(step, heads, transfers, q, k, v, call, modifiers)
-        with label("merge"):
-            result.add(heads, parts, step.is_last)
-        del parts  # the memory is needed for the next step
-    out, lse = result.result()
-    return out, lse
-
-
-def _forward_step(
-    step: Step,
-    heads: Span,
-    transfers: KvTransfers | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: RingCall,
-    modifiers: Modifiers,
-) -> list[Part]:
-    """The partial results of a step's tiles. A function of its own, so that nothing else of the step lives on."""
-    step_k, step_v = keys_and_values(step, transfers, k, v)
-    parts = []
-    for tile in step.tiles:
-        tile_q = cut(q, tile.batch, heads, tile.q)
-        tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
-        with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            backend = _with_modifiers(call.backend, tile, heads, modifiers)
-            partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, call.scale)
-        parts.append(Part(tile.batch, tile.q, partial))
-    if transfers is not None:
-        transfers.tiles_launched()
-    return parts
-
-
-def ring_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: RingCall,
-    modifiers: Modifiers = NO_MODIFIERS,
-    grad_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's q, k and v, from `ring_forward`'s results and the gradient of out.
-
-    That of the bias is added to `grad_bias`, unless that is None.
-
-    Sums over tiles and ranks are in `call.state_dtype` and are rounded once. What a rank contributes to another's dK/dV
-    travels in the dtype of K/V, in which the kernels produce it.
-    """
-    if nothing_to_do(q):
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    with on_device_of(q), abandoned_on_error(call):
-        grad_out = in_order_of(out, grad_out)
-        return _backward(grad_out, unit_stride(q), unit_stride(k), unit_stride(v), out, lse, call, modifiers, grad_bias)
-
-
-def _backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: RingCall,
-    modifiers: Modifiers,
-    grad_bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_q = gradient_accumulator(q, call.state_dtype)
-    grad_kv = KeyValueGradients(k, v, call.state_dtype, call.start_grads(k, v))
-    transfers = None if call.group is None else call.transport.start_kv(k, v, call.plan, True, call.group)
-    delta = None
-    if isinstance(call.backend, IntervalAttention):  # torch's kernels compute it themselves, for each tile
-        delta = attention_delta(grad_out, out)
-    for step in call.plan.backward:
-        heads = _query_heads(step.heads, q, k)
-        of_queries = (grad_out, q, out, lse)
-        parts_q, parts_k, parts_v = _backward_step(
-            step, heads, transfers, of_queries, delta, k, v, call, modifiers, grad_bias
-        )
-        grad_kv.add(step, parts_k, parts_v)
-        with label("sum dQ"):
-            grad_q.add(heads, parts_q, step.is_last)
-        del parts_q, parts_k, parts_v  # the memory is needed for the next step
-    return grad_q.result()[0], *grad_kv.result()
-
-
-def _backward_step(
-    step: Step,
-    heads: Span,
-    transfers: KvTransfers | None,
-    of_queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    delta: torch.Tensor | None,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: RingCall,
-    modifiers: Modifiers,
-    grad_bias: torch.Tensor | None,
-) -> tuple[list[Part], list[Part], list[Part]]:
-    """What a step's tiles contribute to dQ, dK and dV; `of_queries` are grad_out, q, out and lse."""
-    step_k, step_v = keys_and_values(step, transfers, k, v)
-    parts_q, parts_k, parts_v = [], [], []
-    for tile in step.tiles:
-        tile_grad_out, tile_q, tile_out, tile_lse = (cut(x, tile.batch, heads, tile.q) for x in of_queries)
-        tile_k, tile_v = (cut(x, tile.batch, None, tile.kv) for x in (step_k, step_v))
-        with label("backward of tile {} x {}, heads {}", tile.q, tile.kv, heads):
-            backend = call.own_backward if step.transfer is None else call.backend
-            backend = _with_modifiers(backend, tile, heads, modifiers, delta)
-            inputs = (tile_grad_out, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, call.scale)
-            grads = backend.backward(*inputs)
-            if grad_bias is not None:
-                assert isinstance(backend, IntervalAttention)
-                backend.add_bias_gradient(bias_part(grad_bias, tile.batch, heads, tile.q), *inputs)
-        parts_q.append(Part(tile.batch, tile.q, grads[:1]))
-        parts_k.append(Part(tile.batch, tile.kv, grads[1:2]))
-        parts_v.append(Part(tile.batch, tile.kv, grads[2:]))
-    if transfers is not None:
-        transfers.tiles_launched()
-    return parts_q, parts_k, parts_v
+    def abandon(self, group: dist.ProcessGroup | None) -> None:
+        """Drops the transfers of a call that has raised, so that the next call can use the transport."""
+        if group is not None:
+            self.transport.abandon(group)
 
 
 def _with_modifiers(
-    backend: AttentionBackend, tile: Tile, heads: Span, modifiers: Modifiers, delta: torch.Tensor | None = None
+    backend: AttentionBackend, tile: Tile, heads: Span, modifiers: Modifiers, delta: torch.Tensor | None
 ) -> AttentionBackend:
-    """The backend, with what a tile has besides its mask."""
-    if not isinstance(backend, IntervalAttention):
-        assert not modifiers.concern_tiles, "calls with a bias or dropout mask by row"
-        return backend
+    """The backend of interval-masked tiles, with the modifiers and the delta of one tile."""
+    assert isinstance(backend, IntervalAttention)
     return replace(
         backend,
         modifiers=modifiers.part(tile.batch, heads, tile.q) if modifiers.concern_tiles else modifiers,
@@ -298,27 +221,10 @@ def _with_modifiers(
 def keys_and_values(
     step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step's tiles read: its heads of the own shard, or, once they have come, of what its transfer brings."""
+    """K and V of a step's tiles: its heads of the own shard, or what its transfer brings, once received."""
     if step.transfer is None:
         return cut(k, None, step.heads, None), cut(v, None, step.heads, None)
     assert transfers is not None
     with label("wait for K/V"):
         rows = transfers.receive()
     return unpack_rows(rows, k, v, step.heads)
-
-
-def _query_heads(kv_heads: Span, q: torch.Tensor, k: torch.Tensor) -> Span:
-    """The query heads that read some key/value heads."""
-    group = q.size(1) // k.size(1)
-    return kv_heads[0] * group, kv_heads[1] * group
-
-
-def abandoned_on_error(call: RingCall) -> AbstractContextManager[None]:
-    """Forgets the transfers of a call that raises."""
-    group = call.group
-    return nullcontext() if group is None else cleaned_up_on_error(lambda: call.transport.abandon(group))
-
-
-def nothing_to_do(q: torch.Tensor) -> bool:
-    """Whether this rank has no batch rows or no heads, as uneven DTensor shards may; its whole ring has none then."""
-    return 0 in q.shape[:2]

@@ -23,7 +23,7 @@ Mesh = DeviceMesh | dist.ProcessGroup
 _SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*)?")
 
 
-def sequence_ranks(mesh: Mesh) -> SequenceRanks:
+def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
     """Returns the ranks that share a sequence.
 
     Args:
@@ -105,7 +105,7 @@ def checked_method(method: str) -> str:
     return method
 
 
-def ranks_and_method(mesh: Mesh, method: str) -> tuple[SequenceRanks, str]:
+def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str]:
     """Returns the ranks without axes of one rank, and the method without them.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cp_dtensor.plan.partition import CallShape
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Span, share
 
@@ -85,7 +85,7 @@ class HeadStaging:
     """Multiplier of `flops_per_stage` if exchanges do not overlap attention (measured on 4 H200s, docs/log.md)."""
     most: int = 4
 
-    def stages(self, shape: CallShape, world_size: int, publishes: bool) -> int:
+    def stages(self, shape: CallSpec, world_size: int, publishes: bool) -> int:
         """Returns the number of stages that are worthwhile and divide a rank's query heads."""
         groups = shape.partition.groups()
         least = self.flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else self.more_unhidden)
@@ -94,7 +94,7 @@ class HeadStaging:
         return next(count for count in range(max(1, min(self.most, worthwhile)), 0, -1) if heads % count == 0)
 
 
-def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
+def hides_exchanges(shape: CallSpec, publishes: bool) -> bool:
     """True if exchanges of heads overlap attention.
 
     Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
@@ -106,7 +106,7 @@ def hides_exchanges(shape: CallShape, publishes: bool) -> bool:
 DEFAULT_HEAD_STAGING = HeadStaging()
 
 
-def with_heads(shape: CallShape, heads: HeadPartition, kv_groups: Span) -> CallShape:
+def with_heads(shape: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
     """Returns the shape of attention with some KV-head groups only."""
     first, last = heads.query_heads(kv_groups)
     return replace(shape, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])

@@ -14,7 +14,7 @@ from itertools import chain
 from cp_dtensor.plan.interval_tiling import tiling_of
 from cp_dtensor.plan.plan import Plan
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
-from cp_dtensor.spec.layouts import Layout, Segment
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
 from cp_dtensor.spec.masks import Mask
 
@@ -32,11 +32,28 @@ class Partition(ABC):
     @property
     @abstractmethod
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys of the whole sequence, as masks count them; these ranks may have a part of it only."""
+        """Queries and keys of the whole sequence, to which masks refer; these ranks may have only a part of it."""
+
+
+class SequencePartition(Partition):
+    """A partition of a whole sequence over all its ranks. Subclasses are dataclasses with these fields."""
+
+    q_len: int
+    kv_len: int
+    batch_size: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q_len, self.kv_len
+
+    def resized(self, q_len: int, kv_len: int, batch_size: int) -> SequencePartition:
+        """The partition of other lengths and another batch size by the same rule."""
+        resized: SequencePartition = replace(self, q_len=q_len, kv_len=kv_len, batch_size=batch_size)  # type: ignore[type-var]
+        return resized
 
 
 @dataclass(frozen=True)
-class LayoutPartition(Partition):
+class LayoutPartition(SequencePartition):
     """Queries and keys divided by a layout."""
 
     layout: Layout
@@ -45,17 +62,19 @@ class LayoutPartition(Partition):
     batch_size: int
     world_size: int
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.q_len, self.kv_len
-
     def groups(self) -> tuple[GroupSegments, ...]:
         return group_segments(self.layout, self.q_len, self.kv_len, self.batch_size, self.world_size)
 
 
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
 @dataclass(frozen=True)
-class CallShape:
-    """Facts of a call that its plans and costs depend on; equal on every rank."""
+class CallSpec(CachedHash):
+    """One attention call, or its part on one axis or with some heads: all that its plan and kernels depend on.
+
+    Plans are cached by this value. Equal on every rank but for the index of the device.
+    """
 
     partition: Partition
     mask: Mask
@@ -64,29 +83,45 @@ class CallShape:
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    itemsize: int
-    """Bytes of an element."""
+    dtype: str
+    """torch's name, such as "bfloat16"."""
     masking: Masking = Masking.BY_SHAPE
+    device: str = "cpu"
+    """torch's name, such as "cuda:0"."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None on other devices."""
+
+    __hash__ = CachedHash.__hash__
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _ITEMSIZES.get(self.dtype, 1)
+
+    @property
+    def device_type(self) -> str:
+        """The device without its index."""
+        return self.device.partition(":")[0]
 
     @property
     def tiling(self) -> Tiling:
-        """The tiles that each rank computes."""
+        """The tiles of each rank."""
         return tiling_of(self.partition.groups(), self.mask, self.masking, self.partition.lengths)
 
     def flops(self, groups: Sequence[GroupSegments]) -> float:
-        """Operations of forward, all ranks together; what is masked does not count."""
+        """Operations of forward, all ranks together; masked pairs do not count."""
         q_len, kv_len = (
             sum(segment.length for segments in by_rank for segment in segments)
             for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
         )
         pairs = float(self.mask.pairs(*self.partition.lengths))
-        if (q_len, kv_len) != self.partition.lengths:  # a part of the sequence: as if it were like the rest
+        if (q_len, kv_len) != self.partition.lengths:  # a part of the sequence: assumed to be like the rest
             pairs *= q_len * kv_len / max(self.partition.lengths[0] * self.partition.lengths[1], 1)
         return 2.0 * self.batch_size * self.q_heads * pairs * (self.head_dim + self.v_head_dim)
 
     @property
     def busiest_rank(self) -> int | None:
-        """The rank whose queries see the most keys; None for cross attention and for stripes (slow to count)."""
+        """The rank with the most attended pairs; None for cross attention, and for stripes, where counting is slow."""
         groups, (q_len, kv_len) = self.partition.groups(), self.partition.lengths
         segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
         if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
@@ -95,14 +130,19 @@ class CallShape:
         for group in groups:
             rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
             workloads = workload_of(self.mask, q_len, group.batch)
-            for rank, seen in enumerate(workload_of_segments(group.q_by_rank, workloads)):
-                pairs[rank] += rows * seen
+            for rank, workload in enumerate(workload_of_segments(group.q_by_rank, workloads)):
+                pairs[rank] += rows * workload
         return pairs.index(max(pairs))
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the key and the value of one token and head, all batch rows."""
         return self.batch_size * (self.head_dim + self.v_head_dim) * self.itemsize
+
+    def __str__(self) -> str:
+        heads = f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}"
+        values = "" if self.head_dim == self.v_head_dim else f" (values of {self.v_head_dim})"
+        return f"{self.dtype} on {self.device_type}, {heads}{values}"
 
 
 Segments = tuple[Segment, ...]

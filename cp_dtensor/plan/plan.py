@@ -117,7 +117,7 @@ class Plan:
     forward: Steps
     backward: Steps
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.rows.world_size

@@ -69,7 +69,7 @@ class GatheredRows:
             row += lengths[rank][part]
         return GatheredRows(lengths, tuple(map(tuple, starts)))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.lengths)

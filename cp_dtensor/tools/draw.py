@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cp_dtensor import Full, Layout, Mask, Striped, imbalance
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments, Masking
@@ -81,7 +81,7 @@ def assignment(
     key_owner, buffer_row = np.full(seq_len, NONE), np.full((ranks, seq_len), NONE)
     masking = masking_of(layout, mask, seq_len)
     partition = LayoutPartition(layout, seq_len, seq_len, batch_size, ranks)
-    tiling = CallShape(partition, mask, batch_size, 1, 1, 1, 1, 1, masking).tiling
+    tiling = CallSpec(partition, mask, batch_size, 1, 1, 1, 1, "float32", masking).tiling
     group = next(group for group in partition.groups() if group.batch[0] <= batch_row < group.batch[1])
     count = 0
     for rank in range(ranks):

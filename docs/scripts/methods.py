@@ -16,19 +16,21 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from schedules import legend, show_ranks
 
 from cp_dtensor.attention.backends.aten import MathAttention
-from cp_dtensor.attention.backends.base import Problem
 from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
-from cp_dtensor.engine.planner import CallRequest, Decision, NestedRingDecision, RingDecision, UlyssesDecision, decide
-from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
+from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.nested_ring import NestedRingPlan
+from cp_dtensor.engine.planner import plan_call
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.draw import NONE, key_positions, masking_of, seen_by
@@ -91,12 +93,12 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
     owner, step, inner_step = (np.full(by_pair, NONE) for _ in range(3))
     times = np.zeros(by_pair, dtype=int)
     partition = LayoutPartition(layout, seq_len, seq_len, 1, int(np.prod(panel.shape)))
-    for ranks, decision in decisions(panel, partition, AllToAll()):
+    for ranks, plan in plans(panel, partition, AllToAll()):
         rank = ranks.rank
         before[:, _rows(partition, rank)] = rank
-        heads, rows = _held(decision, partition, ranks)
+        heads, rows = _held(plan, partition, ranks)
         during[slice(*heads), rows] = rank
-        for tile in _tiles(decision, ranks):
+        for tile in _tiles(plan, ranks):
             for head in range(*tile.heads):
                 place: Any = (head, *np.ix_(tile.queries, tile.keys))
                 times[place] += tile.seen
@@ -105,12 +107,14 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
     return Picture(before, during, owner, step, inner_step, times)
 
 
-def decisions(
+def plans(
     panel: Panel, partition: LayoutPartition, transport: TransportMethod
-) -> Iterator[tuple[SequenceRanks, Decision]]:
+) -> Iterator[tuple[SequenceRanks, AttentionPlan]]:
     """Yields every rank and its plan of a causal call of `HEADS` heads."""
+    masking = masking_of(partition.layout, Causal(), partition.q_len)
+    spec = CallSpec(partition, Causal(), partition.batch_size, HEADS, HEADS, 1, 1, "float32", masking)
     for ranks in _every_rank(panel.shape):
-        yield ranks, decide(_request(partition, transport), panel.method, ranks)
+        yield ranks, plan_call(spec, panel.method, transport, MathAttention(), ranks)
 
 
 def _every_rank(shape: tuple[int, ...]) -> Iterator[SequenceRanks]:
@@ -128,27 +132,18 @@ def _group(rank: int, size: int) -> dist.ProcessGroup:
     return make(rank, size)
 
 
-def _request(partition: LayoutPartition, transport: TransportMethod) -> CallRequest:
-    masking = masking_of(partition.layout, Causal(), partition.q_len)
-    problem = Problem("cpu", None, torch.float32, 1, 1, HEADS, HEADS)
-    device = torch.device("cpu")
-    return CallRequest(
-        partition, Causal(), problem, partition.batch_size, 4, device, MathAttention(), transport, masking
-    )
-
-
 def _rows(partition: LayoutPartition | MergedPartition, rank: int) -> list[int]:
     """Returns the positions of a rank's queries."""
     return [p for segment in partition.groups()[0].q_by_rank[rank] for p in segment.positions()]
 
 
-def _held(decision: Decision, partition: LayoutPartition, ranks: SequenceRanks) -> tuple[Span, list[int]]:
+def _held(plan: AttentionPlan, partition: LayoutPartition, ranks: SequenceRanks) -> tuple[Span, list[int]]:
     """Returns the query heads and the rows that a rank holds during attention."""
-    if not isinstance(decision, UlyssesDecision):
+    if not isinstance(plan, UlyssesPlan):
         return (0, HEADS), _rows(partition, ranks.rank)
-    size = decision.heads.world_size
-    kv_groups = decision.heads.kv_groups(ranks.rank % size)
-    return decision.heads.query_heads(kv_groups), _rows(MergedPartition(partition, size), ranks.rank // size)
+    size = plan.heads.world_size
+    kv_groups = plan.heads.kv_groups(ranks.rank % size)
+    return plan.heads.query_heads(kv_groups), _rows(MergedPartition(partition, size), ranks.rank // size)
 
 
 @dataclass(frozen=True)
@@ -164,26 +159,27 @@ class _Drawn:
     """(queries, keys): pairs that the mask allows."""
 
 
-def _tiles(decision: Decision, ranks: SequenceRanks) -> Iterator[_Drawn]:
+def _tiles(plan: AttentionPlan, ranks: SequenceRanks) -> Iterator[_Drawn]:
     """Yields the tiles of one rank."""
-    if isinstance(decision, RingDecision):
-        yield from _tiles_of_ring(decision, (0, HEADS))
-    elif isinstance(decision, UlyssesDecision):
-        for stage, inner in enumerate(decision.inner):
-            kv_groups = decision.heads.kv_groups(ranks.rank % decision.heads.world_size, stage)
-            yield from _tiles_of_ring(inner, decision.heads.query_heads(kv_groups))
-    elif isinstance(decision, NestedRingDecision):
-        for number, of_step in enumerate(decision.inner):
+    if isinstance(plan, RingPlan):
+        yield from _tiles_of_ring(plan, (0, HEADS))
+    elif isinstance(plan, UlyssesPlan):
+        for stage, inner in enumerate(plan.inner):
+            assert isinstance(inner, RingPlan)
+            kv_groups = plan.heads.kv_groups(ranks.rank % plan.heads.world_size, stage)
+            yield from _tiles_of_ring(inner, plan.heads.query_heads(kv_groups))
+    elif isinstance(plan, NestedRingPlan):
+        for number, of_step in enumerate(plan.inner):
             for tile in () if of_step is None else _tiles_of_ring(of_step, (0, HEADS)):
                 yield replace(tile, step=number, inner_step=tile.step)
 
 
-def _tiles_of_ring(decision: RingDecision, heads: Span) -> Iterator[_Drawn]:
-    (group,) = decision.shape.partition.groups()
-    queries = np.array([p for segment in group.q_by_rank[decision.plan.rank] for p in segment.positions()])
-    for number, step in enumerate(decision.plan.forward):
+def _tiles_of_ring(plan: RingPlan, heads: Span) -> Iterator[_Drawn]:
+    (group,) = plan.spec.partition.groups()
+    queries = np.array([p for segment in group.q_by_rank[plan.plan.rank] for p in segment.positions()])
+    for number, step in enumerate(plan.plan.forward):
         for tile in step.tiles:
-            keys = key_positions(tile, decision.plan, group)
+            keys = key_positions(tile, plan.plan, group)
             yield _Drawn(heads, number, NONE, queries[slice(*tile.q)], keys[slice(*tile.kv)], seen_by(tile))
 
 

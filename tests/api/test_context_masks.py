@@ -180,10 +180,10 @@ def test_masks_that_do_not_fit_are_refused_alike() -> None:
     assert "the 12 keys of the whole sequence" in refused(lambda _: in_context(None, q, q, q, torch.ones(4, 4).bool()))
 
 
-def test_dtensors_over_the_ranks_of_a_masked_context_are_refused() -> None:
+def test_dtensors_with_whole_sequences_are_refused_in_a_masked_context() -> None:
     def body(_: int) -> None:
         mesh = init_device_mesh("cpu", (RANKS,))
-        q = distribute_tensor(torch.randn(1, 2, 6, 4), mesh, [Shard(2)], src_data_rank=None)
+        q = distribute_tensor(torch.randn(1, 2, 6, 4), mesh, [Shard(1)], src_data_rank=None)
         with context_parallel(mesh, mask=DOCUMENTS):
             sdpa(q, q, q)
 

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispatcher
-from cp_dtensor.engine import planner as planning
-from cp_dtensor.engine.ring import RingCall
-from cp_dtensor.engine.ulysses import UlyssesCall
+from cp_dtensor.engine import planner
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.head_partition import HeadStaging
 
 Names = tuple[str, ...] | None
@@ -110,7 +110,7 @@ def test_uneven_shards_over_two_axes(names: Names, shape: Shape) -> None:
 
 
 def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=2))
+    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=2))
     problem = Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True)
     check(ULYSSES_RING, (2, 2), [problem], ((CP, CP),) * 3)
 
@@ -199,13 +199,14 @@ def test_which_axis_does_what(
 ) -> None:
     """The sizes of the groups that exchange rows for heads, and of those around which K/V travel."""
     with (
-        mock.patch.object(UlyssesCall, "forward", autospec=True, side_effect=UlyssesCall.forward) as by_heads,
-        mock.patch.object(RingCall, "forward", autospec=True, side_effect=RingCall.forward) as as_ring,
+        mock.patch.object(UlyssesPlan, "forward", autospec=True, side_effect=UlyssesPlan.forward) as by_heads,
+        mock.patch.object(RingPlan, "forward", autospec=True, side_effect=RingPlan.forward) as as_ring,
     ):
         check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
-    for calls, sizes in ((by_heads.call_args_list, ulysses), (as_ring.call_args_list, rings)):
-        groups = [call.args[0].group for call in calls]
-        assert {group.size() for group in groups if group is not None} == sizes
+    axes = [call.args[6] for call in by_heads.call_args_list]
+    assert {(ranks.inner or ranks.outer).size() for ranks in axes} == ulysses
+    groups = [call.args[0].group(call.args[6]) for call in as_ring.call_args_list]
+    assert {group.size() for group in groups if group is not None} == rings
 
 
 def test_tensor_parallel_heads_inside_of_a_hybrid_context() -> None:

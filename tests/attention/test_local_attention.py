@@ -17,9 +17,12 @@ from cp_dtensor.attention.backends.aten import (
     FlashAttention,
     MathAttention,
 )
-from cp_dtensor.attention.backends.base import AttentionBackend, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.select import backend_by_name, choose_backend
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, ShapedMask
+from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.masks import Full
 
 BATCH = 2
 # Relative to the largest element; as much as rounding of inputs and results of that dtype explains.
@@ -124,10 +127,18 @@ def check_contract(
         assert_close(grad, expected, dtype)
 
 
-def problem_of(case: Case) -> Problem:
+def spec_of(
+    device: str, capability: tuple[int, int] | None, dtype: str, dim: int, v_dim: int, q_heads: int, kv_heads: int
+) -> CallSpec:
+    partition = LayoutPartition(Contiguous(), 8, 8, 1, 1)
+    return CallSpec(partition, Full(), 1, q_heads, kv_heads, dim, v_dim, dtype, device=device, capability=capability)
+
+
+def problem_of(case: Case) -> CallSpec:
     q, k, v = case.inputs
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    return Problem(q.device.type, capability, q.dtype, q.size(3), v.size(3), q.size(1), k.size(1))
+    dtype = str(q.dtype).removeprefix("torch.")
+    return spec_of(q.device.type, capability, dtype, q.size(3), v.size(3), q.size(1), k.size(1))
 
 
 def skip_if_refused(backend: AttentionBackend, case: Case) -> None:
@@ -187,8 +198,8 @@ def test_odd_head_dims_on_cpus(backend: AttentionBackend, head_dim: int) -> None
     check_contract(backend, case, CAUSAL_TILE, 0.3)
 
 
-CPU = Problem("cpu", None, torch.float32, 64, 64, 4, 4)
-HOPPER = Problem("cuda", (9, 0), torch.bfloat16, 64, 64, 4, 4)
+CPU = spec_of("cpu", None, "float32", 64, 64, 4, 4)
+HOPPER = spec_of("cuda", (9, 0), "bfloat16", 64, 64, 4, 4)
 AMPERE = replace(HOPPER, capability=(8, 0))
 
 
@@ -198,7 +209,7 @@ AMPERE = replace(HOPPER, capability=(8, 0))
         (CpuFlashAttention(), HOPPER, "the tensors are on cuda, not cpu"),
         (CpuFlashAttention(), replace(CPU, v_head_dim=32), r"head dims of q and v differ \(64 and 32\)"),
         (FlashAttention(), CPU, "the tensors are on cpu, not cuda"),
-        (FlashAttention(), replace(HOPPER, dtype=torch.float32), "needs bfloat16 or float16, got torch.float32"),
+        (FlashAttention(), replace(HOPPER, dtype="float32"), "needs bfloat16 or float16, got float32"),
         (FlashAttention(), replace(HOPPER, head_dim=264, v_head_dim=264), "multiple of 8 up to 256, got 264"),
         (FlashAttention(), replace(HOPPER, capability=(7, 5)), r"needs compute capability 8.0 .* has \(7, 5\)"),
         (CudnnAttention(), CPU, "the tensors are on cpu, not cuda"),
@@ -206,19 +217,19 @@ AMPERE = replace(HOPPER, capability=(8, 0))
         (CudnnAttention(), replace(HOPPER, v_head_dim=32), r"head dims of q and v differ \(64 and 32\)"),
         (CudnnAttention(), replace(HOPPER, capability=(7, 5)), r"needs compute capability 8.0 .* has \(7, 5\)"),
         (EfficientAttention(), CPU, "the tensors are on cpu, not cuda"),
-        (EfficientAttention(), replace(HOPPER, dtype=torch.float64), "does not compute in float64"),
+        (EfficientAttention(), replace(HOPPER, dtype="float64"), "does not compute in float64"),
         (EfficientAttention(), replace(HOPPER, head_dim=12), "multiples of 8, got .*12"),
         (EfficientAttention(), replace(HOPPER, v_head_dim=12), "multiples of 8, got .*12"),
     ],
 )
-def test_refusals_say_why(backend: AttentionBackend, problem: Problem, reason: str) -> None:
+def test_refusals_say_why(backend: AttentionBackend, problem: CallSpec, reason: str) -> None:
     refusal = backend.refusal(problem)
     assert isinstance(refusal, str)
     assert re.search(reason, refusal)
 
 
-@pytest.mark.parametrize("problem", [CPU, HOPPER, replace(CPU, v_head_dim=3, dtype=torch.float16)])
-def test_math_refuses_nothing(problem: Problem) -> None:
+@pytest.mark.parametrize("problem", [CPU, HOPPER, replace(CPU, v_head_dim=3, dtype="float16")])
+def test_math_refuses_nothing(problem: CallSpec) -> None:
     assert MathAttention().refusal(problem) is None
 
 
@@ -229,13 +240,13 @@ def test_math_refuses_nothing(problem: Problem) -> None:
         (replace(CPU, v_head_dim=32), MathAttention),
         (HOPPER, CudnnAttention),
         (replace(HOPPER, head_dim=256, v_head_dim=256), FlashAttention),
-        (replace(HOPPER, dtype=torch.float32), EfficientAttention),
-        (replace(HOPPER, dtype=torch.float64), MathAttention),
+        (replace(HOPPER, dtype="float32"), EfficientAttention),
+        (replace(HOPPER, dtype="float64"), MathAttention),
         (AMPERE, FlashAttention),
         (replace(AMPERE, capability=(7, 5)), EfficientAttention),
     ],
 )
-def test_the_fastest_backend_that_can_is_chosen(problem: Problem, expected: type[AttentionBackend]) -> None:
+def test_the_fastest_backend_that_can_is_chosen(problem: CallSpec, expected: type[AttentionBackend]) -> None:
     assert type(choose_backend(problem)) is expected
 
 
@@ -251,7 +262,7 @@ def test_the_fastest_backend_that_can_is_chosen(problem: Problem, expected: type
     ],
 )
 def test_sdpa_kernel_says_what_is_allowed(
-    allowed: SDPBackend | list[SDPBackend], problem: Problem, expected: type[AttentionBackend]
+    allowed: SDPBackend | list[SDPBackend], problem: CallSpec, expected: type[AttentionBackend]
 ) -> None:
     with sdpa_kernel(allowed):
         assert type(choose_backend(problem)) is expected
@@ -267,7 +278,7 @@ def test_sdpa_kernel_says_what_is_allowed(
     ],
 )
 def test_sdpa_kernel_with_priority_says_the_order_too(
-    order: list[SDPBackend], problem: Problem, expected: type[AttentionBackend]
+    order: list[SDPBackend], problem: CallSpec, expected: type[AttentionBackend]
 ) -> None:
     before = type(choose_backend(problem))
     with sdpa_kernel(order, set_priority=True):
@@ -279,7 +290,7 @@ def test_when_nothing_can_do_it_every_backend_says_why() -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(NotImplementedError) as caught:
         choose_backend(replace(CPU, v_head_dim=32))
     message = str(caught.value)
-    assert "v_head_dim=32" in message
+    assert "4:4 heads of 64 (values of 32)" in message
     assert "FLASH_ATTENTION: head dims of q and v differ (64 and 32)" in message
     for name in ("MATH", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
         assert f"{name} is disabled by sdpa_kernel" in message

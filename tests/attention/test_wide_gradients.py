@@ -11,17 +11,19 @@ from support.ring_checks import attend, check_against_reference
 
 from cp_dtensor import HeadTail, Layout, Striped
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.base import Problem as Facts
 from cp_dtensor.attention.backends.select import backend_by_name, with_wide_gradients
 from cp_dtensor.attention.backends.wide_gradients import WideGradients
 from cp_dtensor.engine import planner as planning
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.masks import Full
 
 MATH = backend_by_name("MATH", "cpu")
 
 
-def facts(capability: tuple[int, int] | None = (9, 0), dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> Facts:
-    return Facts("cuda", capability, dtype, dim, dim, 8, 2)
+def facts(capability: tuple[int, int] | None = (9, 0), dtype: str = "bfloat16", dim: int = 128) -> CallSpec:
+    partition = LayoutPartition(Contiguous(), 8, 8, 1, 1)
+    return CallSpec(partition, Full(), 1, 8, 2, dim, dim, dtype, device="cuda", capability=capability)
 
 
 @pytest.mark.parametrize("name", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
@@ -41,19 +43,19 @@ def test_where_our_kernels_are_nearly_as_fast(name: str) -> None:
         ("CUDNN_ATTENTION", facts((8, 0))),
         ("CUDNN_ATTENTION", facts((10, 0))),
         ("CUDNN_ATTENTION", facts(None)),
-        ("FLASH_ATTENTION", facts(dtype=torch.float32)),
+        ("FLASH_ATTENTION", facts(dtype="float32")),
         ("FLASH_ATTENTION", facts(dim=512)),
         ("EFFICIENT_ATTENTION", facts()),
         ("MATH", facts()),
     ],
 )
-def test_others_keep_their_gradients(name: str, problem: Facts) -> None:
+def test_others_keep_their_gradients(name: str, problem: CallSpec) -> None:
     assert with_wide_gradients(backend_by_name(name, "cuda"), problem) is None
 
 
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wide(backend: AttentionBackend, _: Facts) -> AttentionBackend:
+    def wide(backend: AttentionBackend, _: CallSpec) -> AttentionBackend:
         return WideGradients(backend)
 
     monkeypatch.setattr(planning, "with_wide_gradients", wide)

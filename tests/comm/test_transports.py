@@ -29,7 +29,7 @@ from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.engine import ring
 from cp_dtensor.plan import plan as plans
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.masks import Full, SlidingWindow
@@ -91,7 +91,7 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
 )
 def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: Stages, backward: Stages) -> None:
     """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
-    shape = CallShape(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, 8)
+    shape = CallSpec(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, "float64")
     assert staging.stages(shape) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)
     with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
@@ -104,7 +104,7 @@ def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: St
 def test_stages_of_interval_masked_tiles_have_many_blocks() -> None:
     """Rank 1 of 2 attends to the last 40 of rank 0's keys, of 4 heads: 160 rows."""
     window = SlidingWindow(40, 0)
-    shape = CallShape(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, 8, Masking.INTERVALS)
+    shape = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, "float64", Masking.INTERVALS)
     for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
         stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(shape)
         assert stages == (Stages(1, count), Stages(count, count))
@@ -170,7 +170,7 @@ def test_rows_that_travel_directly_between_their_places(is_causal: bool, layout:
 
 def test_large_shards_go_around_by_groups_of_heads() -> None:
     """64 tokens a rank of 8 heads of K and V, 8 elements of 8 bytes each: 8 KiB a head."""
-    shape = CallShape(LayoutPartition(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, 8)
+    shape = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, "float64")
     for limits, groups in (((1 << 20, 1 << 20), (1, 1)), ((32 << 10, 16 << 10), (2, 4)), ((1, 1), (4, 4))):
         plan = AllToAll(*limits, flops_per_hop=1.0).plan(shape, 0)
         assert tuple(len({step.heads for step in steps}) for steps in (plan.forward, plan.backward)) == groups

@@ -211,9 +211,9 @@ def in_graphs_or_not(rank: int) -> None:
     ):  # fmt: skip
         with watched() as (exchanges, _):
             inputs = shards.inputs()
-            with hooks, mock.patch.object(compiled_op, "keeps_rows", return_value=in_forward):
+            with hooks, mock.patch.object(compiled_op, "saves_rows", return_value=in_forward):
                 out = function(*inputs)
-            with mock.patch.object(compiled_op, "keeps_rows", return_value=in_backward):
+            with mock.patch.object(compiled_op, "saves_rows", return_value=in_backward):
                 shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
             assert exchanges == [*FORWARD, *again, *BACKWARD]
 
@@ -227,7 +227,7 @@ def graphs_of_one_rank(rank: int) -> None:
     fresh()
     shards = Shards(rank)
     function = compiled(ulysses(init_device_mesh("cpu", (2,))))
-    with watched() as (exchanges, _), mock.patch.object(compiled_op, "keeps_rows", return_value=rank == 0):
+    with watched() as (exchanges, _), mock.patch.object(compiled_op, "saves_rows", return_value=rank == 0):
         out = function(*shards.inputs())
     shards.check_results(out)
     assert exchanges == FORWARD

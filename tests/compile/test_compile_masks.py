@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
-from cp_dtensor.engine.compiled_spec import outstanding
+from cp_dtensor.engine.compiled_spec import pending_backwards
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
 
@@ -201,7 +201,7 @@ def recomputed(rank: int) -> None:
         assert not grad.any()
     with context_parallel(mesh, mask=MASKS[1]):
         function(*leaves)
-        with pytest.raises(RuntimeError, match="several such regions whose backward has not come"):
+        with pytest.raises(RuntimeError, match="several such contexts whose backward has not come"):
             torch.autograd.grad(out, leaves, grad_out)
 
 
@@ -220,13 +220,13 @@ def reentrant(rank: int) -> None:
         checkpoint(around, *leaves, use_reentrant=True).backward(grad_out)
     with context_parallel(mesh, mask=MASKS[1]):
         function(*leaves)
-        with pytest.raises(RuntimeError, match="several such regions whose backward has not come"):
+        with pytest.raises(RuntimeError, match="several such contexts whose backward has not come"):
             torch.autograd.grad(out, leaves, grad_out)
 
 
 def with_nothing_outstanding(rank: int, body: Callable[[int], None]) -> None:
-    """Processes are shared, and passes whose backward is refused stay outstanding."""
-    with mock.patch.dict(outstanding._passes, clear=True):
+    """Processes are shared, and passes whose backward is refused stay pending_backwards."""
+    with mock.patch.dict(pending_backwards._passes, clear=True):
         body(rank)
 
 

@@ -15,7 +15,7 @@ from support.ranks import RanksFailed
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cp_dtensor import Causal, HeadTail, Layout, PerDocument, _torch
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, key_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.unified import RingAttnMode
 
@@ -103,7 +103,7 @@ def operators(rank: int) -> None:
 
 def context_token(layout: Layout) -> str:
     settings = AttentionConfig.of(dist.group.WORLD, "auto", layout, None, debug=False)  # type: ignore[arg-type]
-    return token_of(ShardCallSpec.of(settings))
+    return key_of(CompiledCallSpec.of(settings))
 
 
 def test_operators(two_processes: Processes) -> None:

@@ -84,6 +84,7 @@ WAYS: dict[str, Callable[[Layout, str], Code]] = {
 
 def results(rank: int, way: str, layout: Layout, backend: str, in_context: bool) -> None:
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # between graphs
+    warnings.filterwarnings("ignore", "Dynamo does not know how to trace")  # torch 2.11, at a graph break
     whole, mask = draw(LENGTH), block_mask(documents, LENGTH)
     out, dq, dk, dv, _ = one_device([whole[0] * 2.0, *whole[1:3], whole[3] * 3.0], documents, distance)
     *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)

@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, ulysses_attention, varlen_attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import Allowed
-from cp_dtensor.engine import planner as splitting
-from cp_dtensor.engine.compiled_spec import ShardCallSpec
+from cp_dtensor.engine import planner
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -120,7 +120,7 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
 
     def recording(*args: Any, **options: Any) -> AttentionConfig:
         settings = original(*args, **options)
-        said.append(settings.splitting.deterministic)
+        said.append(settings.deterministic)
         return settings
 
     qkv = torch.randn(4, 3, 2, 8)
@@ -133,7 +133,7 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
 def test_it_is_part_of_what_compiled_code_stands_for() -> None:
     def body(_rank: int) -> list[str]:
         return [
-            repr(ShardCallSpec.of(AttentionConfig.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
+            repr(CompiledCallSpec.of(AttentionConfig.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
             for options in ({}, {"deterministic": True})
         ]
 
@@ -156,16 +156,16 @@ def deterministic_or_not(rank: int) -> None:
         asked.append(allowed.deterministic)
         return False
 
-    with mock.patch.object(splitting, "is_deterministic", noted):
+    with mock.patch.object(planner, "is_deterministic", noted):
         for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
             for deterministic in (True, False, True):
                 inputs = shards.inputs()
                 try:
-                    splitting._decisions.clear()  # or nobody asks about what has been decided
+                    planner._plans.clear()  # or nobody asks about what has been decided
                     torch.use_deterministic_algorithms(deterministic)
                     with hooks:
                         out = function(*inputs)
-                    splitting._decisions.clear()
+                    planner._plans.clear()
                     torch.use_deterministic_algorithms(False)  # torch refuses the other way round
                     shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
                 finally:

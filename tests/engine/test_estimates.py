@@ -16,7 +16,7 @@ from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
 from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
 from cp_dtensor.spec.masks import Causal
@@ -25,8 +25,10 @@ AUTO = ROTATE_METHODS["auto"]
 SHARED = Axis(8, H200, shares_memory=True)
 
 
-def shape(length: int, ranks: int = 8, kv_heads: int = 8) -> CallShape:
-    return CallShape(LayoutPartition(HeadTail(), length, length, 1, ranks), Causal(), 1, 32, kv_heads, 128, 128, 2)
+def shape(length: int, ranks: int = 8, kv_heads: int = 8) -> CallSpec:
+    return CallSpec(
+        LayoutPartition(HeadTail(), length, length, 1, ranks), Causal(), 1, 32, kv_heads, 128, 128, "bfloat16"
+    )
 
 
 def axis(size: int, link_speed: float = H200.link_speed, shares_memory: bool = True) -> Axis:

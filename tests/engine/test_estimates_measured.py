@@ -12,7 +12,7 @@ import pytest
 from cp_dtensor.api.explain import H200
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import HeadTail
@@ -20,7 +20,7 @@ from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.parsing import mask_by_name
 
 TABLES = Path(__file__).parents[2] / "docs" / "benchmarks"
-BY_NAME: dict[str, Callable[[CallShape, Axis], Estimate]] = {
+BY_NAME: dict[str, Callable[[CallSpec, Axis], Estimate]] = {
     "ours-symm_mem": lambda shape, axis: ring_estimate(shape, axis, ROTATE_METHODS["symm_mem"]),
     "ours-alltoall": lambda shape, axis: ring_estimate(shape, axis, ROTATE_METHODS["alltoall"]),
     "ours-ulysses": lambda shape, axis: estimates(shape, axis, None, ROTATE_METHODS["auto"])["ulysses"],
@@ -44,9 +44,9 @@ def measured(table: str, mask: str = "causal") -> dict[tuple[int, str, str], flo
     }
 
 
-def shape_of(length: int, ranks: int, kv_heads: int) -> CallShape:
+def shape_of(length: int, ranks: int, kv_heads: int) -> CallSpec:
     partition = LayoutPartition(HeadTail(), length, length, 1, ranks)
-    return CallShape(partition, Causal(), 1, 32, kv_heads, 128, 128, 2)
+    return CallSpec(partition, Causal(), 1, 32, kv_heads, 128, 128, "bfloat16")
 
 
 @each_length
@@ -84,7 +84,7 @@ def test_times_under_masks_are_near_what_was_measured(
     partition = LayoutPartition(
         Balanced(mask, length) if layout == "Balanced" else HeadTail(), length, length, 1, ranks
     )
-    shape = CallShape(partition, mask, 1, 32, 8, 128, 128, 2, Masking.INTERVALS)
+    shape = CallSpec(partition, mask, 1, 32, 8, 128, 128, "bfloat16", Masking.INTERVALS)
     found = estimates(shape, Axis(ranks, H200, shares_memory=True), None, ROTATE_METHODS["auto"])
     baselines = {"ring": "ours-symm_mem", "ulysses": "ours-ulysses"}
     suffix = " Balanced" if layout == "Balanced" else ""

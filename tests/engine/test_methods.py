@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine import planner as planning
-from cp_dtensor.engine.ring import RingCall
-from cp_dtensor.engine.ulysses import UlyssesCall
+from cp_dtensor.engine import planner
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.head_partition import HeadStaging
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
@@ -72,7 +72,7 @@ def test_any_number_of_heads(q_heads: int, kv_heads: int, names: tuple[str, ...]
 def test_stages_of_heads_change_nothing(
     is_causal: bool, q_heads: int, kv_heads: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages))
+    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages))
     problem = Problem(29, 29, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=4, is_causal=is_causal)
     check(problem, HeadTail(), ("cp",), (2,), method="ulysses")
     check(problem, HeadTail(), RING_ULYSSES, (2, 2), method="hybrid")
@@ -126,7 +126,7 @@ def test_rows_that_travel_straight_between_their_places(
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_no_kernel_sees_a_minus_sign_that_torch_leaves_for_later(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `x.conj().imag`: it is not in memory, which is what kernels and copies between GPUs read."""
-    kind = {"ring": RingCall, "ulysses": UlyssesCall}[method]
+    kind = {"ring": RingPlan, "ulysses": UlyssesPlan}[method]
     forward, backward, seen = kind.forward, kind.backward, []
 
     def looked_at(run: Any) -> Any:

@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
-from cp_dtensor.engine import planner as planning
+from cp_dtensor.engine import planner
 from cp_dtensor.plan.head_partition import HeadStaging
 
 
@@ -60,7 +60,7 @@ def any_problem(draw: st.DrawFn) -> Problem:
 
 def check_staged(problem: Problem, layout: Layout, ranks: Ranks, stages: int, rotate_method: str) -> None:
     staging = HeadStaging(flops_per_stage=1e-3, most=stages)  # however little work a stage has
-    with mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging):
+    with mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging):
         check(problem, layout, ranks.names, ranks.shape, method=ranks.method, rotate_method=rotate_method)
 
 
@@ -131,7 +131,7 @@ def test_wider_values_in_memory_of_any_order_of_which_some_need_gradients(
             else:
                 assert tensor.grad is None
 
-    with mock.patch.object(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages)):
+    with mock.patch.object(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages)):
         run_ranks(4, body)
 
 

@@ -19,10 +19,8 @@ from support.processes import Processes
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.comm import head_exchange_symm_mem
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory
-from cp_dtensor.engine import planner as planning
-from cp_dtensor.engine import planner as splitting
-from cp_dtensor.engine import ring
-from cp_dtensor.engine.ring import ring_forward
+from cp_dtensor.engine import planner
+from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.plan.head_partition import HeadStaging
 
 pytestmark = pytest.mark.gpu(2)
@@ -46,9 +44,9 @@ def _errors(rank: int, problem: Problem, layout: Layout, stages: int, shares_mem
 
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(planning, "obstacle_to_shared_memory", obstacle))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(planner, "obstacle_to_shared_memory", obstacle))
+        stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         results = attend(local, problem, layout, dist.group.WORLD, method="ulysses")
     assert found
     assert all((each is None) == shares_memory for each in found), found
@@ -77,9 +75,9 @@ def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -
 
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
         stack.enter_context(mock.patch.object(head_exchange_symm_mem._Table, "copy", late_copy))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         expected, *ways = (
             {"mesh": dist.group.WORLD, "method": method, "rotate_method": rotate_method}
             for method, rotate_method in [("ring", "allgather"), *methods]
@@ -106,8 +104,8 @@ def _compiled(rank: int, method: str, stages: int) -> list[float]:
     inputs = shards(problem, 0, HeadTail(), rank)
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method=method)
         compiled = torch.compile(_attention_of(method, problem), fullgraph=True, backend="aot_eager")
         *qkv, grad_out = inputs
@@ -136,19 +134,20 @@ def _error(rank: int) -> float:
     problem = Problem(512, 512, 1, 8, 8, 64, is_causal=True, dtype=torch.float32)
     inputs = shards(problem, 0, HeadTail(), rank)
     calls = []
+    forward = RingPlan.forward
 
     def failing(*args: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("planted")
-        return ring_forward(*args)
+        return forward(*args)
 
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=4)
-        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
-        with mock.patch.object(ring, "ring_forward", failing), pytest.raises(RuntimeError, match="planted"):
+        with mock.patch.object(RingPlan, "forward", failing), pytest.raises(RuntimeError, match="planted"):
             attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
         results = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
     return max((ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True))
@@ -161,8 +160,8 @@ def test_a_call_after_one_that_raised_half_way(gpus: Processes) -> None:
 def _graph(rank: int, stages: int) -> list[float]:
     with ExitStack() as stack:
         staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
-        stack.enter_context(mock.patch.object(splitting, "_decisions", WeakKeyDictionary()))  # decide anew
+        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         return _replayed(rank)
 
 

@@ -14,7 +14,7 @@ from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.plan.cost import Hardware, predicted_seconds
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, MirroredBatch, Striped
@@ -26,9 +26,9 @@ TRANSPORTS: list[KVTransport] = [AllGather(), AllToAll(), SymmetricMemory()]
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.name)
 
 
-def shape(length: int, ranks: int, q_heads: int = 32, kv_heads: int = 8) -> CallShape:
+def shape(length: int, ranks: int, q_heads: int = 32, kv_heads: int = 8) -> CallSpec:
     partition = LayoutPartition(HeadTail(), length, length, 1, ranks)
-    return CallShape(partition, Causal(), 1, q_heads, kv_heads, 128, 128, 2)
+    return CallSpec(partition, Causal(), 1, q_heads, kv_heads, 128, 128, "bfloat16")
 
 
 def seconds(

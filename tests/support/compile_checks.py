@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.nn.functional as F
 
 from cp_dtensor import HeadTail, Layout
-from cp_dtensor.engine.ring import RingCall
+from cp_dtensor.engine.ring import RingPlan
 from support.problems import Problem, reference, shard
 
 Tensors = tuple[torch.Tensor, ...]
@@ -72,21 +72,21 @@ def no_compilation() -> Iterator[None]:
 def counted_forwards() -> Iterator[list[str]]:
     """Lists the forwards and backwards of rings that run inside."""
     calls: list[str] = []
-    originals = RingCall.forward, RingCall.backward
+    originals = RingPlan.forward, RingPlan.backward
 
-    def forward(self: RingCall, *args: Any) -> Any:
+    def forward(self: RingPlan, *args: Any) -> Any:
         calls.append("forward")
         return originals[0](self, *args)
 
-    def backward(self: RingCall, *args: Any) -> Any:
+    def backward(self: RingPlan, *args: Any) -> Any:
         calls.append("backward")
         return originals[1](self, *args)
 
-    RingCall.forward, RingCall.backward = forward, backward  # type: ignore[method-assign]
+    RingPlan.forward, RingPlan.backward = forward, backward  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        RingCall.forward, RingCall.backward = originals  # type: ignore[method-assign]
+        RingPlan.forward, RingPlan.backward = originals  # type: ignore[method-assign]
 
 
 def fresh() -> None:

@@ -20,7 +20,7 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
     """Lists how many tensors each exchange brings to heads, or (negative) home, and all that is kept."""
     exchanges: list[int] = []
     rows: Rows = []
-    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.Kept.__init__
+    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.SavedCall.__init__
 
     def counted(self: Any, bundles: Any, *args: Any) -> Any:
         exchanges.append(sum(map(len, bundles)))
@@ -37,7 +37,7 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
     with (
         mock.patch.object(CollectiveHeads, "to_heads", counted),
         mock.patch.object(CollectiveHeads, "to_rows", counted_home),
-        mock.patch.object(kept_rows.Kept, "__init__", noted),
+        mock.patch.object(kept_rows.SavedCall, "__init__", noted),
     ):
         yield exchanges, rows
 

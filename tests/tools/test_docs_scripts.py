@@ -12,9 +12,9 @@ from support.import_rules import FLOORS
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.engine.planner import RingDecision
+from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.plan.head_partition import HeadPartition
-from cp_dtensor.plan.partition import CallShape, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
@@ -53,7 +53,7 @@ def test_schedules_by_rank_and_step(transport: str, _title: str, layout: Layout,
 
 def test_positions_of_keys_in_a_gathered_buffer() -> None:
     """Shards 0 1 14 15, 2 3 12 13, 4 5 10 11 and 6 7 8 9 stand in the order of positions."""
-    shape = CallShape(LayoutPartition(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS), Full(), 1, 1, 1, 1, 1, 1)
+    shape = CallSpec(LayoutPartition(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS), Full(), 1, 1, 1, 1, 1, "float32")
     plan = AllGather().plan(shape, 0)
     (group,) = shape.partition.groups()
     tile = Tile(None, (0, 1), (0, 4), (0, 4), FULL_TILE)
@@ -106,8 +106,8 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
         found = []
         for panel in methods.PANELS:
             counts = []
-            for _, decision in methods.decisions(panel, partition, transport):
-                rings = [decision] if isinstance(decision, RingDecision) else [ring for ring in decision.inner if ring]
+            for _, plan in methods.plans(panel, partition, transport):
+                rings = [plan] if isinstance(plan, RingPlan) else [ring for ring in plan.inner if ring]
                 counts.append(sum(len(step.tiles) for ring in rings for step in ring.plan.forward))
             found.append((min(counts), max(counts)))
         assert found == expected

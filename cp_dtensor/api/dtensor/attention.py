@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -18,197 +19,143 @@ from cp_dtensor.api.dtensor.placements import (
     AttentionPlacements,
     is_seq_sharded,
     local_segment,
+    on_seq,
     plan_placements,
 )
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.select import Allowed, allowed_backends, choose_backend, is_deterministic
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.comm.transport import TransportMethod
-from cp_dtensor.engine.autograd import Attention, AttentionCall
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Found, token_of
-from cp_dtensor.engine.custom_op import backends_token, traced_attention
-from cp_dtensor.engine.planner import (
-    CallRequest,
-    Decision,
-    decide_ring,
-    decide_ulysses,
-    describe_problem,
-    masking_of,
-    remembered,
-)
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import (
     check_bias,
     check_qkv,
     checked_dropout_p,
     checked_mask,
+    checked_sinks,
     four_dims_of_mask,
-    positive_scale,
-    softmax_scale,
 )
-from cp_dtensor.plan.partition import Partition
-from cp_dtensor.plan.tiling import GroupSegments, Masking
-from cp_dtensor.spec.documents import PackedEdges
-from cp_dtensor.spec.layouts import Segment
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.plan.partition import SequencePartition
+from cp_dtensor.plan.tiling import GroupSegments
+from cp_dtensor.spec.layouts import CachedHash, Contiguous, Segment
+from cp_dtensor.spec.masks import Batched, Mask
 
 
-def dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
-    """Ring attention if any of q, k and v is a DTensor (B, H, S, D) that is sharded along the sequence, else None.
+def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
+    """SDPA of DTensors (B, H, S, D); None unless q, k or v is one that is sharded along the sequence.
 
     The output is placed as `plan_placements` says: as q, and sharded along the sequence wherever q, k or v are.
-    Gradients have the placements of their inputs. What is sharded by a placement that is no plain `Shard` counts as
-    not sharded, and is redistributed.
+    Gradients have the placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts
+    as not sharded, and is redistributed.
+
+    Args:
+        mask: the mask of the open context, besides that of the call.
+        deterministic: True if results must be equal in every run.
     """
-    sharded = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
-    if not sharded or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):
+    q, k, v = call.q, call.k, call.v
+    sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
+    if not sharded or not q.dim() == k.dim() == v.dim() == 4:
         return None
-    if not is_seq_sharded(*(tensor.placements for tensor in sharded)):
+    if not is_seq_sharded(*sharded):
         # DTensor has no rule for the fused CPU op, and ours has none for masks: plain operations have.
-        masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu"
+        masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu" and mask is None
         return _torch.math_sdpa(call) if masked_on_cpu else None
-    q, k, v = _on_one_mesh(call.q, call.k, call.v)
-    check_qkv(q, k, v, call.enable_gqa)
-    mesh = q.device_mesh
-    plan = plan_placements(
-        q.placements, k.placements, v.placements, mesh.shape, q.size(1), k.size(1), mesh.mesh_dim_names
-    )
-    local_q, scale = positive_scale(_to_local(q, plan.q, plan.q), softmax_scale(q, call.scale))
-    modifiers = local_modifiers(q, k.size(2), call.attn_mask, call.dropout_p, plan)
-    local_k, local_v = (_to_local(tensor, plan.kv, plan.grad_kv) for tensor in (k, v))
-    if _torch.is_traced(local_q):
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        groups = tuple(_torch.name_of_group(mesh.get_group(axis)) for axis in plan.axes)
-        call_spec = _DTensorCallSpec(groups, plan, tuple(mesh.shape), tuple(coordinate), transport_by_name(None))
-        out, _ = traced_attention(
-            local_q, local_k, local_v, modifiers, token_of(call_spec), backends_token(),
-            checked_mask(None, call.is_causal), scale, (q.size(2), k.size(2)), False,
-        )  # fmt: skip
-        return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
-    decided = plan_dtensor_call(
-        local_q, local_k, local_v, q.size(2), k.size(2), mesh, plan, call.is_causal, scale, modifiers=modifiers
-    )
-    out, *_ = Attention.apply(local_q, local_k, local_v, modifiers.bias, None, modifiers, decided, False)
-    return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3)))
+    if mask is not None and _torch.is_traced(call.q):
+        raise NotImplementedError(
+            f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "
+            "the context; call attention of DTensors outside of compiled code"
+        )
+    out, _ = dtensor_attention(
+        q, k, v, mask=checked_mask(mask, call.is_causal), attn_mask=call.attn_mask,
+        dropout_p=call.dropout_p, scale=call.scale, enable_gqa=call.enable_gqa, deterministic=deterministic,
+    )  # fmt: skip
+    return out
 
 
-def plan_dtensor_call(
+def dtensor_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_len: int,
-    kv_len: int,
-    mesh: DeviceMesh,
-    plan: AttentionPlacements,
-    is_causal: bool,
-    scale: float,
-    backend: AttentionBackend | None = None,
-    modifiers: Modifiers = NO_MODIFIERS,
-) -> AttentionCall:
-    """The call on local tensors that are placed as `plan` says; lengths are global. `backend` None: the policy's."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    partition = _DTensorPartition(q_len, kv_len, q.size(0), plan, tuple(mesh.shape), tuple(coordinate))
-    groups = [mesh.get_group(axis) for axis in plan.axes]
-    mask, lengths = checked_mask(None, is_causal), (q_len, kv_len)
-    allowed = allowed_backends()
-    # A fused operator that is called by its name masks by shape, whatever would be chosen for SDPA.
-    masking = Masking.BY_SHAPE
-    if backend is None:
-        masking = masking_of(mask, modifiers, lengths, is_deterministic(q, allowed))
-    request = _request(q, k, v, partition, transport_by_name(None), mask, masking, backend, allowed)
-    return _decide(request, plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
-
-
-def _request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: _DTensorPartition, transport: TransportMethod,
+    *,
     mask: Mask,
-    masking: Masking, backend: AttentionBackend | None, allowed: Allowed,
-) -> CallRequest:  # fmt: skip
-    """What is asked for. `backend` None: the policy's, of those that are `allowed`."""
-    problem = describe_problem(q, k, v, by_row=masking is not Masking.BY_SHAPE)
-    return CallRequest(
-        partition=partition,
-        mask=mask,
-        problem=problem,
-        batch_size=q.size(0),
-        itemsize=q.element_size(),
-        device=q.device,
-        backend=backend or choose_backend(problem, allowed),
-        transport=transport,
-        masking=masking,
-    )
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    method: str = "auto",
+    rotate_method: str | None = None,
+    deterministic: bool = False,
+    needs_lse: bool = False,
+) -> tuple[DTensor, DTensor | None]:
+    """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
+    Args:
+        q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
+        mask: by global position.
+        attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
+        method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
+        rotate_method: None for the process default.
+        needs_lse: False if lse may be None.
 
-def _decide(request: CallRequest, plan: AttentionPlacements, groups: list[dist.ProcessGroup]) -> Decision:
-    """How the work is spread; `groups` are those of the axes whose ranks share the sequence."""
-    if not groups:
-        return decide_ring(request, None, 0)
-    ranks = SequenceRanks.over(groups)
-    if plan.ulysses_axis is None:
-        return decide_ring(request, ranks.outer, ranks.rank)
-    key = (request, plan, tuple(map(_torch.name_of_group, groups)))
-    return remembered(groups[0], key, lambda: decide_ulysses(request, ranks))
-
-
-@dataclass(frozen=True)
-class _DTensorCallSpec(CompiledCallSpec):
-    """How to decide calls on local tensors of DTensors, with groups by their names."""
-
-    groups: tuple[str, ...]
-    plan: AttentionPlacements
-    mesh_shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
-    transport: TransportMethod
-
-    def __repr__(self) -> str:
-        plan = self.plan
-        return (
-            f"DTensor ({self.transport.name}) over {' x '.join(self.groups)}, {plan.q} {plan.kv} {plan.grad_kv}, axes "
-            f"{plan.ring_axis} {plan.ulysses_axis} of {self.mesh_shape} at {self.coordinate}"
+    Raises:
+        ValueError, TypeError: tensors that do not fit, or a method that the placements do not permit.
+    """
+    q, k, v = _on_one_mesh(q, k, v)
+    check_qkv(q, k, v, enable_gqa)
+    mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
+    by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
+    plan = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), mesh.mesh_dim_names)
+    local_q = _to_local(q, plan.q, plan.q)
+    local_k, local_v = _to_local(k, plan.kv, plan.grad_kv), _to_local(v, plan.kv, plan.grad_kv)
+    modifiers = local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, plan)
+    groups = [mesh.get_group(axis) for axis in plan.axes]
+    if method == "auto":
+        method = "ring" if plan.ulysses_axis is None else "hybrid"
+    elif len(groups) != {"ulysses": 1, "hybrid": 2}.get(method, len(groups)):
+        axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
+        raise ValueError(
+            f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
+            f"{_received(q, k, v)}"
         )
+    config = AttentionConfig(
+        # Without such an axis each rank is alone; its plans are cached for any of its groups.
+        SequenceRanks.over(groups or [mesh.get_group(0)]), Contiguous(), method, transport_by_name(rotate_method),
+        deterministic, placed=placed_partition(q.size(2), k.size(2), local_q.size(0), plan, mesh),
+    )  # fmt: skip
+    out, lse = attend(
+        local_q, local_k, local_v, config, mask=_of_local_rows(mask, q, plan, local_q.size(0)), scale=scale,
+        modifiers=modifiers, lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
+    )  # fmt: skip
+    wrapped_lse = from_local(lse, mesh, plan.q, tuple(q.shape[:3])) if needs_lse else None
+    return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3))), wrapped_lse
 
-    @property
-    def finds_mask(self) -> bool:
-        return False
 
-    @property
-    def compares(self) -> bool:
-        return False
+def _of_local_rows(mask: Mask, q: DTensor, plan: AttentionPlacements, rows: int) -> Mask:
+    """The mask of this rank's batch rows; `rows` is their number."""
+    if mask.batch_size is None or rows == q.size(0):
+        return mask
+    if mask.batch_size != q.size(0):
+        raise ValueError(f"expected a mask for {q.size(0)} batch rows, got one for {mask.batch_size}: {mask}")
+    first, _ = first_of(q, plan)
+    return Batched([mask.of_batch_row(first + row) for row in range(rows)]) if rows else mask.of_batch_row(0)
 
-    def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
-    ) -> tuple[tuple[int, int], Found]:  # fmt: skip
-        assert known is not None
-        assert edges is None
-        return known, Found(mask, None)
 
-    def decide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: Found,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed,
-    ) -> AttentionCall:  # fmt: skip
-        partition = _DTensorPartition(*lengths, q.size(0), self.plan, self.mesh_shape, self.coordinate)
-        masking = masking_of(found.mask, modifiers, lengths, is_deterministic(q, allowed))
-        request = _request(q, k, v, partition, self.transport, found.mask, masking, None, allowed)
-        groups = [_torch.group_of_name(name) for name in self.groups]
-        return _decide(request, self.plan, groups).call(SequenceRanks.over(groups) if groups else None, scale)
+def sequence_ranks_of(*tensors: torch.Tensor) -> SequenceRanks:
+    """The ranks over which any of some DTensors is sharded along the sequence; this rank's first axis if none is."""
+    sharded = _on_one_mesh(*tensors)
+    by_axis = zip(*(tensor.placements for tensor in sharded), strict=True)
+    axes = [axis for axis, placements in enumerate(by_axis) if any(map(on_seq, placements))]
+    return SequenceRanks.over([sharded[0].device_mesh.get_group(axis) for axis in axes[:2] or [0]])
 
-    def decide_known(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], mask: Mask,
-        modifiers: Modifiers,
-        scale: float, allowed: Allowed, constants: Hashable,
-    ) -> AttentionCall:  # fmt: skip
-        return self.decide(q, k, v, lengths, Found(mask, None), modifiers, scale, allowed)
+
+_cached_placements = lru_cache(maxsize=1024)(plan_placements)
 
 
 @dataclass(frozen=True)
-class _DTensorPartition(Partition):
-    """Rows as placed, over the ranks of some mesh axes; the last axis counts fastest."""
+class PlacedPartition(CachedHash, SequencePartition):
+    """Rows of DTensors as placed, over the ranks of some mesh axes; the last axis counts fastest."""
 
     q_len: int
     kv_len: int
@@ -217,9 +164,7 @@ class _DTensorPartition(Partition):
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.q_len, self.kv_len
+    __hash__ = CachedHash.__hash__
 
     def groups(self) -> tuple[GroupSegments, ...]:
         places = list(product(*(range(self.mesh_shape[axis]) for axis in self.plan.axes)))
@@ -230,10 +175,19 @@ class _DTensorPartition(Partition):
         return (GroupSegments((0, self.batch_size), q_by_rank, kv_by_rank),)
 
     def _rows(self, length: int, placements: tuple[Placement, ...], place: tuple[int, ...]) -> tuple[Segment, ...]:
-        there = list(self.coordinate)
+        coordinate = list(self.coordinate)
         for axis, index in zip(self.plan.axes, place, strict=True):
-            there[axis] = index
-        return (local_segment(length, placements, self.mesh_shape, there),)
+            coordinate[axis] = index
+        return (local_segment(length, placements, self.mesh_shape, coordinate),)
+
+
+def placed_partition(
+    q_len: int, kv_len: int, batch_size: int, plan: AttentionPlacements, mesh: DeviceMesh
+) -> PlacedPartition:
+    """The partition of DTensors that are placed as `plan` says; lengths are global, `batch_size` is local."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return PlacedPartition(q_len, kv_len, batch_size, plan, tuple(mesh.shape), tuple(coordinate))
 
 
 def from_local(
@@ -247,8 +201,8 @@ def from_local(
 def _to_local(
     tensor: DTensor, placements: tuple[Placement, ...], grad_placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    # Redistributing is a no-op where the placements are already right, but its backward brings Partial gradients home
-    # to the placements of the input.
+    # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
+    # placements of the input.
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
 
 
@@ -258,30 +212,35 @@ def _on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
     Raises:
         ValueError: plain tensors among DTensors, or different meshes.
     """
-    kinds = ", ".join(
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if len(sharded) < len(tensors):
+        raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
+    if len({*[tensor.device_mesh for tensor in sharded]}) > 1:
+        raise ValueError(f"expected q, k and v on one mesh, {_received(*tensors)}")
+    return tuple(sharded)
+
+
+def _received(*tensors: torch.Tensor) -> str:
+    """The placements of q, k and v in messages."""
+    kinds = (
         f"{name} {tensor.device_mesh} {tensor.placements}" if isinstance(tensor, DTensor) else f"{name} torch.Tensor"
         for name, tensor in zip("qkv", tensors, strict=True)
     )
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if len(sharded) < len(tensors):
-        raise ValueError(f"expected q, k and v all to be DTensors, got {kinds}; wrap with DTensor.from_local")
-    if any(tensor.device_mesh != sharded[0].device_mesh for tensor in sharded):
-        raise ValueError(f"expected q, k and v on one mesh, got {kinds}")
-    return tuple(sharded)
+    return f"got {', '.join(kinds)}"
 
 
 def local_only_sdpa(
     call: SdpaArguments, ring_ranks: Collection[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
 ) -> torch.Tensor | None:
-    """SDPA of DTensors whose mesh crosses the ring in one rank only (over heads or batch): of their local tensors.
+    """SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
 
-    Returns None if the mesh shares more ranks with the ring, or the ring has but one.
+    Returns None if the mesh shares more ranks with the context, or the context has a single rank.
 
     Raises:
         NotImplementedError: such DTensors that are not sharded (or replicated) alike over batch or heads.
     """
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
-    with _torch.no_modes():  # the mesh's tensor is real, also where all others are being traced
+    with _torch.no_modes():  # the mesh's tensor is real, also where other tensors are traced
         shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
     if len(shared_ranks) > 1 or len(ring_ranks) == 1:
         return None
@@ -299,36 +258,43 @@ def local_only_sdpa(
     return from_local(plain_sdpa(local), q.device_mesh, plan.q, (*q.shape[:3], v.size(3)))
 
 
-# Biases and dropout of attention on DTensors.
+# Modifiers of attention on DTensors
 
 
 def local_modifiers(
-    q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, dropout_p: float, plan: AttentionPlacements
+    q: DTensor,
+    kv_len: int,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    sinks: torch.Tensor | None,
+    plan: AttentionPlacements,
 ) -> Modifiers:
-    """What a rank's queries have besides the mask by positions. With dropout, a collective of the whole mesh.
+    """The modifiers of a rank's queries. With dropout, a collective of the whole mesh.
 
     Args:
         q: (B, H, S, D).
         kv_len: keys of the whole sequence.
         attn_mask: a DTensor on the same mesh that broadcasts to (B, H, S, kv_len), placed in any way.
-        dropout_p: the pattern is that of all batch rows, heads and positions together, however they are placed.
-        plan: where the computation is placed.
+        sinks: a DTensor (H,) on the same mesh, placed in any way.
+        dropout_p: the pattern depends on global batch rows, heads and positions, not on placements.
+        plan: the placements of the computation.
 
     Raises:
         ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.
     """
     dropout_p = checked_dropout_p(dropout_p)
-    if attn_mask is None and not dropout_p:
+    if attn_mask is None and not dropout_p and sinks is None:
         return NO_MODIFIERS
     bias = None if attn_mask is None else local_bias(q, attn_mask, plan)
     check_bias(q, bias, (q.size(2), kv_len))
+    of_heads = None if sinks is None else local_sinks(q, sinks, plan)
     if not dropout_p:
-        return Modifiers(bias)
-    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, plan))
+        return Modifiers(bias, sinks=of_heads)
+    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, plan), of_heads)
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The first rank's: ranks that hold the same must drop the same."""
+    """The first rank's seed, for all: ranks with equal shards must drop equal weights."""
     seed = torch.randint(1 << 62, (), dtype=torch.int64, device=local.device)
     for axis in range(mesh.ndim):
         if _torch.is_traced(local):
@@ -339,7 +305,7 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
-    """Where a rank's batch rows and query heads begin."""
+    """The first of a rank's batch rows, and of its query heads."""
     coordinate = q.device_mesh.get_coordinate()
     assert coordinate is not None
     batch, head = (
@@ -350,24 +316,49 @@ def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
 
 
 def local_bias(q: DTensor, attn_mask: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
-    """The part of an attn_mask that a rank's queries have, (B or 1, H or 1, S or 1, key positions or 1).
+    """The part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1).
 
     Raises:
         ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.
     """
-    if not isinstance(attn_mask, DTensor) or attn_mask.device_mesh != q.device_mesh:
-        kind = f"a DTensor on {attn_mask.device_mesh}" if isinstance(attn_mask, DTensor) else type(attn_mask).__name__
-        raise ValueError(
-            f"expected attn_mask to be a DTensor on the mesh of q, {q.device_mesh}, got {kind}; "
-            "distribute_tensor(attn_mask, mesh, [Replicate()] * mesh.ndim) makes one"
-        )
+    _check_on_mesh("attn_mask", attn_mask, q)
     mask = four_dims_of_mask(attn_mask, q)
+    return _beside_queries(mask, plan, lambda dim: dim if mask.size(dim) > 1 else None)
+
+
+def local_sinks(q: DTensor, sinks: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
+    """The sinks of a rank's query heads, (local heads,).
+
+    Raises:
+        ValueError, TypeError: sinks that do not fit, or are no DTensor on the mesh of q.
+    """
+    _check_on_mesh("sinks", sinks, q)
+    return _beside_queries(checked_sinks(sinks, q), plan, lambda dim: 0 if dim == HEAD_DIM else None)
+
+
+def _check_on_mesh(name: str, tensor: torch.Tensor, q: DTensor) -> None:
+    if not isinstance(tensor, DTensor) or tensor.device_mesh != q.device_mesh:
+        kind = f"a DTensor on {tensor.device_mesh}" if isinstance(tensor, DTensor) else type(tensor).__name__
+        raise ValueError(
+            f"expected {name} to be a DTensor on the mesh of q, {q.device_mesh}, got {kind}; "
+            f"distribute_tensor({name}, mesh, [Replicate()] * mesh.ndim) makes one"
+        )
+
+
+def _beside_queries(
+    tensor: torch.Tensor, plan: AttentionPlacements, dim_of: Callable[[int], int | None]
+) -> torch.Tensor:
+    """The local part of a DTensor that belongs to a rank's queries.
+
+    `dim_of` gives its dim for a dim of q, or None where the tensor is the same along that dim: the ranks along it then
+    have shares of the gradient.
+    """
     placements: list[Placement] = []
     of_gradient: list[Placement] = []
     for placement in plan.q:
-        goes_along = isinstance(placement, Shard) and mask.size(placement.dim) > 1
-        placements.append(placement if goes_along else Replicate())
-        is_partial = isinstance(placement, Shard) and not goes_along
+        dim = dim_of(placement.dim) if isinstance(placement, Shard) else None
+        placements.append(Replicate() if dim is None else Shard(dim))
+        is_partial = isinstance(placement, Shard) and dim is None
         of_gradient.append(Partial() if is_partial else placements[-1])
-    assert isinstance(mask, DTensor)
-    return mask.redistribute(placements=placements).to_local(grad_placements=of_gradient)
+    assert isinstance(tensor, DTensor)
+    return _to_local(tensor, tuple(placements), tuple(of_gradient))

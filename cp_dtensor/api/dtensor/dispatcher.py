@@ -1,4 +1,4 @@
-"""Switches sequence-sharded SDPA of DTensors on and off, for the whole process."""
+"""Process-wide switch of SDPA of DTensors that are sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
 
 
 def _variant_of_compiled_code() -> str:
-    """What functions are compiled for: attention of DTensors is ours, and travels by the default of the moment."""
+    """Part of the cache key of compiled functions: attention of DTensors is intercepted, with the default transport."""
     return f"cp_dtensor dispatcher, {transport_by_name(None).name}"
 
 
@@ -45,7 +45,7 @@ dispatcher_installation = SharedInstallation(_parts)
 
 
 class _EnabledByUser:
-    """How often `enable` is ahead of `disable`."""
+    """Number of calls of `enable` without their `disable`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ _enabled_by_user = _EnabledByUser()
 
 
 class DispatcherLease:
-    """What `enable_context_parallel_dispatcher` returns: a context manager that disables again on exit."""
+    """Result of `enable_context_parallel_dispatcher`: a context manager that disables on exit."""
 
     def __enter__(self) -> DispatcherLease:
         return self
@@ -85,7 +85,7 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
     shards are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward) get
     sharding strategies for the sequence dim as well.
 
-    May be called several times; each call wants its own `disable_context_parallel_dispatcher`. Or use it as
+    May be called several times; each call needs its own `disable_context_parallel_dispatcher`. Or use it as
     `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway.
 
     K/V travel by the process default of `set_rotate_method`, inside of `context_parallel` as well.
@@ -103,7 +103,7 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
 
 
 def disable_context_parallel_dispatcher() -> None:
-    """Takes back one `enable_context_parallel_dispatcher`; without one, does nothing.
+    """Reverts one `enable_context_parallel_dispatcher`; without one, does nothing.
 
     After the last one, DTensor's tables and torch's dispatcher are as before.
     """

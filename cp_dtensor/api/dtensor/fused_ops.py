@@ -1,7 +1,7 @@
-"""What DTensor does for torch's fused SDPA ops: ring attention where the strategies shard the sequence.
+"""DTensor handlers and sharding strategies of torch's fused SDPA ops: ring attention of sequence shards.
 
-`F.scaled_dot_product_attention` on DTensors is caught one level higher (`dtensor_sdpa`), where a call's settings can
-live in its autograd node. These handlers serve code that calls the ops themselves, or that runs below autograd.
+`F.scaled_dot_product_attention` on DTensors is intercepted above autograd (`dtensor_sdpa`). These handlers serve code
+that calls the ops directly, or that runs below autograd.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
-from cp_dtensor.api.dtensor.attention import dtensor_sdpa, from_local, plan_dtensor_call
+from cp_dtensor.api.dtensor.attention import dtensor_sdpa, from_local, placed_partition
 from cp_dtensor.api.dtensor.placements import BATCH_DIM, HEAD_DIM, SEQ_DIM, AttentionPlacements, is_seq_sharded, on_seq
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.attention.backends.select import backend_by_name
-from cp_dtensor.engine.ring import RingCall, ring_backward, ring_forward
-from cp_dtensor.engine.validation import refuse_unsupported_sdpa, softmax_scale
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.autograd import BoundCall
+from cp_dtensor.engine.planner import plan_ring, shaped_spec
+from cp_dtensor.engine.validation import checked_mask, refuse_unsupported_sdpa, softmax_scale
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -36,7 +40,7 @@ _BACKEND_NAMES = {
 
 
 def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
+    """Handler of `scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
     call = _torch.bound_arguments(op, args, kwargs)
     call["q"], call["k"], call["v"] = call.pop("query"), call.pop("key"), call.pop("value")
     result = dtensor_sdpa(SdpaArguments(**call))
@@ -44,7 +48,7 @@ def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fused forward op: its tuple of outputs, with DTensor output and LSE (B, H, S) placed as the query."""
+    """Handler of a fused forward op. Returns its outputs; out and LSE (B, H, S) are DTensors placed as the query."""
     bound = _torch.bound_arguments(op, args, kwargs)
     _refuse_masks(op, bound)
     info, specs = _torch.propagated(op, args, kwargs)
@@ -52,7 +56,7 @@ def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _torch.run_locally(op, info)
     q, k, v = info.local_args[:3]
     call, plan = _plan(op, bound, specs[0], specs[1], q, k, v)
-    out, lse = ring_forward(q, k, v, call)
+    out, lse, _ = call.plan.forward(q, k, v, NO_MODIFIERS, True, call.ranks, call.scale)
     mesh, shape = specs[0].mesh, bound["query"].shape
     wrapped_lse = from_local(lse, mesh, plan.q, tuple(shape[:3]))
     wrapped_out = from_local(out, mesh, plan.q, (*shape[:3], bound["value"].size(3)))
@@ -60,7 +64,7 @@ def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fused backward op: gradients placed as their inputs, Partial for keys that meet queries of several ranks."""
+    """Handler of a fused backward op. Gradients are placed as inputs; Partial for keys of several ranks' queries."""
     bound = _torch.bound_arguments(op, args, kwargs)
     _refuse_masks(op, bound)
     info, specs = _torch.propagated(op, args, kwargs)
@@ -71,7 +75,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     out, lse = local["out"], local["logsumexp"]
     call, plan = _plan(op, bound, specs[1], specs[2], q, k, v)
     lse = lse.reshape(lse.shape[:3])[:, :, : q.size(2)]
-    grads = ring_backward(grad_out, q, k, v, out, lse, call)
+    grads = call.plan.backward(grad_out, NO_MODIFIERS, (q, k, v, out, lse), None, call.ranks, call.scale)
     wrapped = tuple(
         from_local(grad, specs[0].mesh, placements, tuple(bound[name].shape))
         for grad, placements, name in zip(
@@ -83,7 +87,7 @@ def fused_backward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _plan(
     op: Any, bound: Arguments, q_spec: Any, k_spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[RingCall, AttentionPlacements]:
+) -> tuple[BoundCall, AttentionPlacements]:
     refuse_unsupported_sdpa(None, bound["dropout_p"])
     if bound.get("return_debug_mask"):
         raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
@@ -92,14 +96,19 @@ def _plan(
     scale = softmax_scale(q, bound["scale"])
     if scale <= 0:
         raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
-    lengths = (bound["query"].size(2), bound["key"].size(2))
-    call = plan_dtensor_call(q, k, v, *lengths, q_spec.mesh, plan, bound["is_causal"], scale, backend)
-    assert isinstance(call, RingCall)  # strategies shard keys and values over one axis only
-    return call, plan
+    mesh, lengths = q_spec.mesh, (bound["query"].size(2), bound["key"].size(2))
+    mask = checked_mask(None, bound["is_causal"])
+    # Tiles are masked by shape, whatever SDPA would choose: the op is called by the name of its backend.
+    partition = placed_partition(*lengths, q.size(0), plan, mesh)
+    spec = shaped_spec(partition, mask, q.shape, k.shape, v.shape, q.dtype, q.device)
+    # Strategies shard keys and values over one axis at most.
+    ranks = None if plan.ring_axis is None else SequenceRanks(mesh.get_group(plan.ring_axis))
+    group, rank = (None, 0) if ranks is None else (ranks.outer, ranks.rank)
+    return BoundCall(plan_ring(spec, transport_by_name(None), backend, group, rank), ranks, scale), plan
 
 
 def _refuse_masks(op: Any, bound: Arguments) -> None:
-    """Refuses masks where ours would be the rule for them: along the sequence, and of the CPU op altogether."""
+    """Refuses masks of sequence shards, and every mask of the CPU op, for which torch has no rule."""
     inputs = [bound[name] for name in ("query", "key", "value")]
     if is_seq_sharded(*(tensor.placements for tensor in inputs if isinstance(tensor, DTensor))):
         refuse_unsupported_sdpa(bound.get("attn_mask", bound.get("attn_bias")), 0.0)
@@ -108,7 +117,7 @@ def _refuse_masks(op: Any, bound: Arguments) -> None:
 
 
 def _placements(q: tuple[Placement, ...], kv: tuple[Placement, ...]) -> AttentionPlacements:
-    """The plan that a strategy has chosen, read off the placements of q and k."""
+    """The placements that a strategy has chosen, from those of q and k."""
     kv_on_seq = list(map(on_seq, kv))
     grad_kv = tuple(
         Partial() if isinstance(on_kv, Replicate) and isinstance(on_q, Shard) else on_kv
@@ -146,51 +155,32 @@ _FORWARD_OUTPUTS: dict[Any, Callable[[DTensor, DTensor, int, int], tuple[Any, ..
 }
 
 
-# Sharding strategies of torch's fused SDPA ops, with the sequence dim among what may be sharded.
+# Sharding strategies of torch's fused SDPA ops, with the sequence dim among those that may be sharded
 
-aten = torch.ops.aten
-
-# What each output and each tensor input of an op is: a query-like tensor (B, H, S, ...), a key-like one
-# (B, Hkv, T, ...), the gradient of a key-like one, the same on every rank, or no tensor.
+# Roles of the tensors of an op: query-like (B, H, S, ...), key-like (B, Hkv, T, ...), gradient of a key-like one, equal
+# on every rank, no tensor.
 Q, KV, GRAD_KV, SAME, NONE = "q", "kv", "grad_kv", "same", "none"
+_GRADS, _GRAD_INPUTS = (Q, GRAD_KV, GRAD_KV), (Q, Q, KV, KV, Q, Q)
 
 # op: (roles of outputs, roles of tensor inputs)
 FORWARD_OPS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    aten._scaled_dot_product_flash_attention.default: (
-        (Q, Q, NONE, NONE, NONE, NONE, SAME, NONE, SAME),
-        (Q, KV, KV),
-    ),
+    aten._scaled_dot_product_flash_attention.default: ((Q, Q, *[NONE] * 4, SAME, NONE, SAME), (Q, KV, KV)),
     aten._scaled_dot_product_efficient_attention.default: ((Q, Q, NONE, NONE), (Q, KV, KV)),
-    aten._scaled_dot_product_cudnn_attention.default: (
-        (Q, Q, NONE, NONE, NONE, NONE, NONE, NONE, NONE),
-        (Q, KV, KV),
-    ),
+    aten._scaled_dot_product_cudnn_attention.default: ((Q, Q, *[NONE] * 7), (Q, KV, KV)),
     aten._scaled_dot_product_flash_attention_for_cpu.default: ((Q, Q), (Q, KV, KV)),
 }
 BACKWARD_OPS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    aten._scaled_dot_product_flash_attention_backward.default: (
-        (Q, GRAD_KV, GRAD_KV),
-        (Q, Q, KV, KV, Q, Q),
-    ),
-    aten._scaled_dot_product_efficient_attention_backward.default: (
-        (Q, GRAD_KV, GRAD_KV, NONE),
-        (Q, Q, KV, KV, Q, Q),
-    ),
-    aten._scaled_dot_product_cudnn_attention_backward.default: (
-        (Q, GRAD_KV, GRAD_KV),
-        (Q, Q, KV, KV, Q, Q),
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        (Q, GRAD_KV, GRAD_KV),
-        (Q, Q, KV, KV, Q, Q),
-    ),
+    aten._scaled_dot_product_flash_attention_backward.default: (_GRADS, _GRAD_INPUTS),
+    aten._scaled_dot_product_efficient_attention_backward.default: ((*_GRADS, NONE), _GRAD_INPUTS),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (_GRADS, _GRAD_INPUTS),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (_GRADS, _GRAD_INPUTS),
 }
 
 Strategy = Callable[[Any], Any]
 
 
 def with_sequence_sharding(op: Any) -> Callable[[Strategy | None], Strategy]:
-    """How to make the new strategy of `op` from the one that torch has (None if it has none)."""
+    """Returns a function that makes the new strategy of `op` from torch's (None if torch has none)."""
     outputs, inputs = (FORWARD_OPS | BACKWARD_OPS)[op]
     first_kv = inputs.index(KV)
 
@@ -216,7 +206,7 @@ def with_sequence_sharding(op: Any) -> Callable[[Strategy | None], Strategy]:
 def _one_axis_strategies(
     roles: Sequence[str], q_heads: int, kv_heads: int, mesh_size: int
 ) -> list[list[Placement | None]]:
-    """What one mesh axis can do: nothing, shard the batch, the sequence (of all, or of queries only), or the heads."""
+    """Placements on one mesh axis: replicated, or sharded by batch, sequence (of all, or of queries), or heads."""
     shardings: list[tuple[Placement, Placement, Placement]] = [
         (Replicate(), Replicate(), Replicate()),
         (Shard(BATCH_DIM), Shard(BATCH_DIM), Shard(BATCH_DIM)),

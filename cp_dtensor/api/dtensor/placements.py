@@ -1,9 +1,10 @@
-"""Which placements attention computes in, for any placements of its inputs. Pure: no communication."""
+"""Placements in which attention of DTensors computes, for any placements of its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -15,7 +16,7 @@ BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 
 @dataclass(frozen=True)
 class AttentionPlacements:
-    """Placements, one per mesh axis, of the local computation. `out` and `dq` are placed as `q`."""
+    """Placements of the local computation, one per mesh axis. `out` and `dq` are placed as `q`."""
 
     q: tuple[Placement, ...]
     kv: tuple[Placement, ...]
@@ -26,19 +27,19 @@ class AttentionPlacements:
     ulysses_axis: int | None = None
     """The mesh axis over which rows are exchanged for heads, if there is one."""
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes whose ranks share the sequence, the outer one first."""
         return tuple(axis for axis in (self.ring_axis, self.ulysses_axis) if axis is not None)
 
 
 def on_seq(placement: Placement) -> bool:
-    """Whether a placement shards the sequence."""
+    """True if a placement shards the sequence."""
     return _on(SEQ_DIM, placement)
 
 
 def is_seq_sharded(*placements: Sequence[Placement]) -> bool:
-    """Whether any of the tensors is sharded along the sequence on any mesh axis."""
+    """True if any of the tensors is sharded along the sequence on any mesh axis."""
     return any(on_seq(placement) for each in placements for placement in each)
 
 
@@ -51,7 +52,7 @@ def plan_placements(
     kv_heads: int,
     axis_names: Sequence[str] | None = None,
 ) -> AttentionPlacements:
-    """Decides the placements, axis by axis.
+    """The placements of the computation, axis by axis.
 
     Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis whose name begins with
     "ulysses" (the first of several), or on two axes, then that axis, or the second, is for Ulysses. K/V that are
@@ -94,7 +95,7 @@ def plan_placements(
 def _ulysses_axis(
     q: Sequence[Placement], k: Sequence[Placement], v: Sequence[Placement], axis_names: Sequence[str] | None
 ) -> int | None:
-    """Rows can be exchanged for heads over axes on which all three are sharded along the sequence."""
+    """The axis for Ulysses: one on which q, k and v are all sharded along the sequence."""
     axes = [axis for axis, placements in enumerate(zip(q, k, v, strict=True)) if all(map(on_seq, placements))]
     named = [axis for axis in axes if axis_names and is_ulysses_axis(axis_names[axis])]
     if named:
@@ -109,7 +110,7 @@ def local_segment(
     coordinate: Sequence[int],
     dim: int = SEQ_DIM,
 ) -> Segment:
-    """What a rank has of a dim of that length, where shards over several axes nest from left to right."""
+    """A rank's range of a dim of that length. Shards over several axes nest from left to right."""
     start, stop = 0, length
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if _on(dim, placement):

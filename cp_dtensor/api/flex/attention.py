@@ -16,7 +16,7 @@ from cp_dtensor.api.flex.custom_ops import check_mask_lengths, layout_is_found, 
 from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, made_of, parts_of, token_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, key_of, made_of, parts_of
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
@@ -190,7 +190,7 @@ def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
-    gather = KVGather(ranks, layout, lengths[1], lengths[1], settings.splitting.transport)
+    gather = KVGather(ranks, layout, lengths[1], lengths[1], settings.transport)
     keys, values = GatherKV.apply(call.k, call.v, gather)
     positions = rows.positions(call.q.device)
     if mask is not None and rows.count:
@@ -263,7 +263,7 @@ def _compiled() -> Callable[..., Any]:
 def _call_spec_token(mesh: Mesh, layout: Any, debug: bool) -> str:
     settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
     settings = with_inherited_in_trace("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
-    return token_of(ShardCallSpec.of(settings))
+    return key_of(CompiledCallSpec.of(settings))
 
 
 # Functions of global positions as functions of local rows

@@ -15,28 +15,21 @@ from cp_dtensor.api.flex.block_mask import LocalRows, Tables, local_tables, long
 from cp_dtensor.api.flex.gather_kv import KVGather
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import Found, ShardCallSpec, call_spec_of, found_numbers, outstanding
+from cp_dtensor.engine.compiled_spec import RuntimeValues, call_spec_of, pending_backwards, runtime_numbers
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full, Mask
-
-
-def shard_call_spec(token: str) -> ShardCallSpec:
-    """The compiled call spec of attention of shards that a token encodes."""
-    call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
-    return call_spec
 
 
 @constant_in_trace
 def world_size(token: str) -> int:
     """The number of ranks that share the sequence."""
-    return shard_call_spec(token).settings().ranks.size
+    return call_spec_of(token).settings().ranks.size
 
 
 @constant_in_trace
 def layout_is_found(token: str) -> bool:
     """True if the layout, made for one length, is looked up in the active context when the compiled code runs."""
-    return shard_call_spec(token).finds_mask
+    return call_spec_of(token).reads_context
 
 
 def check_context_mask(mask: Mask | None) -> None:
@@ -57,24 +50,24 @@ def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | No
         )
 
 
-def _ranks_and_layout(token: str, found: Found | None = None) -> tuple[SequenceRanks, Layout]:
+def _ranks_and_layout(token: str, found: RuntimeValues | None = None) -> tuple[SequenceRanks, Layout]:
     """The ranks that share the sequence, and the layout: the one found at run time, if any."""
-    settings = shard_call_spec(token).settings()
+    settings = call_spec_of(token).settings()
     return settings.ranks, settings.layout if found is None or found.layout is None else found.layout
 
 
-def _kv_gather(token: str, found: Found | None, seq_len: int, rows: int) -> KVGather:
-    return KVGather(*_ranks_and_layout(token, found), seq_len, rows, shard_call_spec(token).splitting.transport)
+def _kv_gather(token: str, found: RuntimeValues | None, seq_len: int, rows: int) -> KVGather:
+    return KVGather(*_ranks_and_layout(token, found), seq_len, rows, call_spec_of(token).transport)
 
 
-def _local_rows(token: str, found: Found | None, seq_len: int, batch_size: int) -> LocalRows:
+def _local_rows(token: str, found: RuntimeValues | None, seq_len: int, batch_size: int) -> LocalRows:
     ranks, layout = _ranks_and_layout(token, found)
     return LocalRows.of(layout, seq_len, ranks.rank, ranks.size, batch_size)
 
 
-def _found_in(numbers: torch.Tensor) -> Found | None:
+def _found_in(numbers: torch.Tensor) -> RuntimeValues | None:
     """What `flex_keys` found besides lengths, from its last output."""
-    return None if numbers.numel() < 2 else found_numbers.of(int(numbers[1]))
+    return None if numbers.numel() < 2 else runtime_numbers.of(int(numbers[1]))
 
 
 # K/V
@@ -85,14 +78,14 @@ def _keys(
     scale: float, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     known = (q_len, kv_len) if q_len >= 0 else None
-    call_spec = shard_call_spec(token)
+    call_spec = call_spec_of(token)
     compared = known if declared or call_spec.debug else None  # debugging, ranks compare the lengths of their masks
     lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
     check_mask_lengths(lengths, known)
-    if found.ambient is not None:
-        check_context_mask(found.ambient[0])
+    if found.of_context is not None:
+        check_context_mask(found.of_context.mask)
     ranks, layout = _ranks_and_layout(token, found)
-    if call_spec.finds_mask and len(layout.batch_groups(q.size(0))) > 1:
+    if call_spec.reads_context and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
@@ -101,9 +94,9 @@ def _keys(
     keys, values = _kv_gather(token, found, lengths[1], rows).gather(k, v)
     positions = _local_rows(token, found, lengths[0], q.size(0)).positions(q.device)
     # Backward gets these numbers, so it needs neither the context nor communication to know what forward found.
-    if call_spec.finds_mask:
-        begun_in = outstanding.begin(found, needs_backward)
-        numbers = torch.tensor([lengths[1], found_numbers.number_of(found), begun_in], device="cpu")
+    if call_spec.reads_context:
+        begun_in = pending_backwards.begin(found, needs_backward)
+        numbers = torch.tensor([lengths[1], runtime_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
     return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), numbers
@@ -131,7 +124,7 @@ def _keys_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     found = _found_in(numbers)
     if found is not None:
-        outstanding.end(found, int(numbers[2]))
+        pending_backwards.end(found, int(numbers[2]))
     gather = _kv_gather(token, found, int(numbers[0]) if kv_len < 0 else kv_len, grad_k.size(2))
     return gather.reduce_gradients(grad_k, grad_v, local)
 
@@ -213,7 +206,7 @@ def _fake_tables(
 
 def _may_be_unaligned(token: str, q_block: int) -> bool:
     """True if a layout that is found at run time may begin and end shards inside a block of queries."""
-    return shard_call_spec(token).alignment % q_block != 0
+    return call_spec_of(token).alignment % q_block != 0
 
 
 def _define_operators() -> torch.library.Library:

@@ -18,8 +18,9 @@ from cp_dtensor.api.active_context import (
     refuse_sinks,
 )
 from cp_dtensor.api.flex.attention import FlexCall, flex_of_shards, traced_flex
-from cp_dtensor.api.flex.custom_ops import check_context_mask, shard_call_spec
+from cp_dtensor.api.flex.custom_ops import check_context_mask
 from cp_dtensor.api.interception import SharedInstallation
+from cp_dtensor.engine.compiled_spec import call_spec_of
 
 
 def _flex_attention(
@@ -60,7 +61,7 @@ def _context_token() -> str:
     """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
     of_module = _torch.traced_scope()
     if of_module is not None:
-        check_context_mask(shard_call_spec(of_module).settings().mask)
+        check_context_mask(call_spec_of(of_module).settings().mask)
         return of_module
     context = current_context()
     if context is None:
@@ -72,7 +73,7 @@ def _context_token() -> str:
             "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
             "F.scaled_dot_product_attention"
         )
-    return context.ambient.token
+    return context.ambient.key
 
 
 def _check_captured() -> None:

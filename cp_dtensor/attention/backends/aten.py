@@ -7,10 +7,10 @@ import torch
 from cp_dtensor._torch.tensors import laid_out_after
 from cp_dtensor.attention.backends.base import (
     AttentionBackend,
-    Problem,
     expand_kv_heads,
     reduce_kv_heads,
 )
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
 
 aten = torch.ops.aten
@@ -27,8 +27,8 @@ class FlashAttention(AttentionBackend):
 
     name = "FLASH_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        return _half_precision_refusal(problem, max_head_dim=256)
+    def refusal(self, spec: CallSpec) -> str | None:
+        return _half_precision_refusal(spec, max_head_dim=256)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -57,8 +57,8 @@ class CudnnAttention(AttentionBackend):
 
     name = "CUDNN_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        return _half_precision_refusal(problem, max_head_dim=128)
+    def refusal(self, spec: CallSpec) -> str | None:
+        return _half_precision_refusal(spec, max_head_dim=128)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -95,16 +95,14 @@ class EfficientAttention(AttentionBackend):
 
     name = "EFFICIENT_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cuda":
-            return _wrong_device(problem, "cuda")
-        if problem.dtype == torch.float64:
+    def refusal(self, spec: CallSpec) -> str | None:
+        if spec.device_type != "cuda":
+            return _wrong_device(spec, "cuda")
+        if spec.dtype == "float64":
             return "it does not compute in float64"
-        alignment = 4 if problem.dtype == torch.float32 else 8
-        if problem.head_dim % alignment or problem.v_head_dim % alignment:
-            return (
-                f"it needs head dims that are multiples of {alignment}, got {problem.head_dim} and {problem.v_head_dim}"
-            )
+        alignment = 4 if spec.dtype == "float32" else 8
+        if spec.head_dim % alignment or spec.v_head_dim % alignment:
+            return f"it needs head dims that are multiples of {alignment}, got {spec.head_dim} and {spec.v_head_dim}"
         return None
 
     def forward(
@@ -139,10 +137,10 @@ class CpuFlashAttention(AttentionBackend):
 
     name = "FLASH_ATTENTION"
 
-    def refusal(self, problem: Problem) -> str | None:
-        if problem.device_type != "cpu":
-            return _wrong_device(problem, "cpu")
-        return _unequal_head_dims(problem)
+    def refusal(self, spec: CallSpec) -> str | None:
+        if spec.device_type != "cpu":
+            return _wrong_device(spec, "cpu")
+        return _unequal_head_dims(spec)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float
@@ -164,7 +162,7 @@ class MathAttention(AttentionBackend):
 
     name = "MATH"
 
-    def refusal(self, problem: Problem) -> str | None:
+    def refusal(self, spec: CallSpec) -> str | None:
         return None
 
     def forward(
@@ -203,29 +201,29 @@ def _logits(q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> t
     return logits.masked_fill_(hidden, float("-inf"))
 
 
-def _half_precision_refusal(problem: Problem, max_head_dim: int) -> str | None:
+def _half_precision_refusal(spec: CallSpec, max_head_dim: int) -> str | None:
     """Why the flash and cuDNN kernels on CUDA cannot compute a problem, None if they can."""
-    if problem.device_type != "cuda":
-        return _wrong_device(problem, "cuda")
-    if problem.capability is not None and problem.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, this device has {problem.capability}"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, got {problem.dtype}"
-    if problem.head_dim != problem.v_head_dim:
-        return _unequal_head_dims(problem)
-    if problem.head_dim % 8 or problem.head_dim > max_head_dim:
-        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {problem.head_dim}"
+    if spec.device_type != "cuda":
+        return _wrong_device(spec, "cuda")
+    if spec.capability is not None and spec.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, this device has {spec.capability}"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"it needs bfloat16 or float16, got {spec.dtype}"
+    if spec.head_dim != spec.v_head_dim:
+        return _unequal_head_dims(spec)
+    if spec.head_dim % 8 or spec.head_dim > max_head_dim:
+        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {spec.head_dim}"
     return None
 
 
-def _wrong_device(problem: Problem, needed: str) -> str:
-    return f"the tensors are on {problem.device_type}, not {needed}"
+def _wrong_device(spec: CallSpec, needed: str) -> str:
+    return f"the tensors are on {spec.device_type}, not {needed}"
 
 
-def _unequal_head_dims(problem: Problem) -> str | None:
-    if problem.head_dim == problem.v_head_dim:
+def _unequal_head_dims(spec: CallSpec) -> str | None:
+    if spec.head_dim == spec.v_head_dim:
         return None
-    return f"head dims of q and v differ ({problem.head_dim} and {problem.v_head_dim})"
+    return f"head dims of q and v differ ({spec.head_dim} and {spec.v_head_dim})"
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

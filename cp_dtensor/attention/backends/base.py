@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The facts by which backends accept or refuse a call; equal on all ranks."""
-
-    device_type: str
-    capability: tuple[int, int] | None
-    """CUDA compute capability, None elsewhere."""
-    dtype: torch.dtype
-    head_dim: int
-    v_head_dim: int
-    q_heads: int
-    kv_heads: int
-    by_row: bool = False
-    """True if tiles are interval-masked, or have a bias or dropout."""
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """dtype of LSE and of accumulators: float64 for float64 inputs, else float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
 class AttentionBackend(ABC):
@@ -45,8 +24,8 @@ class AttentionBackend(ABC):
         """The name in messages: of torch's backends, the name in `torch.nn.attention.SDPBackend`."""
 
     @abstractmethod
-    def refusal(self, problem: Problem) -> str | None:
-        """Why this backend cannot compute `problem`, or None if it can."""
+    def refusal(self, spec: CallSpec) -> str | None:
+        """Why this backend cannot compute the tiles of a call, or None if it can."""
 
     @abstractmethod
     def forward(
@@ -56,7 +35,7 @@ class AttentionBackend(ABC):
 
         Returns:
             out: (B, H, S, Dv), softmax(scale q k^T) v, in the inputs' dtype or wider.
-            lse: (B, H, S), natural log of the softmax denominator of the scaled logits, `Problem.state_dtype`.
+            lse: (B, H, S), natural log of the softmax denominator of the scaled logits, float32 (float64 for float64).
         """
 
     @abstractmethod

@@ -10,11 +10,12 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import LRUCache
-from cp_dtensor.attention.backends.base import AttentionBackend, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import RowMask
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
 from cp_dtensor.spec.intervals import IntervalSet
 
@@ -33,7 +34,7 @@ class IntervalAttention(AttentionBackend):
 
     name = "INTERVALS"
 
-    def refusal(self, problem: Problem) -> str | None:
+    def refusal(self, spec: CallSpec) -> str | None:
         return None
 
     def forward(

@@ -16,10 +16,12 @@ from cp_dtensor.attention.backends.aten import (
     FlashAttention,
     MathAttention,
 )
-from cp_dtensor.attention.backends.base import AttentionBackend, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.wide_gradients import WideGradients
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
+from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.tiling import Masking
 
 _BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
@@ -49,7 +51,7 @@ def allowed_backends() -> Allowed:
     """Reads `sdpa_kernel`, the `torch.backends.cuda` flags and `torch.use_deterministic_algorithms`."""
     order = _torch.user_sdpa_priority()
     return Allowed(
-        tuple(map(_torch.sdpa_backend_enabled, _BACKENDS)),
+        _torch.enabled_sdpa_backends(),
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -65,8 +67,8 @@ def is_deterministic(q: torch.Tensor, allowed: Allowed, asked: bool = False) -> 
     return q.is_cuda and (allowed.deterministic or asked)
 
 
-def choose_backend(problem: Problem, allowed: Allowed | None = None) -> AttentionBackend:
-    """The first backend, in order of preference, that the user allows and that does not refuse the problem.
+def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionBackend:
+    """The first backend, in order of preference, that the user allows and that does not refuse the spec.
 
     `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order. The default
     order is `_FASTEST_FIRST`. Interval-masked problems always use this package's own backend.
@@ -74,22 +76,22 @@ def choose_backend(problem: Problem, allowed: Allowed | None = None) -> Attentio
     Raises:
         NotImplementedError: every allowed backend refuses; the message has the reason of each.
     """
-    if problem.by_row:
+    if spec.masking is not Masking.BY_SHAPE:
         return _INTERVALS
     allowed = allowed or allowed_backends()
-    return _choose(problem, allowed.enabled, allowed.order)
+    return _choose(spec, allowed.enabled, allowed.order)
 
 
-def with_wide_gradients(backend: AttentionBackend, problem: Problem) -> AttentionBackend | None:
+def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionBackend | None:
     """The backend with float32 gradients from the Triton kernels, None where these kernels may be much slower.
 
     Only on Hopper GPUs and in half precision: backward of a causal tile of 4,096 to 32,768 rows on an H200 takes 4 to
     22% longer than with cuDNN. Newer GPUs are not measured.
     """
-    is_half = problem.dtype in (torch.bfloat16, torch.float16)
-    is_hopper = problem.capability is not None and problem.capability[0] == 9
-    head_dim = max(problem.head_dim, problem.v_head_dim)
-    is_ours = is_half and is_hopper and TRITON_AVAILABLE and head_dim <= MAX_HEAD_DIM[problem.dtype]
+    is_half = spec.dtype in ("bfloat16", "float16")
+    is_hopper = spec.capability is not None and spec.capability[0] == 9
+    head_dim = max(spec.head_dim, spec.v_head_dim)
+    is_ours = is_half and is_hopper and TRITON_AVAILABLE and head_dim <= MAX_HEAD_DIM[getattr(torch, spec.dtype)]
     return WideGradients(backend) if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
 
 
@@ -99,20 +101,20 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
 
 
 @lru_cache(maxsize=1024)
-def _choose(problem: Problem, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
-    is_enabled = dict(zip(_BACKENDS, enabled, strict=True))
+def _choose(spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
+    is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
     refusals = []
-    for name in sorted(_BACKENDS, key=user_order.index) if user_order else _fastest_first(problem.capability):
+    for name in sorted(_BACKENDS, key=user_order.index) if user_order else _fastest_first(spec.capability):
         if not is_enabled[name]:
             refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
-        backend = backend_by_name(name, problem.device_type)
-        reason = backend.refusal(problem)
+        backend = backend_by_name(name, spec.device_type)
+        reason = backend.refusal(spec)
         if reason is None:
             return backend
         refusals.append(f"{name}: {reason}")
     raise NotImplementedError(
-        f"no allowed SDPA backend can compute this attention ({problem}):\n  " + "\n  ".join(refusals)
+        f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
     )
 
 

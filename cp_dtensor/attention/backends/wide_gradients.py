@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.backends.base import AttentionBackend, Problem
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import RowMask, attention_backward
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
 
 _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
@@ -27,8 +28,8 @@ class WideGradients(AttentionBackend):
     def name(self) -> str:
         return self.backend.name
 
-    def refusal(self, problem: Problem) -> str | None:
-        return self.backend.refusal(problem)
+    def refusal(self, spec: CallSpec) -> str | None:
+        return self.backend.refusal(spec)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: TileMask, scale: float

@@ -17,12 +17,12 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.engine.autograd import AttentionCall
+from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.engine.planner import exchange_stages
-from cp_dtensor.engine.ring import RingCall
-from cp_dtensor.engine.ulysses import UlyssesCall
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.head_partition import partition_heads
-from cp_dtensor.plan.partition import CallShape, LayoutPartition, MergedPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition
 from cp_dtensor.plan.plan import Stages, gathered_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, Layout
@@ -34,7 +34,7 @@ Program = Callable[[Rank], None]
 
 
 @dataclass(frozen=True)
-class Stage(AttentionCall):
+class Stage(AttentionPlan):
     """Attention of some heads to all rows; records the tensors that it uses."""
 
     rank: Rank
@@ -45,12 +45,10 @@ class Stage(AttentionCall):
         self.saved[:] = [q, k, v]
         return torch.empty_like(q), q.new_empty(q.shape[:3]), ()
 
-    def backward(self, grad_out: torch.Tensor, _: Modifiers, saved: Tensors, grad_bias: object) -> tuple[Any, Any, Any]:
+    def backward(self, grad_out: torch.Tensor, _: Modifiers, saved: Tensors, *_others: Any) -> tuple[Any, Any, Any]:
         self.rank.use(grad_out, *saved)
         q, k, v = map(torch.empty_like, saved)
         return q, k, v
-
-    saves_rows_of_others = False
 
     def saved_again(self, *tensors: Any) -> Any:
         self.rank.use(*tensors[:4])  # lse is a copy of what came with out
@@ -76,11 +74,11 @@ class Tiles(AttentionBackend):
         return tuple(map(torch.zeros_like, (q, k, v)))
 
 
-def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallShape:
+def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallSpec:
     length = 8 * ranks
     masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.INTERVALS
     partition = LayoutPartition(layout, length, length, 1, ranks)
-    return CallShape(partition, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, 4, masking)
+    return CallSpec(partition, mask, 1, 4 * ranks, 4 * ranks, DIM, DIM, "float32", masking)
 
 
 def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
@@ -99,14 +97,16 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         assert obstacle_to_shared_memory(shape, rank, torch.device("cpu")) is None
         exchange = shared_memory_heads(shape, kinds)
         inner = tuple(Stage(rank) for _ in range(stages))
-        call = UlyssesCall(rank, heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
+        plan = UlyssesPlan(heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
+        group: Any = rank
+        one_axis = SequenceRanks(group)
         q, k, v = tensors(rank, 3)
-        out, lse, _ = call.forward(q, k, v, NO_MODIFIERS, needs_lse=backward)
+        out, lse, _ = plan.forward(q, k, v, NO_MODIFIERS, backward, one_axis, 1.0)
         rank.use(out)
         if backward:
-            call.saved_again(q, k, v, out, lse)  # as compiled code does in graphs
+            plan.saved_again(q, k, v, out, lse, one_axis)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
-            rank.use(*call.backward(*tensors(rank, 1), NO_MODIFIERS, saved, None))
+            rank.use(*plan.backward(*tensors(rank, 1), NO_MODIFIERS, saved, None, one_axis, 1.0))
 
     return program
 
@@ -117,11 +117,13 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         by_heads = Stages(1, stages)
         plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
         tiles = Tiles(rank)
-        call = RingCall(plan, rank, SymmetricMemory(), tiles, tiles, 1.0, torch.float32)
+        ring = RingPlan(plan, shape, SymmetricMemory(), tiles, tiles, torch.float32)
+        group: Any = rank
+        one_axis = SequenceRanks(group)
         q, k, v, grad_out = tensors(rank, 4)
-        _, _, saved = call.forward(q, k, v, NO_MODIFIERS, needs_lse=False)
+        _, _, saved = ring.forward(q, k, v, NO_MODIFIERS, False, one_axis, 1.0)
         if backward:
-            call.backward(grad_out, NO_MODIFIERS, saved, None)
+            ring.backward(grad_out, NO_MODIFIERS, saved, None, one_axis, 1.0)
 
     return program
 

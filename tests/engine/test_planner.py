@@ -1,4 +1,4 @@
-"""Decisions are alike on every rank, and are made once."""
+"""Plans are alike on every rank, and are cached."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from cp_dtensor import HeadTail, SlidingWindow, context_parallel_attention, enab
 from cp_dtensor.api.explain import H200
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads
-from cp_dtensor.engine import planner as planning
-from cp_dtensor.engine import planner as splitting
+from cp_dtensor.engine import planner
 from cp_dtensor.engine.cost_model import Axis
 from cp_dtensor.plan.head_partition import HeadStaging
 
@@ -46,17 +45,17 @@ def test_a_length_that_is_wrong_alike_on_all_ranks_is_found_too() -> None:
         run_ranks(2, body)
 
 
-def test_hybrids_that_share_a_ring_axis_decide_each_for_itself() -> None:
-    """Equal places in both must not let a rank take one's decision for the other, where other ranks decide anew."""
+def test_hybrids_that_share_a_ring_axis_have_plans_of_their_own() -> None:
+    """Equal ranks in both must not let a rank take one's plan for the other, where other ranks plan anew."""
 
     def body(rank: int) -> list[int]:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ring", "ulysses_b", "ulysses_c"))
-        decided = []
+        planned = []
         for name in ("ulysses_b", "ulysses_c", "ulysses_b"):
             q = tensor()
             context_parallel_attention(q, q, q, mesh=mesh["ring", name], method="hybrid", seq_len=16)
-            decided.append(len(splitting._decisions[mesh.get_group("ring")]))
-        return decided
+            planned.append(len(planner._plans[mesh.get_group("ring")]))
+        return planned
 
     assert run_ranks(8, body) == [[1, 2, 2]] * 8
 
@@ -76,9 +75,9 @@ def test_hybrids_have_the_same_stages_whoever_shares_memory(
         return None if dist.get_rank() in who_shares else "it is far"
 
     monkeypatch.setattr(HeadStaging, "stages", counted)
-    monkeypatch.setattr(planning, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=2500.0))
-    monkeypatch.setattr(planning, "obstacle_to_shared_memory", obstacle)
-    monkeypatch.setattr(planning, "shared_memory_heads", lambda *_: CollectiveHeads())
+    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=2500.0))
+    monkeypatch.setattr(planner, "obstacle_to_shared_memory", obstacle)
+    monkeypatch.setattr(planner, "shared_memory_heads", lambda *_: CollectiveHeads())
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
@@ -89,18 +88,18 @@ def test_hybrids_have_the_same_stages_whoever_shares_memory(
     assert counts == [4] * 4
 
 
-def test_attention_of_dtensors_by_heads_is_decided_once() -> None:
-    """What an exchange keeps on a device belongs to a decision."""
+def test_attention_of_dtensors_by_heads_is_planned_once() -> None:
+    """What an exchange stores on a device belongs to a plan."""
 
     def body(rank: int) -> list[int]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
-        decided = []
+        planned = []
         with enable_context_parallel_dispatcher():
             for _ in range(3):
                 q = DTensor.from_local(tensor(), mesh, [Shard(2)])
                 F.scaled_dot_product_attention(q, q, q)
-                decided.append(len(splitting._decisions[mesh.get_group()]))
-        return decided
+                planned.append(len(planner._plans[mesh.get_group()]))
+        return planned
 
     assert run_ranks(2, body) == [[1, 1, 1]] * 2
 
@@ -111,14 +110,14 @@ def test_ranks_whose_links_differ_have_the_weakest_in_common(monkeypatch: pytest
     def measured(group: Any, device: torch.device, itemsize: int) -> Any:
         return dataclasses.replace(H200, link_speed=1e9 * (25 + dist.get_rank()))
 
-    monkeypatch.setattr(splitting, "hardware_of", measured)
-    monkeypatch.setattr(splitting, "p2p_obstacle", lambda group, device: "it is far" if dist.get_rank() == 2 else None)
+    monkeypatch.setattr(planner, "hardware_of", measured)
+    monkeypatch.setattr(planner, "p2p_obstacle", lambda group, device: "it is far" if dist.get_rank() == 2 else None)
 
     def body(rank: int) -> tuple[Axis, Axis | None]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
         ranks = SequenceRanks(mesh.get_group("ring"), mesh.get_group("ulysses"))
-        axes = splitting.axes_of(ranks, torch.device("cpu"), 2)
-        assert splitting.axes_of(ranks, torch.device("cpu"), 2) is axes
+        axes = planner.axes_of(ranks, torch.device("cpu"), 2)
+        assert planner.axes_of(ranks, torch.device("cpu"), 2) is axes
         return axes
 
     found = run_ranks(4, body)
