@@ -87,13 +87,12 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
     transport = _transport(transport_method, shape, axis)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
     plans = plans_of_some_ranks(transport, shape, axis.size)
-    received = max(_received(plan, shape) for plan in plans)
     return Estimate(
         method="ring",
         transport=transport.name,
         forward=forward,
         backward=backward,
-        outer_bytes=received,
+        outer_bytes=max(_received(plan, shape) for plan in plans),
         inner_bytes=0.0,
         memory=max(_ring_memory(plan, shape, transport) for plan in plans),
     )
@@ -105,14 +104,14 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
     heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # Of the first rank, which has the most heads.
-    by_stage = [with_heads(merged, heads, heads.units(0, stage)) for stage in range(heads.stages)]
+    by_stage = [with_heads(merged, heads, heads.kv_groups(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
     ring = _transport(transport_method, by_stage[0], around)
     if outer is None:  # kernels are launched while heads are exchanged
         around = replace(around, hardware=replace(inner.hardware, launch=0.0))
     computed = [_passes(ring, each, around) for each in by_stage]
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages overlap
-        together = _passes(ring, with_heads(merged, heads, heads.units(0)), around)
+        together = _passes(ring, with_heads(merged, heads, heads.kv_groups(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
     exchanged = _exchanged(shape, heads)
     hides = hides_exchanges(shape, inner.shares_memory)
@@ -143,49 +142,52 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
 
 def nested_ring_estimate(shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over the outer axis of rings over the inner one."""
-    worst: Estimate | None = None
-    for place in sorted({0, outer.size - 1}):
-        plan = ring_plan(
-            replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling, place, shape.kv_heads
-        )
-        passes, inner_received, inner_memory = [0.0, 0.0], 0.0, 0.0
-        name = "-"
-        for step, partition in zip(plan.forward, inner_partitions(shape.partition, plan, inner.size), strict=True):
-            within = replace(shape, partition=partition)
-            transport = _transport(transport_method, within, inner)
-            travels = 0.0
-            if step.transfer is not None:
-                travels = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
-            for index, seconds in enumerate(_passes(transport, within, inner)):
-                passes[index] += max(seconds, travels * (1 + index))
-            plans = plans_of_some_ranks(transport, within, inner.size)
-            inner_received += max(_received(each, within) for each in plans)
-            inner_memory = max(inner_memory, *(_ring_memory(each, within, transport) for each in plans))
-            name = transport.name
-        found = Estimate(
-            method="nested ring",
-            transport=name,
-            forward=passes[0] + _begun(inner),
-            backward=passes[1] + _begun(inner),
-            outer_bytes=_received(plan, shape),
-            inner_bytes=inner_received,
-            memory=inner_memory + _ring_memory(plan, shape, OUTER_TRANSPORT),
-        )
-        worst = found if worst is None or found.seconds > worst.seconds else worst
-    assert worst is not None
-    return worst
+    places = sorted({0, outer.size - 1})
+    found = (_nested_ring_at(place, shape, outer, inner, transport_method) for place in places)
+    return max(found, key=lambda estimate: estimate.seconds)
+
+
+def _nested_ring_at(
+    place: int, shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod
+) -> Estimate:
+    """Returns the estimate of the ranks with one rank of the outer axis."""
+    tiling = replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling
+    plan = ring_plan(tiling, place, shape.kv_heads)
+    forward = backward = _begun(inner)
+    received = memory = 0.0
+    name = "-"
+    for step, partition in zip(plan.forward, inner_partitions(shape.partition, plan, inner.size), strict=True):
+        within = replace(shape, partition=partition)
+        transport = _transport(transport_method, within, inner)
+        arriving = 0.0
+        if step.transfer is not None:
+            arriving = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
+        seconds, backward_seconds = _passes(transport, within, inner)
+        forward += max(seconds, arriving)
+        backward += max(backward_seconds, 2 * arriving)
+        plans = plans_of_some_ranks(transport, within, inner.size)
+        received += max(_received(each, within) for each in plans)
+        memory = max(memory, *(_ring_memory(each, within, transport) for each in plans))
+        name = transport.name
+    return Estimate(
+        method="nested ring",
+        transport=name,
+        forward=forward,
+        backward=backward,
+        outer_bytes=_received(plan, shape),
+        inner_bytes=received,
+        memory=memory + _ring_memory(plan, shape, OUTER_TRANSPORT),
+    )
 
 
 def _transport(transport_method: TransportMethod, shape: CallSpec, axis: Axis) -> KVTransport:
     """Returns the KV transport that the method takes on an axis, without a collective."""
     if axis.size == 1:
         return AllGather()
+    if isinstance(transport_method, SymmetricMemory) and not axis.shares_memory:
+        return AllGather()
     if isinstance(transport_method, KVTransport):
-        return (
-            AllGather()
-            if isinstance(transport_method, SymmetricMemory) and not axis.shares_memory
-            else transport_method
-        )
+        return transport_method
     return choose(shape, axis.size, axis.hardware, axis.shares_memory)
 
 
@@ -209,14 +211,16 @@ def _received(plan: Plan, shape: CallSpec) -> float:
 
 
 def _ring_memory(plan: Plan, shape: CallSpec, transport: KVTransport) -> float:
-    """Returns bytes of K/V of a step and of the steps ahead, of gradients in two transfers and one contribution of
-    others, and of this rank's own K/V (all in a symmetric buffer, or the packed heads)."""
+    """Returns the bytes of a ring's buffers.
+
+    These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
+    this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
+    """
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
     if not transfers:
         return 0.0
-    packed = (
-        shape.kv_heads if isinstance(transport, SymmetricMemory) else max(x.heads[1] - x.heads[0] for x in transfers)
-    )
+    all_heads = isinstance(transport, SymmetricMemory)
+    packed = shape.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
     own = plan.rows.longest * shape.head_bytes * packed
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
     return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
@@ -230,7 +234,7 @@ def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, floa
         for by_rank in (group.q_by_rank, group.kv_by_rank)
     )
     q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
-    kv = float(keys * heads.unit_count * (shape.head_dim + shape.v_head_dim))
+    kv = float(keys * heads.kv_group_count * (shape.head_dim + shape.v_head_dim))
     return (q + kv, out), (out, q + kv)
 
 

@@ -1,8 +1,8 @@
 """Global sequence lengths of a call, and the check that all ranks make the same call.
 
-A shard does not determine the global length: 5 tokens on one of 2 ranks are a part of 9 or of 10. Where the global
-length is not known from buffers, from a DTensor or from the caller, one small all-gather finds it. The same all-gather
-compares a hash of everything else that must be equal on all ranks.
+A shard does not determine the global length: 5 tokens on one of 2 ranks are a part of 9 or of 10. If buffers, a DTensor
+or the caller do not determine it either, one small all-gather finds it. The same all-gather compares a hash of
+everything else that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,13 @@ from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
 Facts = dict[str, object]
-"""What one rank passes to a call, by name: all that must be equal on every rank."""
+"""The facts of a call on one rank that must be equal on every rank, by name."""
 
 
 def global_lengths(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    settings: AttentionConfig,
-    mask: Mask,
-    modifiers: Modifiers,
-    scale: float,
-    lengths: tuple[int, int] | None,
-    *,
-    gives_lse: bool = False,
-    compiled: bool = False,
-) -> tuple[int, int]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    scale: float, lengths: tuple[int, int] | None, *, gives_lse: bool = False, compiled: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """Returns the global lengths of queries and keys.
 
     Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except in
@@ -81,6 +72,10 @@ def _facts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
+    method = settings.method
+    exchanges_heads = method in ("ulysses", "hybrid")
+    # Over one axis of CPUs "auto" is a ring, where lse does not travel.
+    may_exchange = exchanges_heads or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
     declared_q, declared_kv = (None, None) if lengths is None else lengths
     facts: Facts = {
         "batch_size": q.size(0),
@@ -95,17 +90,17 @@ def _facts(
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
         "layout": repr(settings.layout),
-        "method": settings.method,
+        "method": method,
         "rotate_method": settings.transport.name,
         "deterministic": is_deterministic(q, allowed_backends(), settings.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         "declared_q": declared_q,
         "declared_kv": declared_kv,
         # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.
-        "returns_lse": gives_lse and _may_exchange_heads(q, settings),
+        "returns_lse": gives_lse and may_exchange,
         "compiled": compiled,
         # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then.
-        "attn_mask_has_rows": modifiers.has_rows and settings.method in ("ulysses", "hybrid"),
+        "attn_mask_has_rows": modifiers.has_rows and exchanges_heads,
     }
     return _without_gradients(facts) if compiled else facts
 
@@ -130,7 +125,7 @@ def _exchange(
 
 
 def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
-    """`has_single_query`: True if any rank has one query only, of which an attn_mask has one row in any case."""
+    """`has_single_query`: True if a rank has one query only, so that its attn_mask has one row in any case."""
     if any(facts["compiled"] for facts in by_rank):
         by_rank = [_without_gradients(facts) for facts in by_rank]
     disagreements: list[str] = []
@@ -142,22 +137,19 @@ def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
         values = [repr(facts[name]) for facts in by_rank]  # so that NaN equals NaN
         usual = max(values, key=values.count)
         odd = [f"rank {rank} says {_shortened(value)}" for rank, value in enumerate(values) if value != usual]
+        # Masks of different numbers of keys are mostly masks of each rank's own keys.
+        key_counts = {text.partition(" :, ")[2].partition(")")[0] for text in values if name == "attn_mask"} - {""}
+        hint = " (expected the keys of the whole sequence)" if len(key_counts) > 1 else ""
         if odd:
-            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}{_hint(name, values)}")
+            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}{hint}")
     if disagreements:  # all of them: the first may follow from another, as heads that were expanded for a mask
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
 
 
 def _without_gradients(facts: Facts) -> Facts:
-    """The facts without `requires_grad` and the like, which compiled code cannot tell."""
+    """Returns the facts without those about gradients, which compiled code does not have."""
     attn_mask, sinks = (str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks"))
     return {**facts, "requires_grad": False, "attn_mask": attn_mask, "sinks": sinks}
-
-
-def _hint(name: str, values: list[str]) -> str:
-    """A hint for masks of different numbers of keys, which are mostly masks of each rank's own keys."""
-    numbers_of_keys = {text.partition(" :, ")[2].partition(")")[0] for text in values} if name == "attn_mask" else {""}
-    return "" if len(numbers_of_keys - {""}) < 2 else " (expected the keys of the whole sequence)"
 
 
 def _shortened(text: str) -> str:
@@ -233,21 +225,19 @@ def known_length(
         if layout.local_length(length, rank, world_size) == local_length:
             return length
     possible = _lengths_with_share(local_length, layout, rank, world_size)
-    confusing = [
-        length for length, (first, last) in look_alikes.items() if possible[0] <= last and possible[-1] >= first
-    ]
-    if confusing:
-        raise ValueError(
-            f"got {local_length} local tokens on rank {rank} of {world_size}, which is the share of {possible[0]} to "
-            f"{possible[-1]} tokens in {layout}, but of no buffer's length {declared}; other ranks may take theirs for "
-            f"a share of {confusing[0]}. Announce every length that attention runs over: context_parallel(..., "
-            "seq_len=...)"
-        )
+    for length, (first, last) in look_alikes.items():
+        if possible[0] <= last and possible[-1] >= first:
+            raise ValueError(
+                f"got {local_length} local tokens on rank {rank} of {world_size}, which is the share of {possible[0]} "
+                f"to {possible[-1]} tokens in {layout}, but of no buffer's length {declared}; other ranks may take "
+                f"theirs for a share of {length}. Announce every length that attention runs over: "
+                "context_parallel(..., seq_len=...)"
+            )
     return None
 
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
-    """Returns the smallest and the largest global length that cannot be told from `length` on some rank."""
+    """Returns the smallest and the largest global length whose shard on some rank is as long as that of `length`."""
     spans = [
         _lengths_with_share(layout.local_length(length, rank, world_size), layout, rank, world_size)
         for rank in range(world_size)
@@ -266,12 +256,6 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
         beyond *= 2
     lengths = range(beyond + 1)
     return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
-
-
-def _may_exchange_heads(q: torch.Tensor, settings: AttentionConfig) -> bool:
-    """True if lse may travel. In rings it does not, which "auto" takes over one axis of CPUs."""
-    method = settings.method
-    return method in ("ulysses", "hybrid") or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:

@@ -211,7 +211,7 @@ def plan_ulysses(
     merged = MergedPartition(spec.partition, axis.size())
     merged_spec = replace(spec, partition=merged)
     stages = exchange_stages(heads, merged, ring_rank)
-    by_stage = [with_heads(merged_spec, heads, heads.units(rank, stage)) for stage in range(heads.stages)]
+    by_stage = [with_heads(merged_spec, heads, heads.kv_groups(rank, stage)) for stage in range(heads.stages)]
     return UlyssesPlan(
         heads=heads,
         stages=stages,
@@ -228,9 +228,11 @@ def exchange_stages(
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage the rows and heads of the ranks: of queries, and of keys and values."""
     query_rows, key_rows = merged.query_rows(ring_rank), merged.key_rows(ring_rank)
-    by_stage = [tuple(heads.units(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)]
+    by_stage = [
+        tuple(heads.kv_groups(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)
+    ]
     return tuple(
-        (HeadRows(query_rows, tuple(map(heads.query_heads, units))), HeadRows(key_rows, units, heads.copies))
+        (HeadRows(query_rows, tuple(map(heads.query_heads, units))), HeadRows(key_rows, units, heads.replication))
         for units in by_stage
     )
 

@@ -208,13 +208,13 @@ class UlyssesPlan(AttentionPlan):
 
     def _grad_of_units(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = sum(self.stages[0][1].rows.lengths[group.rank()])
-        return like.new_empty(like.size(0), rows, self.heads.unit_count, like.size(3)).transpose(1, 2)
+        return like.new_empty(like.size(0), rows, self.heads.kv_group_count, like.size(3)).transpose(1, 2)
 
     def _summed(self, grad_units: torch.Tensor) -> torch.Tensor:
         """The gradient of key/value heads from that of their copies."""
-        if self.heads.copies == 1:
+        if self.heads.replication == 1:
             return grad_units
-        copies = grad_units.unflatten(1, (self.heads.kv_heads, self.heads.copies))
+        copies = grad_units.unflatten(1, (self.heads.kv_heads, self.heads.replication))
         return copies.sum(2, dtype=self.state_dtype).to(grad_units.dtype)
 
 

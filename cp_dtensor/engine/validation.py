@@ -1,11 +1,11 @@
-"""Checks of arguments before anything is launched. Messages have what was received and what is expected."""
+"""Checks of arguments, before a call launches anything."""
 
 from __future__ import annotations
 
 import math
 import re
 from functools import lru_cache
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,9 @@ def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
         sequence = [name for name in names if _SEQUENCE_AXIS.fullmatch(name)][-2:] or list(names[-1:])
-        hint = (
-            f"mesh[{', '.join(map(repr, sequence))}]"
-            if sequence
-            else "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
-        )
+        hint = "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        if sequence:
+            hint = f"mesh[{', '.join(map(repr, sequence))}]"
         raise ValueError(
             "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
             f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
@@ -166,36 +164,28 @@ def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
 
 
 def _refuse_unfit(
-    shapes: tuple[torch.Size, ...],
-    dtypes: tuple[torch.dtype, ...],
-    devices: tuple[torch.device, ...],
-    enable_gqa: bool,
+    shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], devices: tuple[torch.device, ...], enable_gqa: bool
 ) -> None:
     q, k, v = shapes
     received = f"got q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
-    if not len(q) == len(k) == len(v) == 4:
-        raise ValueError(f"expected q, k and v of four dims (batch, heads, sequence, head_dim); {received}")
-    if len(set(dtypes)) > 1:
-        raise ValueError(f"expected one dtype for q, k and v; got {', '.join(map(str, dtypes))}")
+    _expect(len(q) == len(k) == len(v) == 4, "q, k and v of four dims (batch, heads, sequence, head_dim)", received)
+    _expect(len(set(dtypes)) == 1, "one dtype for q, k and v", f"got {', '.join(map(str, dtypes))}")
     if not dtypes[0].is_floating_point:
         raise ValueError(f"expected a floating dtype, got {dtypes[0]}")
-    if len(set(devices)) > 1:
-        raise ValueError(f"expected one device for q, k and v; got {', '.join(map(str, devices))}")
-    if not q[0] == k[0] == v[0]:
-        raise ValueError(f"expected one batch size (dim 0) for q, k and v; {received}")
-    if q[3] != k[3]:
-        raise ValueError(f"expected one head dim (dim 3) for q and k; {received}")
-    if k[2] != v[2]:
-        raise ValueError(f"expected one sequence length (dim 2) for k and v; {received}")
-    if k[1] != v[1]:
-        raise ValueError(f"expected as many value heads as key heads (dim 1); {received}")
-    if 0 in (q[0], q[1], k[1], q[3], v[3]):
-        raise ValueError(f"expected at least one batch row, head and head dim; {received}")
-    if q[1] != k[1]:
-        if not enable_gqa:
-            raise ValueError(f"expected as many key heads as query heads, or enable_gqa=True; {received}")
-        if q[1] % k[1]:
-            raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
+    _expect(len(set(devices)) == 1, "one device for q, k and v", f"got {', '.join(map(str, devices))}")
+    _expect(q[0] == k[0] == v[0], "one batch size (dim 0) for q, k and v", received)
+    _expect(q[3] == k[3], "one head dim (dim 3) for q and k", received)
+    _expect(k[2] == v[2], "one sequence length (dim 2) for k and v", received)
+    _expect(k[1] == v[1], "as many value heads as key heads (dim 1)", received)
+    _expect(0 not in (q[0], q[1], k[1], q[3], v[3]), "at least one batch row, head and head dim", received)
+    _expect(enable_gqa or q[1] == k[1], "as many key heads as query heads, or enable_gqa=True", received)
+    if q[1] % k[1]:
+        raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
+
+
+def _expect(fits: bool, expected: str, received: str) -> None:
+    if not fits:
+        raise ValueError(f"expected {expected}; {received}")
 
 
 _check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # arguments that passed are not checked again
@@ -234,7 +224,7 @@ def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
         ValueError: neither a length nor a pair of lengths.
     """
     pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
-    if len(pair) != 2 or not all(map(_is_length, pair)):
+    if len(pair) != 2 or not all(is_integer(length) and length >= 0 for length in pair):
         raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
     return pair[0], pair[1]
 
@@ -245,13 +235,9 @@ def checked_length(length: int, what: str = "seq_len") -> int:
     Raises:
         ValueError: not an integer >= 0.
     """
-    if not _is_length(length):
+    if not is_integer(length) or length < 0:
         raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
     return length
-
-
-def _is_length(value: object) -> TypeGuard[int]:
-    return is_integer(value) and value >= 0
 
 
 # Masks, dropout and sinks
@@ -261,16 +247,14 @@ _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole
 
 def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
     """Refuses arguments that fused operators do not support on sequence shards, while SDPA itself does."""
-    if attn_mask is not None:
-        raise NotImplementedError(
-            f"attn_mask is not supported by this operator on sequence shards: got a mask of shape "
-            f"{tuple(attn_mask.shape)}, expected None; F.scaled_dot_product_attention takes it"
-        )
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout is not supported by this operator on sequence shards: got dropout_p={dropout_p}, expected 0.0; "
-            "F.scaled_dot_product_attention takes it"
-        )
+    mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
+    dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
+    for name, received in (("attn_mask", mask), ("dropout", dropout)):
+        if received:
+            raise NotImplementedError(
+                f"{name} is not supported by this operator on sequence shards: got {received}; "
+                "F.scaled_dot_product_attention takes it"
+            )
 
 
 def checked_mask(mask: object, is_causal: bool) -> Mask:
@@ -310,12 +294,10 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"expected sinks to be a torch.Tensor, got {type(sinks).__name__}")
     received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
-    if not sinks.is_floating_point():
-        raise ValueError(f"expected sinks of a floating dtype; {received}")
-    if tuple(sinks.shape) != (q.size(1),):
-        raise ValueError(f"expected one sink for each of this rank's query heads, ({q.size(1)},); {received}")
-    if sinks.device != q.device:
-        raise ValueError(f"expected sinks on the device of q, {q.device}; {received}")
+    _expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
+    one_of_each = f"one sink for each of this rank's query heads, ({q.size(1)},)"
+    _expect(tuple(sinks.shape) == (q.size(1),), one_of_each, received)
+    _expect(sinks.device == q.device, f"sinks on the device of q, {q.device}", received)
     return sinks
 
 
@@ -329,10 +311,8 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"expected attn_mask to be a torch.Tensor, got {type(attn_mask).__name__}")
     received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise ValueError(f"expected a boolean or floating attn_mask; {received}")
-    if attn_mask.device != q.device:
-        raise ValueError(f"expected attn_mask on the device of q, {q.device}; {received}")
+    _expect(attn_mask.dtype == torch.bool or attn_mask.is_floating_point(), "a boolean or floating attn_mask", received)
+    _expect(attn_mask.device == q.device, f"attn_mask on the device of q, {q.device}", received)
     fits = attn_mask.dim() <= 4 and all(
         size in (1, full) for size, full in zip(attn_mask.shape[-2::-1], q.shape[2::-1], strict=False)
     )
@@ -347,12 +327,9 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def check_bias(
-    q: torch.Tensor,
-    bias: torch.Tensor | None,
-    lengths: tuple[int, int],
-    layout: Layout | None = None,
+    q: torch.Tensor, bias: torch.Tensor | None, lengths: tuple[int, int], layout: Layout | None = None,
     world_size: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """Refuses an attn_mask that does not have the keys of the whole sequence, or whose rows are not those of q.
 
     Args:
@@ -377,7 +354,7 @@ def check_bias(
         )
     if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return
-    # A rank with a single query cannot tell whether the mask has rows; so if there is such a rank, all refuse.
+    # The mask of a single query looks alike with and without query rows; so all ranks refuse if one has a single query.
     if bias.size(2) > 1 or min(layout.local_length(q_len, rank, world_size) for rank in range(world_size)) <= 1:
         raise ValueError(
             f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "

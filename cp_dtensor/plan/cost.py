@@ -31,9 +31,9 @@ _BACKWARD_TIME = 2.8
 """GPU time of backward over forward: five matrix products instead of two, and slower kernels."""
 _BACKWARD_LAUNCH = 2.4
 """Host time of a launch of backward over one of forward (from the benchmark tables)."""
-_BY_ROW_TIME = 1.3
+_INTERVALS_TIME = 1.3
 """GPU time of interval-masked tiles over tiles by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
-_BY_ROW_LAUNCH = 1.7
+_INTERVALS_LAUNCH = 1.7
 """Host time of a launch of an interval-masked tile over one of a tile by shape."""
 
 
@@ -50,11 +50,11 @@ class Hardware:
     """Bytes per second into a rank, all ranks together sending and receiving."""
     link_latency: float = 20e-6
     launch: float = 60e-6
-    """Host time of a tile in forward, with everything that belongs to it."""
+    """Seconds of host time for a tile in forward."""
 
 
 def predicted_seconds(plan: Plan, shape: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
-    """Time of forward, or of backward, on the plan's rank, if the other ranks are in step.
+    """Returns the time of forward, or of backward, on the plan's rank, if the other ranks are in step.
 
     Args:
         plan: the plan of a KV transport.
@@ -66,26 +66,28 @@ def predicted_seconds(plan: Plan, shape: CallSpec, hardware: Hardware, backward:
     """
     steps = plan.backward if backward else plan.forward
     arrivals = [step.transfer for step in steps if step.transfer is not None]
-    host = gpu = 0.0
-    link = _transfer_seconds(arrivals[0], plan, shape, hardware) if arrivals else 0.0
-    sending = 0.0
+
+    def transfer_seconds(transfer: Transfer) -> float:
+        return hardware.link_latency + transfer_bytes(transfer, plan, shape) / hardware.link_speed
+
+    host = gpu = sending = 0.0
+    link = transfer_seconds(arrivals[0]) if arrivals else 0.0
     for step in steps:
         launch = hardware.launch * (_BACKWARD_LAUNCH if backward else 1.0)
-        tiles = sum(_BY_ROW_LAUNCH if isinstance(tile.mask, IntervalMask) else 1.0 for tile in step.tiles)
+        tiles = sum(_INTERVALS_LAUNCH if isinstance(tile.mask, IntervalMask) else 1.0 for tile in step.tiles)
         host += launch * (1 + tiles + (slows_compute and step.transfer is not None))
         start = max(host, gpu)
-        busy_until = link
         if step.transfer is not None:
             start = max(start, link)
             arrivals.pop(0)
             if arrivals:
-                link = busy_until = start + _transfer_seconds(arrivals[0], plan, shape, hardware)
+                link = start + transfer_seconds(arrivals[0])
         compute = _compute_seconds(step, plan, shape, hardware, backward)
         if slows_compute:
-            compute += TRANSFER_TAX * min(compute, max(busy_until - start, 0.0))
+            compute += TRANSFER_TAX * min(compute, max(link - start, 0.0))
         gpu = start + compute
         if backward and step.transfer is not None:
-            sending = max(sending, gpu) + _transfer_seconds(step.transfer, plan, shape, hardware)
+            sending = max(sending, gpu) + transfer_seconds(step.transfer)
     return max(gpu, sending)
 
 
@@ -111,7 +113,7 @@ def _compute_seconds(step: Step, plan: Plan, shape: CallSpec, hardware: Hardware
 def _tile_seconds(tile: Tile, heads: int, shape: CallSpec, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
     if isinstance(tile.mask, IntervalMask):
-        pairs = _BY_ROW_TIME * tile.mask.pairs
+        pairs = _INTERVALS_TIME * tile.mask.pairs
     else:
         pairs = rows * columns * (1.0 if tile.mask.is_full else 0.53)
     flops = 2.0 * batch * heads * pairs * (shape.head_dim + shape.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
@@ -124,17 +126,13 @@ def _tile_seconds(tile: Tile, heads: int, shape: CallSpec, hardware: Hardware, b
     return flops / hardware.flops * idle + _KERNEL
 
 
-def _transfer_seconds(transfer: Transfer, plan: Plan, shape: CallSpec, hardware: Hardware) -> float:
-    return hardware.link_latency + transfer_bytes(transfer, plan, shape) / hardware.link_speed
-
-
 def transfer_bytes(transfer: Transfer, plan: Plan, shape: CallSpec) -> int:
-    """Bytes of K/V that come in, or that go out, whichever are more."""
+    """Returns the bytes of K/V that a rank receives or sends, whichever are more."""
     return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
 
 
 def buffer_bytes(transfer: Transfer, plan: Plan, shape: CallSpec) -> int:
-    """Bytes of the buffer that a transfer of K/V fills."""
+    """Returns the bytes of the buffer that a transfer of K/V fills."""
     return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, shape)
 
 

@@ -5,47 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cp_dtensor.plan.partition import (
-    CallSpec,
-)
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Span, share
 
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """KV-head groups ("units") of each rank: one key/value head and query heads that read it.
+    """KV-head groups of each rank: a group is one key/value head and query heads that read it.
 
-    A key/value head that several ranks need is replicated: it makes `copies` units, each with a part of its query
-    heads. Ranks take consecutive units, and compute them in consecutive stages.
+    A key/value head that several ranks need is replicated: it is in `replication` groups, each with a part of its query
+    heads. Ranks take consecutive groups, and compute them in consecutive stages.
 
     >>> heads = partition_heads(q_heads=8, kv_heads=2, world_size=4)
-    >>> heads.copies, [heads.units(rank) for rank in range(4)]
+    >>> heads.replication, [heads.kv_groups(rank) for rank in range(4)]
     (2, [(0, 1), (1, 2), (2, 3), (3, 4)])
-    >>> [heads.query_heads(heads.units(rank)) for rank in range(4)]
+    >>> [heads.query_heads(heads.kv_groups(rank)) for rank in range(4)]
     [(0, 2), (2, 4), (4, 6), (6, 8)]
     """
 
     q_heads: int
     kv_heads: int
     world_size: int
-    copies: int
+    replication: int
     stages: int
 
     @property
-    def unit_count(self) -> int:
-        """Number of units of all ranks."""
-        return self.kv_heads * self.copies
+    def kv_group_count(self) -> int:
+        """Number of groups of all ranks."""
+        return self.kv_heads * self.replication
 
-    def units(self, rank: int, stage: int | None = None) -> Span:
-        """Returns the units of a rank, or of one of its stages; ranks and stages differ by at most one unit."""
-        span = share((0, self.unit_count), rank, self.world_size)
+    def kv_groups(self, rank: int, stage: int | None = None) -> Span:
+        """Returns the groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
+        span = share((0, self.kv_group_count), rank, self.world_size)
         return span if stage is None else share(span, stage, self.stages)
 
-    def query_heads(self, units: Span) -> Span:
-        """Returns the query heads of some units."""
-        per_unit = self.q_heads // max(self.unit_count, 1)
-        return units[0] * per_unit, units[1] * per_unit
+    def query_heads(self, kv_groups: Span) -> Span:
+        """Returns the query heads of some groups."""
+        per_group = self.q_heads // max(self.kv_group_count, 1)
+        return kv_groups[0] * per_group, kv_groups[1] * per_group
 
 
 @lru_cache(maxsize=4096)
@@ -58,28 +56,23 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
         q_heads: query heads, a multiple of `kv_heads`.
         kv_heads: key/value heads.
         world_size: ranks of the axis.
-        stages: number of stages to aim for; K/V heads are replicated if ranks have fewer units, and there are fewer
+        stages: number of stages to aim for; K/V heads are replicated if ranks have fewer groups, and there are fewer
             stages if that is not possible.
     """
     if kv_heads == 0:  # possible where heads are sharded unevenly over another axis
-        return HeadPartition(q_heads, kv_heads, world_size, copies=1, stages=1)
-    group = q_heads // kv_heads
-    divisors = [copies for copies in range(1, group + 1) if group % copies == 0]
+        return HeadPartition(q_heads, kv_heads, world_size, replication=1, stages=1)
+    ratio = q_heads // kv_heads
+    divisors = [times for times in range(1, ratio + 1) if ratio % times == 0]
 
-    def busiest(copies: int) -> int:
-        return -(-kv_heads * copies // world_size) * (group // copies)
+    def busiest(times: int) -> int:
+        return -(-kv_heads * times // world_size) * (ratio // times)
 
     least = min(map(busiest, divisors))
-    balanced = [copies for copies in divisors if busiest(copies) == least]
+    balanced = [times for times in divisors if busiest(times) == least]
 
-    def units_of_each(copies: int) -> int:
-        return kv_heads * copies // world_size
-
-    copies = next((copies for copies in balanced if units_of_each(copies) >= stages), balanced[-1])
-    if units_of_each(copies) < stages:
-        stages = max(1, units_of_each(copies))
-        copies = next((copies for copies in balanced if units_of_each(copies) >= stages), balanced[0])
-    return HeadPartition(q_heads, kv_heads, world_size, copies, stages)
+    stages = max(1, min(stages, kv_heads * balanced[-1] // world_size))
+    replication = next((times for times in balanced if kv_heads * times // world_size >= stages), balanced[0])
+    return HeadPartition(q_heads, kv_heads, world_size, replication, stages)
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ def hides_exchanges(shape: CallSpec, publishes: bool) -> bool:
 DEFAULT_HEAD_STAGING = HeadStaging()
 
 
-def with_heads(shape: CallSpec, heads: HeadPartition, units: Span) -> CallSpec:
-    """The shape of attention with some units of heads."""
-    first, last = heads.query_heads(units)
-    return replace(shape, q_heads=last - first, kv_heads=units[1] - units[0])
+def with_heads(shape: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
+    """Returns the shape of attention with some KV-head groups only."""
+    first, last = heads.query_heads(kv_groups)
+    return replace(shape, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])

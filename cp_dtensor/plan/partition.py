@@ -1,7 +1,7 @@
 """Partitions of a sequence over one or two mesh axes. Integers only.
 
 The whole partition is over all ranks, rank = outer rank * inner size + inner rank. Ulysses inside of a ring and nested
-rings derive the partitions of single axes from it.
+rings use partitions of single axes, which derive from the whole one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from cp_dtensor.plan.interval_tiling import tiling_of
 from cp_dtensor.plan.plan import Plan
@@ -148,8 +149,8 @@ Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
-class MergedPartition(Partition):
-    """Partition over the outer axis where each inner axis has exchanged heads for rows (Ulysses inside of a ring)."""
+class AxisPartition(Partition):
+    """Partition over one of two axes, derived from the whole partition."""
 
     whole: Partition
     inner_size: int
@@ -158,15 +159,26 @@ class MergedPartition(Partition):
     def lengths(self) -> tuple[int, int]:
         return self.whole.lengths
 
+    def _block(self, by_rank: tuple[Segments, ...], outer_rank: int) -> tuple[Segments, ...]:
+        """Returns the segments of the inner axis of an outer rank."""
+        return by_rank[outer_rank * self.inner_size : (outer_rank + 1) * self.inner_size]
+
+
+@dataclass(frozen=True)
+class MergedPartition(AxisPartition):
+    """Partition over the outer axis where each inner axis has exchanged heads for rows (Ulysses inside of a ring)."""
+
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
-        unbroken = all(map(_is_unbroken, whole))
+        unbroken = all(
+            segment.is_contiguous
+            for group in whole
+            for segments in (*group.q_by_rank, *group.kv_by_rank)
+            for segment in segments
+        )
         queries = self._merged([group.q_by_rank for group in whole], unbroken)
         keys = self._merged([group.kv_by_rank for group in whole], unbroken)
-        return tuple(
-            replace(group, q_by_rank=q_by_rank, kv_by_rank=kv_by_rank)
-            for group, q_by_rank, kv_by_rank in zip(whole, queries, keys, strict=True)
-        )
+        return tuple(map(GroupSegments, (group.batch for group in whole), queries, keys))
 
     def query_rows(self, outer_rank: int) -> GatheredRows:
         """Returns the places of the inner ranks' queries among their merged rows."""
@@ -194,59 +206,38 @@ class MergedPartition(Partition):
             for index in range(len(of_groups))
         ]
 
-    def _block(self, by_rank: tuple[Segments, ...], outer_rank: int) -> tuple[Segments, ...]:
-        return _block(by_rank, outer_rank, self.inner_size)
-
 
 @dataclass(frozen=True)
-class OuterPartition(Partition):
+class OuterPartition(AxisPartition):
     """Partition over the outer axis of a nested ring, for ranks of equal inner rank.
 
     K/V go to the rank of each inner axis that has the same inner rank; the queries are those of the whole inner axis.
     """
 
-    whole: Partition
-    inner_size: int
     inner_rank: int
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.whole.lengths
 
     def groups(self) -> tuple[GroupSegments, ...]:
         def queries(by_rank: tuple[Segments, ...]) -> tuple[Segments, ...]:
-            blocks = [_block(by_rank, outer, self.inner_size) for outer in range(len(by_rank) // self.inner_size)]
-            return tuple(tuple(segment for segments in block for segment in segments) for block in blocks)
+            outer_ranks = range(len(by_rank) // self.inner_size)
+            return tuple(tuple(chain.from_iterable(self._block(by_rank, outer))) for outer in outer_ranks)
 
         return tuple(
-            replace(
-                group,
-                q_by_rank=queries(group.q_by_rank),
-                kv_by_rank=group.kv_by_rank[self.inner_rank :: self.inner_size],
-            )
+            GroupSegments(group.batch, queries(group.q_by_rank), group.kv_by_rank[self.inner_rank :: self.inner_size])
             for group in self.whole.groups()
         )
 
 
 @dataclass(frozen=True)
-class InnerPartition(Partition):
+class InnerPartition(AxisPartition):
     """Partition over an inner axis of a nested ring: its own queries, and the K/V of outer rank `source`."""
 
-    whole: Partition
-    inner_size: int
     outer_rank: int
     source: int
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.whole.lengths
-
     def groups(self) -> tuple[GroupSegments, ...]:
         return tuple(
-            replace(
-                group,
-                q_by_rank=_block(group.q_by_rank, self.outer_rank, self.inner_size),
-                kv_by_rank=_block(group.kv_by_rank, self.source, self.inner_size),
+            GroupSegments(
+                group.batch, self._block(group.q_by_rank, self.outer_rank), self._block(group.kv_by_rank, self.source)
             )
             for group in self.whole.groups()
         )
@@ -258,28 +249,13 @@ def inner_partitions(whole: Partition, plan: Plan, inner_size: int) -> list[Inne
     return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
 
 
-def _block(by_rank: tuple[Segments, ...], outer_rank: int, inner_size: int) -> tuple[Segments, ...]:
-    return by_rank[outer_rank * inner_size : (outer_rank + 1) * inner_size]
-
-
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
     """Joins adjacent segments that together are an unbroken range in every batch group."""
     joined: list[list[Segment]] = []
     for here in segments:
-        if joined and all(_continues(before, segment) for before, segment in zip(joined[-1], here, strict=True)):
-            joined[-1] = [
-                Segment.contiguous(before.start, segment.start + segment.length)
-                for before, segment in zip(joined[-1], here, strict=True)
-            ]
+        pairs = list(zip(joined[-1], here, strict=True)) if joined else []
+        if pairs and all(before.start + before.length == segment.start for before, segment in pairs):
+            joined[-1] = [Segment.contiguous(before.start, segment.start + segment.length) for before, segment in pairs]
         else:
             joined.append(here)
     return joined
-
-
-def _continues(before: Segment, segment: Segment) -> bool:
-    return before.start + before.length == segment.start
-
-
-def _is_unbroken(group: GroupSegments) -> bool:
-    """True if all segments of a batch group are unbroken ranges, without stripes."""
-    return all(segment.is_contiguous for segments in (*group.q_by_rank, *group.kv_by_rank) for segment in segments)

@@ -1,4 +1,4 @@
-"""Execution plans: the steps of one call on one rank, forward and backward, and the transfers that they wait for.
+"""Execution plans: steps of a call on one rank, forward and backward, and the transfers that they wait for.
 
 A plan orders the tiles of a tiling, by groups of heads, so that the next transfer overlaps the current step. Integers
 only.
@@ -6,14 +6,14 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from cp_dtensor.plan.tiles import Tile, without_long_triangles
 from cp_dtensor.plan.tiling import GatheredRows, Tiling
-from cp_dtensor.spec.layouts import Span, share
+from cp_dtensor.spec.layouts import Span, joined_spans, share
 
 LONGEST_TRIANGLE = 1 << 16
 """Most rows of a causal tile in forward: cuDNN is 7% slower on a longer one than on its parts (H200, docs/log.md)."""
@@ -101,7 +101,7 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions about a call but its tensors and its process group."""
+    """All integers of a call on one rank: steps, and the rows that it sends and receives."""
 
     rank: int
     rows: GatheredRows
@@ -132,7 +132,7 @@ class Plan:
     def send_spans(self) -> tuple[Span, ...]:
         """Few ranges of rows of this rank's shard that cover all rows it sends."""
         parts = sorted({part for sent in self.send_parts for part in sent})
-        spans = _joined(self.rows.local_span(self.rank, part) for part in parts)
+        spans = joined_spans(self.rows.local_span(self.rank, part) for part in parts)
         return tuple(spans) if len(spans) <= _MOST_SPANS else ((spans[0][0], spans[-1][1]),)
 
     @cached_property
@@ -187,19 +187,8 @@ class Plan:
 def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePiece]:
     """The pieces of parts; those of a hop joined where they are neighbours."""
     if is_hop:
-        spans = dict(enumerate(_joined(spans.values())))
+        spans = dict(enumerate(joined_spans(spans.values())))
     return (RoutePiece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans in ascending order without empty ones, and with neighbours as one."""
-    joined: list[Span] = []
-    for start, stop in spans:
-        if start < stop and joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        elif start < stop:
-            joined.append((start, stop))
-    return joined
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> Plan:
@@ -263,7 +252,9 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
         return tuple(
             replace(
                 step,
-                is_last=not any(_share_heads(step, later) for later in steps[index + 1 :]),
+                is_last=not any(
+                    later.heads[0] < step.heads[1] and step.heads[0] < later.heads[1] for later in steps[index + 1 :]
+                ),
                 has_gaps=_has_gaps(step, rank, rows, recv_parts, batches),
             )
             for index, step in enumerate(steps)
@@ -285,10 +276,6 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
     )
 
 
-def _share_heads(step: Step, other: Step) -> bool:
-    return other.heads[0] < step.heads[1] and step.heads[0] < other.heads[1]
-
-
 def _has_gaps(
     step: Step, rank: int, rows: GatheredRows, recv_parts: Sequence[Sequence[int]], batches: Sequence[Span]
 ) -> bool:
@@ -297,17 +284,9 @@ def _has_gaps(
     rows_of = rows.span if step.transfer.hop is None else rows.local_span
     sources = step.transfer.sources(rank, rows.world_size)
     brought = [rows_of(source, part) for source in sources for part in recv_parts[source]]
-    return any(
-        not _covers([tile.kv for tile in step.tiles if tile.batch == batch], rows_of_part)
-        for batch in batches
-        for rows_of_part in brought
-    )
-
-
-def _covers(spans: Sequence[Span], whole: Span) -> bool:
-    """True if some ranges together cover another one."""
-    reached = whole[0]
-    for start, stop in sorted(spans):
-        if start <= reached:
-            reached = max(reached, stop)
-    return reached >= whole[1]
+    for batch in batches:
+        seen = joined_spans(tile.kv for tile in step.tiles if tile.batch == batch)
+        for start, stop in brought:
+            if start < stop and not any(first <= start and stop <= last for first, last in seen):
+                return True
+    return False

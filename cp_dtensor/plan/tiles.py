@@ -242,5 +242,5 @@ def without_long_triangles(tiles: Iterable[Tile], longest: int) -> tuple[Tile, .
         upper = replace(tile, q=(first, first + half), kv=(columns, columns + half))
         square = replace(tile, q=(first + half, last), kv=upper.kv, mask=FULL_TILE)
         lower = replace(tile, q=square.q, kv=(columns + half, tile.kv[1]))
-        cut += [*without_long_triangles([upper], longest), square, *without_long_triangles([lower], longest)]
+        cut += without_long_triangles([upper, square, lower], longest)
     return tuple(cut)

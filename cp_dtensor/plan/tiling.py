@@ -7,7 +7,7 @@ exactly once and no other; the tests hold every tiling to this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -59,6 +59,16 @@ class GatheredRows:
     starts: tuple[tuple[int, ...], ...]
     """`starts[rank][part]`: first row of the part in the buffer; -1 if it is not there."""
 
+    @staticmethod
+    def of(lengths: tuple[tuple[int, ...], ...], places: Iterable[tuple[int, int]]) -> GatheredRows:
+        """Returns a buffer of the parts at `places`, (rank, part) each, in this order."""
+        starts = [[-1] * len(parts) for parts in lengths]
+        row = 0
+        for rank, part in places:
+            starts[rank][part] = row
+            row += lengths[rank][part]
+        return GatheredRows(lengths, tuple(map(tuple, starts)))
+
     @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -72,8 +82,8 @@ class GatheredRows:
     @cached_property
     def places(self) -> list[tuple[int, int]]:
         """(rank, part) of all parts with rows in the buffer, in their order there."""
-        filled = [(rank, part) for rank, row in enumerate(self.lengths) for part, length in enumerate(row) if length]
-        filled = [(rank, part) for rank, part in filled if self.starts[rank][part] >= 0]
+        parts = [(rank, part) for rank, row in enumerate(self.lengths) for part, length in enumerate(row) if length]
+        filled = [(rank, part) for rank, part in parts if self.starts[rank][part] >= 0]
         return sorted(filled, key=lambda place: self.starts[place[0]][place[1]])
 
     @cached_property
@@ -96,19 +106,14 @@ def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
     """Returns a buffer of the rows of all ranks, with segments in the order of their positions."""
     lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
     places = [(rank, part) for rank, segments in enumerate(by_rank) for part in range(len(segments))]
-    places.sort(key=lambda place: by_rank[place[0]][place[1]].start)
-    starts = [list(row) for row in lengths]
-    row = 0
-    for rank, part in places:
-        starts[rank][part] = row
-        row += lengths[rank][part]
-    return GatheredRows(lengths, tuple(map(tuple, starts)))
+    return GatheredRows.of(lengths, sorted(places, key=lambda place: by_rank[place[0]][place[1]].start))
 
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
     """Returns tiles between the local rows of two shards; the caller sets `source` and `batch`."""
-    if mask == Causal() and q == kv and _in_order(q):  # the whole shard is one triangle
-        length = sum(segment.length for segment in q)
+    filled = [segment for segment in q if segment.length]
+    if mask == Causal() and q == kv and all(one.last < other.start for one, other in pairwise(filled)):
+        length = sum(segment.length for segment in q)  # positions ascend: the whole shard is one triangle
         return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
     tiles = []
     q_row = 0
@@ -123,22 +128,19 @@ def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) 
     return tiles
 
 
-def _in_order(segments: tuple[Segment, ...]) -> bool:
-    """True if local order is the order of positions."""
-    return all(one.last < other.start for one, other in pairwise(segment for segment in segments if segment.length))
-
-
 def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
     """Yields rectangles and triangles between two segments, in rows of these; some may be empty."""
     if mask == Full():
         yield (0, q.length), (0, kv.length), FULL_TILE
-    elif q.is_contiguous and kv.is_contiguous:
-        yield from _contiguous_causal(q, kv)
-    else:
-        yield from _striped_causal(q, kv)
-
-
-def _contiguous_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileMask]]:
+        return
+    if not (q.is_contiguous and kv.is_contiguous):
+        if not q.block == kv.block == 1 or q.period != kv.period:
+            raise NotImplementedError(
+                f"causal tiles by shape need stripes of one token and of equal periods: {q} and {kv}"
+            )
+        # Row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes.
+        ahead = -((q.start - kv.start) // q.period)
+        q, kv = Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length)
     # Rows before the first key of kv see nothing. The next rows see the `before` keys left of the diagonal (a
     # rectangle) and a triangle. Rows behind the last key of kv see all keys (a rectangle).
     first = min(max(kv.start - q.start, 0), q.length)
@@ -147,14 +149,6 @@ def _contiguous_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, Ti
     yield (first, first + diagonal), (0, before), FULL_TILE
     yield (first, first + diagonal), (before, before + diagonal), CAUSAL_TILE
     yield (first + diagonal, q.length), (0, kv.length), FULL_TILE
-
-
-def _striped_causal(q: Segment, kv: Segment) -> Iterator[tuple[Span, Span, TileMask]]:
-    if not q.block == kv.block == 1 or q.period != kv.period:
-        raise NotImplementedError(f"causal tiles by shape need stripes of one token and of equal periods: {q} and {kv}")
-    # Row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes.
-    ahead = -((q.start - kv.start) // q.period)
-    yield from _contiguous_causal(Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length))
 
 
 def _shift(span: Span, offset: int) -> Span:
@@ -238,17 +232,16 @@ class ShapeTiling(Tiling):
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
         """See `Tiling`. Causal attention in a head-tail layout takes two tiles with any number of ranks."""
         rows = self.gathered_rows(rank)
-        tiles: list[Tile] = []
-        for group in self.groups:
-            tiles += joined(
-                [
-                    replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
-                    for source in range(self.world_size)
-                    if source != rank
-                    for tile in _tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask)
-                ]
-            )
-        return tuple(tiles)
+        by_group = (
+            [
+                replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
+                for source in range(self.world_size)
+                if source != rank
+                for tile in _tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask)
+            ]
+            for group in self.groups
+        )
+        return tuple(tile for tiles in by_group for tile in joined(tiles))
 
     def gathered_rows(self, rank: int) -> GatheredRows:
         return rows_in_order(self.groups[0].kv_by_rank)

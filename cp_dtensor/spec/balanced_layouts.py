@@ -12,8 +12,8 @@ from typing import Any
 from warnings import warn
 
 from cp_dtensor.spec.documents import ascending
-from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk_length
-from cp_dtensor.spec.load_balance import BalancedPartition, Workload, append_block, imbalance, workload_of
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk_length, joined_spans
+from cp_dtensor.spec.load_balance import BalancedPartition, Workload, imbalance, workload_of
 from cp_dtensor.spec.masks import Mask, is_integer
 
 
@@ -100,14 +100,11 @@ class PerDocument(OneLength):
             turn = (turn + for_some) % world_size
             cuts = [_chunks(shortest, more, to_tails) for to_tails in ((False, True) if 1 in more else (False,))]
             works = [list(map(add, work, _causal_work(chunks))) for chunks in cuts]
-            work, chunks = min(
-                zip(works, cuts, strict=True), key=lambda choice: sum(workload**2 for workload in choice[0])
-            )
+            work, chunks = min(zip(works, cuts, strict=True), key=lambda choice: sum(x**2 for x in choice[0]))
             for rank, length in chunks:
-                if length:
-                    append_block(by_rank[rank], (start, start + length))
-                    start += length
-        return by_rank
+                by_rank[rank].append((start, start + length))
+                start += length
+        return list(map(joined_spans, by_rank))
 
 
 def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, int]]:
@@ -169,9 +166,7 @@ class Balanced(OneLength):
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"Balanced expects a mask such as Causal(), got {self.mask!r}")
-        if not is_integer(self.seq_len) or self.seq_len < 0:
-            raise ValueError(f"Balanced expects seq_len to be an integer >= 0, got {self.seq_len!r}")
-        check_tolerance("Balanced", self.tolerance)
+        _checked_length("Balanced", self.seq_len, self.tolerance)
         workload_of(self.mask, self.seq_len)
 
     def blocks(self, world_size: int) -> list[list[Span]]:
@@ -188,10 +183,13 @@ class Balanced(OneLength):
         return imbalance(self, self.mask, self.seq_len, world_size)
 
 
-def check_tolerance(layout: str, tolerance: float) -> None:
-    """Refuses numbers that are no tolerance."""
+def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
+    """Returns `seq_len`; refuses values that are no length or no tolerance."""
+    if not is_integer(seq_len) or seq_len < 0:
+        raise ValueError(f"{layout} expects seq_len to be an integer >= 0, got {seq_len!r}")
     if not (isfinite(tolerance) and tolerance >= 0):
         raise ValueError(f"{layout} expects tolerance to be a fraction >= 0, got {tolerance!r}")
+    return seq_len
 
 
 @dataclass(frozen=True, init=False)
@@ -233,23 +231,16 @@ class BalancedBlocks(OneLength):
     ) -> None:
         if block is None and seq_len is None:
             work, block, seq_len = _work_of_block_mask(work)
-        if not is_integer(seq_len) or seq_len < 0:
-            raise ValueError(f"BalancedBlocks expects seq_len to be an integer >= 0, got {seq_len!r}")
+        seq_len = _checked_length("BalancedBlocks", seq_len, tolerance)
         if not is_integer(block) or block < 1:
             raise ValueError(f"BalancedBlocks expects block to be an integer >= 1, got {block!r}")
         count = -(-seq_len // block)
-        if (
-            not isinstance(work, tuple)
-            or len(work) != count
-            or not all(map(is_integer, work))
-            or min(work, default=0) < 0
-        ):
+        if not (isinstance(work, tuple) and len(work) == count and all(is_integer(x) and x >= 0 for x in work)):
             received = f"{len(work)} values" if isinstance(work, tuple) and len(work) > 8 else repr(work)
             raise ValueError(
                 f"BalancedBlocks expects the work of {count} blocks, integers >= 0 as a tuple: {seq_len} tokens in "
                 f"blocks of {block}; got {received}"
             )
-        check_tolerance("BalancedBlocks", tolerance)
         for name, value in (("work", work), ("block", block), ("seq_len", seq_len), ("tolerance", tolerance)):
             object.__setattr__(self, name, value)
 

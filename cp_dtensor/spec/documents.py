@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise, zip_longest
 from typing import Any
 
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets
@@ -23,7 +23,7 @@ class Documents(CachedHash, Mask):
     Args:
         cu_seqlens: ascending positions in the whole sequence, one more than documents, as integers or a tensor. A
             tensor on a GPU is copied to the host, which waits for the GPU; pass one on the CPU. Lengths belong to
-            `Documents.from_lengths` and ids to `Documents.from_ids`; attention refuses them here where it can tell.
+            `Documents.from_lengths` and ids to `Documents.from_ids`; attention refuses most of them here.
         cu_seqlens_k: positions of the keys' documents if keys are another sequence (cross-attention); queries of
             document d see keys of document d. None: `cu_seqlens`.
         within: the mask inside of each document, with positions counted from its start. None: `Full()`.
@@ -53,12 +53,8 @@ class Documents(CachedHash, Mask):
             raise ValueError(
                 f"Documents expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
             )
-        for name, value in (
-            ("cu_seqlens", queries),
-            ("cu_seqlens_k", keys),
-            ("within", within or Full()),
-            ("only_length", None),
-        ):
+        values = {"cu_seqlens": queries, "cu_seqlens_k": keys, "within": within or Full(), "only_length": None}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -119,13 +115,14 @@ class Documents(CachedHash, Mask):
             )
         refuse_ids_and_lengths(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
         refuse_ids_and_lengths(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
-        sets: list[list[IntervalBand]] = []
-        for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True):
-            for index, bands in enumerate(clipped_interval_sets(self.within, last - first, hi - lo)):
-                if index == len(sets):
-                    sets.append([])
-                sets[index] += [_moved(band, first, lo) for band in bands]
-        return tuple(map(tuple, sets))
+        by_document = (
+            [
+                [_moved(band, first, lo) for band in bands]
+                for bands in clipped_interval_sets(self.within, last - first, hi - lo)
+            ]
+            for (first, last), (lo, hi) in zip(pairwise(self.cu_seqlens), pairwise(self.cu_seqlens_k), strict=True)
+        )
+        return tuple(tuple(chain(*bands)) for bands in zip_longest(*by_document, fillvalue=[]))
 
 
 def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
@@ -156,17 +153,18 @@ def refuse_ids_and_lengths(numbers: tuple[int, ...], seq_len: int, owner: str, n
         ValueError: ascending numbers that are no sensible `cu_seqlens` of a sequence of `seq_len` tokens; the message
             names the argument `name` of `owner`.
     """
-    for are_taken, what, instead in (
-        (_are_ids, "a document id of each token", "Documents.from_ids(ids)"),
-        (_are_lengths, "the lengths of documents", "Documents.from_lengths(lengths)"),
-    ):
-        if are_taken(numbers, seq_len):
-            first = f"{numbers[0]}, ..., {numbers[-1]}" if len(numbers) > 8 else ", ".join(map(str, numbers))
-            raise ValueError(
-                f"{owner} expects {name} to be the positions where documents begin and end, such as [0, 2, 5]; got "
-                f"{len(numbers)} numbers ({first}) for {seq_len} tokens, which look like {what}: {instead}.cu_seqlens "
-                "has the positions"
-            )
+    if _are_ids(numbers, seq_len):
+        kind, instead = "a document id of each token", "Documents.from_ids(ids)"
+    elif _are_lengths(numbers, seq_len):
+        kind, instead = "the lengths of documents", "Documents.from_lengths(lengths)"
+    else:
+        return
+    shown = f"{numbers[0]}, ..., {numbers[-1]}" if len(numbers) > 8 else ", ".join(map(str, numbers))
+    raise ValueError(
+        f"{owner} expects {name} to be the positions where documents begin and end, such as [0, 2, 5]; got "
+        f"{len(numbers)} numbers ({shown}) for {seq_len} tokens, which look like {kind}: {instead}.cu_seqlens has the "
+        "positions"
+    )
 
 
 def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:

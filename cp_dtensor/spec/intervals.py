@@ -9,10 +9,10 @@ bands, not of tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-Span = tuple[int, int]
+from cp_dtensor.spec.layouts import Span
 
 FAR = 1 << 60
 """A distance beyond every position: an end at this distance is fixed."""
@@ -83,7 +83,7 @@ def clipped_bands(bands: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -
         index += 1
 
 
-def without_empty(bands: IntervalSet | list[IntervalBand]) -> IntervalSet:
+def without_empty(bands: Iterable[IntervalBand]) -> IntervalSet:
     """Returns all bands clipped, without empty ones."""
     return tuple(clipped for band in bands if (clipped := band.clipped()) is not None)
 
@@ -95,7 +95,15 @@ def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> 
 
 def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
     """Returns the pairs that are in both."""
-    found = (_in_both(one, other) for one in ours for other in theirs)
+    found = (
+        without_empty(
+            piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
+            for band in one
+            for piece in clipped_bands(other, (band.first, band.last), (band.lo, band.hi))
+        )
+        for one in ours
+        for other in theirs
+    )
     return tuple(bands for bands in found if bands)
 
 
@@ -105,16 +113,6 @@ def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
     for bands in ours:
         added = [part for other in added for part in _difference(other, bands) if part]
     return (*ours, *added)
-
-
-def _in_both(one: IntervalSet, other: IntervalSet) -> IntervalSet:
-    return without_empty(
-        [
-            piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
-            for band in one
-            for piece in clipped_bands(other, (band.first, band.last), (band.lo, band.hi))
-        ]
-    )
 
 
 def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, IntervalSet]:

@@ -7,6 +7,7 @@ read layouts through the methods of `Layout`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ Span = tuple[int, int]
 class CachedHash:
     """Mixin of frozen dataclasses with many numbers, whose hash is computed once.
 
-    A subclass says `__hash__ = CachedHash.__hash__`, or dataclass gives it another.
+    A subclass has `__hash__ = CachedHash.__hash__` in its body, since `dataclass` defines another one otherwise.
     """
 
     @cached_property
@@ -91,16 +92,14 @@ def chunk_start(seq_len: int, chunks: int, index: int) -> int:
 
 
 def _chunk(seq_len: int, chunks: int, index: int) -> Segment:
-    start = chunk_start(seq_len, chunks, index)
-    return Segment.contiguous(start, start + chunk_length(seq_len, chunks, index))
+    return Segment.contiguous(chunk_start(seq_len, chunks, index), chunk_start(seq_len, chunks, index + 1))
 
 
 class Layout(ABC):
-    """The division of a sequence over the ranks of a context-parallel axis.
+    """Partition of a sequence over the ranks of a context-parallel axis.
 
     A layout is a frozen, hashable value. It covers any sequence length >= 0 (or `only_length`) and any number of ranks:
-    every position belongs to exactly one rank. All rows of the batch are divided alike, unless `batch_groups` says
-    otherwise.
+    every position belongs to exactly one rank. All rows of a batch group are divided alike.
     """
 
     @abstractmethod
@@ -225,7 +224,7 @@ class MirroredBatch(Layout):
 
 @dataclass(frozen=True)
 class TorchChunk(Layout):
-    """The division of DTensor's `Shard` and of `torch.chunk`: ceil(S / n) tokens a rank, fewer on the last ranks.
+    """Partition of DTensor's `Shard` and of `torch.chunk`: ceil(S / n) tokens a rank, fewer on the last ranks.
 
     >>> [TorchChunk().local_length(10, r, 4) for r in range(4)]
     [3, 3, 3, 1]
@@ -241,3 +240,18 @@ def share(span: Span, index: int, count: int) -> Span:
     """Returns the index-th of `count` consecutive parts of a span, whose lengths differ by at most one."""
     length = span[1] - span[0]
     return span[0] + -(-length * index // count), span[0] + -(-length * (index + 1) // count)
+
+
+def joined_spans(spans: Iterable[Span]) -> list[Span]:
+    """Returns the union of some ranges as ascending ranges, none of them empty or adjacent to another.
+
+    >>> joined_spans([(4, 6), (0, 2), (2, 3), (5, 8), (9, 9)])
+    [(0, 3), (4, 8)]
+    """
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return joined

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from operator import add
 
 from cp_dtensor.spec.intervals import IntervalBand, IntervalSets, clipped_bands
-from cp_dtensor.spec.layouts import Layout, Segment, Span
+from cp_dtensor.spec.layouts import Layout, Segment, Span, joined_spans
 from cp_dtensor.spec.masks import Mask, interval_sets_of, is_integer
 
 
@@ -102,19 +102,15 @@ def _add_line(changes: dict[int, list[int]], queries: Span, constant: int, slope
             change[1] += sign * slope
 
 
+@lru_cache(maxsize=64)
 def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
     """Returns the workload of a mask over `seq_len` queries and keys, of all batch rows together or of some.
 
     Raises:
         ValueError: a mask that does not fit the length.
     """
-    return _workload(mask, seq_len, None if mask.batch_size is None else rows)
-
-
-@lru_cache(maxsize=64)
-def _workload(mask: Mask, seq_len: int, rows: Span | None) -> Workload:
     by_row = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
-    return Workload(by_row if rows is None else by_row[slice(*rows)])
+    return Workload(by_row if rows is None or mask.batch_size is None else by_row[slice(*rows)])
 
 
 def workload_by_rank(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[int]:
@@ -142,10 +138,9 @@ def spans_of(segment: Segment) -> list[Span]:
     """Returns the unbroken ranges of a segment's positions."""
     if segment.is_contiguous:
         return [(segment.start, segment.start + segment.length)]
-    starts = range(0, segment.length, segment.block)
     return [
         (segment.position(start), segment.position(start) + min(segment.block, segment.length - start))
-        for start in starts
+        for start in range(0, segment.length, segment.block)
     ]
 
 
@@ -344,18 +339,8 @@ class Circle:
 
     def _between(self, *places: Span) -> Blocks:
         """Returns the blocks of some ranges of places, with neighbours joined."""
-        found: Blocks = []
-        for first, last in places:
-            for (start, stop), edge in zip(self._blocks, self._edges, strict=False):
-                low, high = max(start, start + first - edge), min(stop, start + last - edge)
-                if low < high:
-                    append_block(found, (low, high))
-        return found
-
-
-def append_block(blocks: Blocks, block: Span) -> None:
-    """Appends a block, joined to the last one if they are neighbours."""
-    if blocks and blocks[-1][1] == block[0]:
-        blocks[-1] = (blocks[-1][0], block[1])
-    else:
-        blocks.append(block)
+        return joined_spans(
+            (max(start, start + first - edge), min(stop, start + last - edge))
+            for first, last in places
+            for (start, stop), edge in zip(self._blocks, self._edges, strict=False)
+        )

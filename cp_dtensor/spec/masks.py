@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, TypeGuard
 
-from cp_dtensor.spec.intervals import (
-    FAR,
-    IntervalBand,
-    IntervalSets,
-    count_pairs,
-    intersection,
-    union,
-    without_empty,
-)
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, count_pairs, intersection, union, without_empty
 
 _TOO_LONG = 1 << 31
 Alignment = Literal["top_left", "bottom_right"]
@@ -51,7 +43,7 @@ class Mask(ABC):
 
     def pairs(self, q_len: int, kv_len: int) -> int:
         """Returns the number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
-        return _pairs_shown(self, q_len, kv_len)
+        return _pairs(self, q_len, kv_len)
 
 
 @dataclass(frozen=True)
@@ -192,7 +184,7 @@ class Batched(Mask):
 
 
 @lru_cache(maxsize=64)
-def _pairs_shown(mask: Mask, q_len: int, kv_len: int) -> int:
+def _pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     rows = _interval_sets_by_row(mask, q_len, kv_len)
     return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
 

@@ -142,8 +142,8 @@ def _held(plan: AttentionPlan, partition: LayoutPartition, ranks: SequenceRanks)
     if not isinstance(plan, UlyssesPlan):
         return (0, HEADS), _rows(partition, ranks.rank)
     size = plan.heads.world_size
-    units = plan.heads.units(ranks.rank % size)
-    return plan.heads.query_heads(units), _rows(MergedPartition(partition, size), ranks.rank // size)
+    kv_groups = plan.heads.kv_groups(ranks.rank % size)
+    return plan.heads.query_heads(kv_groups), _rows(MergedPartition(partition, size), ranks.rank // size)
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def _tiles(plan: AttentionPlan, ranks: SequenceRanks) -> Iterator[_Drawn]:
     elif isinstance(plan, UlyssesPlan):
         for stage, inner in enumerate(plan.inner):
             assert isinstance(inner, RingPlan)
-            units = plan.heads.units(ranks.rank % plan.heads.world_size, stage)
-            yield from _tiles_of_ring(inner, plan.heads.query_heads(units))
+            kv_groups = plan.heads.kv_groups(ranks.rank % plan.heads.world_size, stage)
+            yield from _tiles_of_ring(inner, plan.heads.query_heads(kv_groups))
     elif isinstance(plan, NestedRingPlan):
         for number, of_step in enumerate(plan.inner):
             for tile in () if of_step is None else _tiles_of_ring(of_step, (0, HEADS)):

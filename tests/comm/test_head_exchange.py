@@ -173,11 +173,11 @@ def test_stages_of_heads(in_place: bool, q_heads: int, kv_heads: int, stages: in
         Kind(7, HeadTail(), spans([kv_heads, 0, 0]), (4, 2)),
     )
     whole = [kind.whole(2, torch.float64) for kind in (queries, keys)]
-    units = [[partition.units(rank, stage) for rank in range(ranks)] for stage in range(partition.stages)]
+    units = [[partition.kv_groups(rank, stage) for rank in range(ranks)] for stage in range(partition.stages)]
     by_stage = [
         (
             HeadRows(queries.head_rows.rows, tuple(map(partition.query_heads, of_stage))),
-            HeadRows(keys.head_rows.rows, tuple(of_stage), partition.copies),
+            HeadRows(keys.head_rows.rows, tuple(of_stage), partition.replication),
         )
         for of_stage in units
     ]
@@ -185,14 +185,14 @@ def test_stages_of_heads(in_place: bool, q_heads: int, kv_heads: int, stages: in
     def body(rank: int) -> None:
         way = CollectiveHeads()
         mine = [[shard(tensor, HeadTail(), rank, ranks) for tensor in tensors] for tensors in whole]
-        copies = [tensor.repeat_interleave(partition.copies, dim=1) for tensor in mine[1]]
+        copies = [tensor.repeat_interleave(partition.replication, dim=1) for tensor in mine[1]]
         targets = [[torch.full_like(tensor, -1) for tensor in tensors] for tensors in (mine[0], copies)]
         arriving = way.to_heads(mine, by_stage, dist.group.WORLD)
         for stage, of_stage in enumerate(units):
             (stage_q,), stage_kv = arriving.receive()
             start, stop = partition.query_heads(of_stage[rank])
             assert torch.equal(stage_q, queries.in_order(whole[0][0])[:, start:stop])
-            read = [unit // partition.copies for unit in range(*of_stage[rank])]
+            read = [unit // partition.replication for unit in range(*of_stage[rank])]
             assert all(
                 torch.equal(got, keys.in_order(all_)[:, read]) for got, all_ in zip(stage_kv, whole[1], strict=True)
             )

@@ -74,7 +74,7 @@ def check(
     returned = [
         [
             torch.full((batch, mine[0].size(1), count, DIM), float("nan"), device=device)
-            for count in (q_heads, heads.unit_count)
+            for count in (q_heads, heads.kv_group_count)
         ]
         for mine in local
     ]
@@ -96,14 +96,15 @@ def check(
                 torch.testing.assert_close(target, expected, rtol=0, atol=0)
             arrived.append(targets)
         back = tuple(
-            Written(kind, batch, count, DIM * 4) for kind, count in zip(kinds, (q_heads, heads.unit_count), strict=True)
+            Written(kind, batch, count, DIM * 4)
+            for kind, count in zip(kinds, (q_heads, heads.kv_group_count), strict=True)
         )
         memory = [written(mine, offsets(back, False)) for mine in arrived]
         for rank in range(ranks):
             copy(in_order(pieces_of(back, rank, False), rank, ranks), memory, returned[rank])  # type: ignore[operator]
     for mine, found in zip(local, returned, strict=True):
         torch.testing.assert_close(found[0], mine[0], rtol=0, atol=0)
-        torch.testing.assert_close(found[1], mine[1].repeat_interleave(heads.copies, 2), rtol=0, atol=0)
+        torch.testing.assert_close(found[1], mine[1].repeat_interleave(heads.replication, 2), rtol=0, atol=0)
 
 
 def local_rows(merged: MergedPartition, tensor: torch.Tensor, rank: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def test_what_auto_takes_is_within_5_percent_of_the_best(ranks: int, kv_heads: i
     """Within 10 at 8,192 tokens, where the times of one and the same ring differ by as much from run to run."""
     shape, axis = shape_of(length, ranks, kv_heads), Axis(ranks, H200, shares_memory=True)
     method = fastest(estimates(shape, axis, None, ROTATE_METHODS["auto"]))
-    name = "ours-ulysses" if method == "ulysses" else "ours-symm_mem"  # the ring's rotation, see test_cost
+    name = "ours-ulysses" if method == "ulysses" else "ours-symm_mem"  # the ring's KV transport, see test_cost
     took = {name: measured(table)[length, name, "fwdbwd"] for name in BY_NAME}
     assert took[name] <= (1.1 if length < 16384 else 1.05) * min(took.values()), took
 

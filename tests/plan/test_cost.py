@@ -23,7 +23,7 @@ from cp_dtensor.spec.masks import Batched, Causal, SlidingWindow
 
 HOPPER = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
 TRANSPORTS: list[KVTransport] = [AllGather(), AllToAll(), SymmetricMemory()]
-each_rotation = pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.name)
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.name)
 
 
 def shape(length: int, ranks: int, q_heads: int = 32, kv_heads: int = 8) -> CallSpec:
@@ -37,7 +37,7 @@ def seconds(
     return slowest_seconds(transport, shape(length, ranks), ranks, hardware, backward=backward)
 
 
-@each_rotation
+@each_transport
 def test_a_long_sequence_takes_the_time_of_its_operations(transport: KVTransport) -> None:
     """32 heads, 262144 causal tokens: 4 * 32 * 262144^2 * 128 / 2 operations over 8 GPUs take 0.11 s at 620 TFLOP/s."""
     ideal = 4 * 32 * 262144**2 * 128 / 2 / 8 / HOPPER.flops
@@ -45,14 +45,14 @@ def test_a_long_sequence_takes_the_time_of_its_operations(transport: KVTransport
     assert seconds(transport, 262144, 8) == pytest.approx(ideal, rel=0.08)
 
 
-@each_rotation
+@each_transport
 def test_a_short_sequence_takes_the_time_of_its_launches(transport: KVTransport) -> None:
     assert seconds(transport, 1024, 8) > 3 * HOPPER.launch
     faster = dataclasses.replace(HOPPER, launch=HOPPER.launch / 10)
     assert seconds(transport, 1024, 8, faster) < seconds(transport, 1024, 8) / 2
 
 
-@each_rotation
+@each_transport
 @given(st.integers(8, 17), st.integers(2, 8), st.booleans(), st.sampled_from(["flops", "memory_speed", "link_speed"]))
 def test_better_hardware_is_not_predicted_to_be_slower(
     transport: KVTransport, log_length: int, ranks: int, backward: bool, what: str
@@ -62,7 +62,7 @@ def test_better_hardware_is_not_predicted_to_be_slower(
     assert seconds(transport, 2**log_length, ranks, better, backward) <= before * (1 + 1e-9)
 
 
-@each_rotation
+@each_transport
 def test_a_slow_link_is_what_a_call_waits_for(transport: KVTransport) -> None:
     slow = dataclasses.replace(HOPPER, link_speed=1e9)
     moved = 7 / 8 * 32768 * shape(32768, 8).head_bytes * 8

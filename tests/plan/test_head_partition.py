@@ -26,20 +26,20 @@ def size(span: Span) -> int:
 
 def load(partition: HeadPartition) -> int:
     """Query heads of the busiest rank."""
-    return max(size(partition.query_heads(partition.units(rank))) for rank in range(partition.world_size))
+    return max(size(partition.query_heads(partition.kv_groups(rank))) for rank in range(partition.world_size))
 
 
-def fewest_units(partition: HeadPartition) -> int:
-    return min(size(partition.units(rank)) for rank in range(partition.world_size))
+def fewest_groups(partition: HeadPartition) -> int:
+    return min(size(partition.kv_groups(rank)) for rank in range(partition.world_size))
 
 
-def with_copies(partition: HeadPartition, copies: int) -> HeadPartition:
-    return replace(partition, copies=copies)
+def with_replication(partition: HeadPartition, times: int) -> HeadPartition:
+    return replace(partition, replication=times)
 
 
 def divisors(partition: HeadPartition) -> list[int]:
-    group = partition.q_heads // partition.kv_heads
-    return [copies for copies in range(1, group + 1) if group % copies == 0]
+    ratio = partition.q_heads // partition.kv_heads
+    return [times for times in range(1, ratio + 1) if ratio % times == 0]
 
 
 @settings(max_examples=300)
@@ -50,38 +50,40 @@ def test_every_query_head_belongs_to_one_rank_and_stage(partition: HeadPartition
         head
         for rank in range(partition.world_size)
         for stage in range(partition.stages)
-        for head in range(*partition.query_heads(partition.units(rank, stage)))
+        for head in range(*partition.query_heads(partition.kv_groups(rank, stage)))
     ]
     assert heads == list(range(partition.q_heads))
 
 
 @given(partitions())
-def test_stages_of_a_rank_are_its_units(partition: HeadPartition) -> None:
-    units = []
+def test_stages_of_a_rank_are_its_groups(partition: HeadPartition) -> None:
+    groups = []
     for rank in range(partition.world_size):
-        of_rank = [unit for stage in range(partition.stages) for unit in range(*partition.units(rank, stage))]
-        assert of_rank == list(range(*partition.units(rank)))
-        units += of_rank
-    assert units == list(range(partition.unit_count))
+        of_rank = [group for stage in range(partition.stages) for group in range(*partition.kv_groups(rank, stage))]
+        assert of_rank == list(range(*partition.kv_groups(rank)))
+        groups += of_rank
+    assert groups == list(range(partition.kv_group_count))
 
 
 @settings(max_examples=300)
 @given(partitions())
-def test_the_key_head_of_a_unit_is_the_one_that_its_query_heads_read(partition: HeadPartition) -> None:
-    """Unit u is a copy of key head u // copies; query head h reads key head h // (query heads / key heads)."""
-    assert (partition.q_heads // partition.kv_heads) % partition.copies == 0
-    for unit in range(partition.unit_count):
-        queries = range(*partition.query_heads((unit, unit + 1)))
-        assert len(queries) == partition.q_heads // partition.unit_count
-        assert {query * partition.kv_heads // partition.q_heads for query in queries} == {unit // partition.copies}
+def test_the_key_head_of_a_group_is_the_one_that_its_query_heads_read(partition: HeadPartition) -> None:
+    """Group g has key head g // replication; query head h reads key head h // (query heads / key heads)."""
+    assert (partition.q_heads // partition.kv_heads) % partition.replication == 0
+    for group in range(partition.kv_group_count):
+        queries = range(*partition.query_heads((group, group + 1)))
+        assert len(queries) == partition.q_heads // partition.kv_group_count
+        assert {query * partition.kv_heads // partition.q_heads for query in queries} == {
+            group // partition.replication
+        }
 
 
 @given(partitions())
-def test_ranks_and_stages_differ_by_at_most_one_unit(partition: HeadPartition) -> None:
-    of_ranks = [size(partition.units(rank)) for rank in range(partition.world_size)]
+def test_ranks_and_stages_differ_by_at_most_one_group(partition: HeadPartition) -> None:
+    of_ranks = [size(partition.kv_groups(rank)) for rank in range(partition.world_size)]
     assert max(of_ranks) - min(of_ranks) <= 1
     for rank in range(partition.world_size):
-        of_stages = [size(partition.units(rank, stage)) for stage in range(partition.stages)]
+        of_stages = [size(partition.kv_groups(rank, stage)) for stage in range(partition.stages)]
         assert max(of_stages) - min(of_stages) <= 1
 
 
@@ -93,13 +95,13 @@ def test_the_busiest_rank_has_as_few_query_heads_as_possible(partition: HeadPart
 
 @settings(max_examples=300)
 @given(partitions(), st.integers(1, 6))
-def test_copies_are_as_few_as_the_load_and_the_stages_allow(partition: HeadPartition, wanted: int) -> None:
-    asked = partition_heads(partition.q_heads, partition.kv_heads, partition.world_size, wanted)
-    lightest = [copies for copies in divisors(asked) if load(with_copies(asked, copies)) == load(asked)]
-    most_units = max(fewest_units(with_copies(asked, copies)) for copies in lightest)
-    assert asked.stages == max(1, min(wanted, most_units))
-    enough = [copies for copies in lightest if fewest_units(with_copies(asked, copies)) >= asked.stages]
-    assert asked.copies == min(enough or lightest)
+def test_replication_is_as_low_as_the_load_and_the_stages_allow(partition: HeadPartition, stages: int) -> None:
+    found = partition_heads(partition.q_heads, partition.kv_heads, partition.world_size, stages)
+    lightest = [times for times in divisors(found) if load(with_replication(found, times)) == load(found)]
+    most_groups = max(fewest_groups(with_replication(found, times)) for times in lightest)
+    assert found.stages == max(1, min(stages, most_groups))
+    enough = [times for times in lightest if fewest_groups(with_replication(found, times)) >= found.stages]
+    assert found.replication == min(enough or lightest)
 
 
 @given(partitions())
@@ -109,22 +111,22 @@ def test_no_rank_has_an_empty_stage_unless_there_are_more_ranks_than_heads(parti
         (rank, stage)
         for rank in range(partition.world_size)
         for stage in range(partition.stages)
-        if not size(partition.units(rank, stage))
+        if not size(partition.kv_groups(rank, stage))
     ]
-    assert not empty or (partition.stages == 1 and partition.unit_count < partition.world_size)
+    assert not empty or (partition.stages == 1 and partition.kv_group_count < partition.world_size)
 
 
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 5))
-def test_heads_that_divide_by_the_ranks_are_not_copied(world_size: int, per_rank: int, group: int) -> None:
+def test_heads_that_divide_by_the_ranks_are_not_replicated(world_size: int, per_rank: int, group: int) -> None:
     partition = partition_heads(world_size * per_rank * group, world_size * per_rank, world_size)
-    assert (partition.copies, partition.stages) == (1, 1)
-    assert [partition.units(rank) for rank in range(world_size)] == [
+    assert (partition.replication, partition.stages) == (1, 1)
+    assert [partition.kv_groups(rank) for rank in range(world_size)] == [
         (rank * per_rank, (rank + 1) * per_rank) for rank in range(world_size)
     ]
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "stages", "copies", "by_rank"),
+    ("heads", "ranks", "stages", "replication", "by_rank"),
     [
         # (query heads, key heads), and the query heads of each rank, stage by stage
         ((8, 8), 4, 1, 1, [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]),
@@ -134,25 +136,25 @@ def test_heads_that_divide_by_the_ranks_are_not_copied(world_size: int, per_rank
         ((5, 5), 3, 1, 1, [[(0, 2)], [(2, 4)], [(4, 5)]]),
         ((3, 1), 4, 1, 3, [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 3)]]),  # a rank without heads
         ((8, 8), 2, 2, 1, [[(0, 2), (2, 4)], [(4, 6), (6, 8)]]),
-        ((8, 2), 2, 2, 2, [[(0, 2), (2, 4)], [(4, 6), (6, 8)]]),  # copied for the sake of two stages
+        ((8, 2), 2, 2, 2, [[(0, 2), (2, 4)], [(4, 6), (6, 8)]]),  # replicated for the sake of two stages
         ((8, 2), 2, 4, 4, [[(0, 1), (1, 2), (2, 3), (3, 4)], [(4, 5), (5, 6), (6, 7), (7, 8)]]),
         ((4, 4), 2, 3, 1, [[(0, 1), (1, 2)], [(2, 3), (3, 4)]]),  # of three stages that were asked for, two
     ],
     ids=str,
 )
 def test_partitions_by_hand(
-    heads: tuple[int, int], ranks: int, stages: int, copies: int, by_rank: list[list[Span]]
+    heads: tuple[int, int], ranks: int, stages: int, replication: int, by_rank: list[list[Span]]
 ) -> None:
     partition = partition_heads(*heads, ranks, stages)
-    assert partition.copies == copies
+    assert partition.replication == replication
     assert [
-        [partition.query_heads(partition.units(rank, stage)) for stage in range(partition.stages)]
+        [partition.query_heads(partition.kv_groups(rank, stage)) for stage in range(partition.stages)]
         for rank in range(ranks)
     ] == by_rank
 
 
 def test_ranks_that_uneven_shards_left_without_heads_have_nothing_to_divide() -> None:
     partition = partition_heads(0, 0, 3, stages=2)
-    assert (partition.stages, partition.unit_count) == (1, 0)
-    assert {partition.units(rank, 0) for rank in range(3)} == {(0, 0)}
-    assert {partition.query_heads(partition.units(rank)) for rank in range(3)} == {(0, 0)}
+    assert (partition.stages, partition.kv_group_count) == (1, 0)
+    assert {partition.kv_groups(rank, 0) for rank in range(3)} == {(0, 0)}
+    assert {partition.query_heads(partition.kv_groups(rank)) for rank in range(3)} == {(0, 0)}

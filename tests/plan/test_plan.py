@@ -106,7 +106,7 @@ def test_all_ranks_have_the_same_transfers_in_the_same_order(
 
 
 @given(planned())
-def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> None:
+def test_a_rank_sends_the_parts_that_another_receives(case: tuple[Call, int, Plans]) -> None:
     call, _, plans = case
     for plan in plans:
         assert plan.rows == gathered_rows(call.groups)
@@ -115,17 +115,17 @@ def test_what_one_rank_wants_the_other_gives(case: tuple[Call, int, Plans]) -> N
 
 
 @given(planned())
-def test_gradients_come_home_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
+def test_gradients_are_pulled_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
     """The owner of each pulled row pulls its gradient from the same place, from the next rank first."""
     plans = case[2]
-    away = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
-    home = [
+    pulled = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
+    grads = [
         (owner.rank, reader, rows[0], row, rows[1] - rows[0])
         for owner in plans
         for rows, places in owner.grad_pulls
         for reader, row in places
     ]
-    assert sorted(home) == sorted(away)
+    assert sorted(grads) == sorted(pulled)
     for owner in plans:
         for _, places in owner.grad_pulls:
             hops = [(reader - owner.rank) % owner.world_size for reader, _ in places]

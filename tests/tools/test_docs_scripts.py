@@ -113,11 +113,11 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
         assert found == expected
 
 
-def test_pictures_follow_the_division_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are drawn from what is decided: other units, another picture."""
+def test_pictures_follow_the_partition_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are drawn from what is decided: other groups of heads, another picture."""
     panel = methods.PANELS[1]
-    reversed_units = lambda self, rank, stage=None: (3 - rank, 4 - rank)  # noqa: E731
-    monkeypatch.setattr(HeadPartition, "units", reversed_units)
+    reversed_groups = lambda self, rank, stage=None: (3 - rank, 4 - rank)  # noqa: E731
+    monkeypatch.setattr(HeadPartition, "kv_groups", reversed_groups)
     drawn = methods.picture(panel, HeadTail(), SEQ_LEN)
     assert drawn.during[:, 0].tolist() == [3, 2, 1, 0]
     assert drawn.owner[:, 0, 0].tolist() == [3, 2, 1, 0]
