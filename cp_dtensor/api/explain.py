@@ -85,20 +85,10 @@ def _axes_of_several(mesh: Mesh) -> tuple[tuple[str, ...], SequenceRanks]:
 
 
 def explain(
-    mesh: Mesh,
-    *,
-    seq_len: int | tuple[int, int],
-    q_heads: int,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    is_causal: bool | None = None,
-    mask: Mask | None = None,
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    hardware: Hardware | None = None,
-) -> Explanation:
+    mesh: Mesh, *, seq_len: int | tuple[int, int], q_heads: int, kv_heads: int | None = None, head_dim: int = 128,
+    batch_size: int = 1, dtype: torch.dtype = torch.bfloat16, is_causal: bool | None = None, mask: Mask | None = None,
+    layout: Layout | None = None, rotate_method: str | None = None, hardware: Hardware | None = None,
+) -> Explanation:  # fmt: skip
     """Predicts time, bytes on each axis and memory of every method, and prints the table on rank 0 of the mesh.
 
     Args:

@@ -75,17 +75,9 @@ def default_rotate_method() -> str:
 
 
 def ring_attention_by_backend(
-    backend: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    mask: Mask,
-    layout: Layout,
-    scale: float | None = None,
-    seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout,
+    scale: float | None = None, seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
 
     Args:
@@ -110,20 +102,9 @@ def ring_attention_by_backend(
 
 
 def ring_attention_backward(
-    backend: str,
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    mesh: Mesh,
-    mask: Mask,
-    layout: Layout,
-    scale: float | None = None,
-    seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    backend: str, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout, scale: float | None = None, seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of `ring_attention_by_backend` from its inputs and results, without an autograd graph.
 
     Args:

@@ -56,13 +56,9 @@ def context_parallel_shard(
 @renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
-    mesh: Mesh,
-    buffers: Sequence[torch.Tensor],
-    buffer_seq_dims: Sequence[int],
-    layout: Layout | None = None,
-    *,
+    mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None, *,
     grad: Literal["replicated", "partial"] = "replicated",
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Whole tensors, on every rank, from the ranks' shards: the inverse of `context_parallel_shard`.
 
     Args:
@@ -99,13 +95,9 @@ def context_parallel_unshard(
 
 
 def local_positions(
-    mesh: Mesh,
-    seq_len: int,
-    layout: Layout | None = None,
-    *,
-    batch_size: int | None = None,
+    mesh: Mesh, seq_len: int, layout: Layout | None = None, *, batch_size: int | None = None,
     device: torch.device | str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Global positions of this rank's tokens, for position ids and RoPE.
 
     Args:

@@ -19,27 +19,12 @@ Window = tuple[int | None, int | None]
 
 @renamed_keywords(window="window_size")
 def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    cu_seqlens: Any,
-    cu_seqlens_k: Any = None,
-    is_causal: bool = False,
-    window_size: Window = (-1, -1),
-    within: Mask | None = None,
-    method: str = "auto",
-    dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
+    is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, layout: Layout | None = None,
+    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
+    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
     Every rank passes its tokens and gets, for each, softmax(scale q k^T + mask) v over its document, as

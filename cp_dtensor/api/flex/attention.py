@@ -28,22 +28,11 @@ ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 
 def context_parallel_flex_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    layout: Layout | None = None,
-    seq_len: int | tuple[int, int] | None = None,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    compiled: bool = False,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None, return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlexAttention of a sequence that is sharded over the ranks of `mesh`.
 
     Every rank passes its shard and gets its rows of `flex_attention` of the whole sequence. The ranks gather K/V;
@@ -270,12 +259,9 @@ def _call_spec_token(mesh: Mesh, layout: Any, debug: bool) -> str:
 
 
 def block_mask_of_rows(
-    whole: BlockMask,
-    tables: Tables,
-    lengths: tuple[int, int],
-    positions: torch.Tensor,
+    whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor,
     kv_total: torch.Tensor | None = None,
-) -> BlockMask:
+) -> BlockMask:  # fmt: skip
     """The block mask of local rows.
 
     Args:

@@ -23,18 +23,10 @@ from cp_dtensor.api.interception import SharedInstallation
 
 
 def _flex_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
     return_aux: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """FlexAttention of this rank's shards; torch's own outside of contexts."""
     token = _context_token()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
