@@ -28,8 +28,8 @@ from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensor
 from cp_dtensor.spec.masks import Mask
 
 CONTEXT_STATE = "cp_dtensor_context"
-LOCAL_STRETCH = "cp_dtensor_local_sdpa"
-"""Key of the thread state of `local_sdpa`; its `context` is the one in which it was entered."""
+LOCAL_SDPA = "cp_dtensor_local_sdpa"
+"""Key of the thread state of `local_sdpa`: the active context on entry, and True if queries are shards."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
 """Key of the context that `ContextParallel` has entered around code which Dynamo captured outside of the context."""
 _AMBIGUOUS = (
@@ -56,8 +56,8 @@ class ActiveContext:
 
 def attends_alone(context: ActiveContext) -> bool:
     """True if `local_sdpa` is open in this context: each rank then attends to its own keys."""
-    stretch = _torch.get_thread_state(LOCAL_STRETCH)
-    return stretch is not None and stretch.context is context
+    state = _torch.get_thread_state(LOCAL_SDPA)
+    return state is not None and state[0] is context
 
 
 def innermost_context() -> ActiveContext | None:
