@@ -41,34 +41,25 @@ def varlen_attention(
         v: (U, Hkv, Dv), this rank's values.
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         cu_seqlens: ascending positions in the whole sequence, one more than documents, equal on every rank: document d
-            has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; a tensor on a GPU is read,
-            which waits for the GPU. Compiled code takes integers and is compiled for each list; where documents change
-            with every batch, call `F.scaled_dot_product_attention` inside of `context_parallel(mesh, mask=...)`.
+            has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; reading a tensor on a GPU
+            waits for the GPU. Compiled code takes integers and is compiled for each list; where documents change with
+            every batch, call `F.scaled_dot_product_attention` inside of `context_parallel(mesh, mask=...)`.
         cu_seqlens_k: those of the keys if they differ (cross-attention): queries of document d see keys of document d.
         is_causal: True: within a document, the last query sees all keys, the one before it all but the last, and so on
             ("bottom-right", which matters where a document has different numbers of queries and keys).
-        window_size: (left, right), the numbers of keys to the left and to the right of its own place that a query sees,
-            -1 or None for all of them; the last query of a document stands at its last key. With `is_causal`, right is
-            0. With (2, 0) a query sees its own place and two keys before it.
+        window_size: (left, right), the numbers of keys before and after its own position that a query sees, -1 or None
+            for all; the last query of a document is at its last key. With `is_causal`, right is 0. With (2, 0) a query
+            sees its own position and two keys before it.
         within: a mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`. A key is
             seen if it, `is_causal` and `window_size` all allow it.
-        method: "ring", "ulysses", "hybrid" or "auto", as for `context_parallel_attention`.
-        dropout_p: probability that a weight of the softmax is dropped, as there.
-        sinks: (H,), logits that count in the softmax denominator alone, as there.
-        scale: factor of the logits; None is 1 / sqrt(D).
-        layout: which rank owns which tokens of the whole sequence; None as there. `PerDocument(cu_seqlens)` and
-            `Balanced(...)` balance the work of documents.
-        rotate_method: how K/V travel in rings, as there.
-        deterministic: True: equal inputs give equal bits, as there.
-        return_lse: True also returns the log-sum-exp.
-        seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (what follows the last document is padding), or a
-            pair of those of queries and keys. If None, the ranks exchange their local lengths.
-        debug: True: the ranks exchange and compare everything that must agree, cu_seqlens too.
+        seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
+            a pair of those of queries and keys. If None, the ranks exchange their local lengths.
+        method, dropout_p, sinks, scale, layout, rotate_method, deterministic, return_lse, debug: as for
+            `context_parallel_attention`. The layouts `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of
+            documents.
 
     Returns:
-        out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), natural log of the softmax
-        denominator in float32 (float64 for float64 inputs), -inf (or the sink) for a query that sees no key; not
-        differentiable.
+        out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), as there.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
@@ -112,30 +103,24 @@ def heads_before_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views (..., H, S, D) of q, k and v (..., S, H, D), whose dim `rows` is S; H may be a multiple of k's heads.
 
-    The check by `attend` comes too late: its messages would name the dims of the views.
-
     Raises:
         TypeError: not tensors.
         ValueError: shapes that do not fit; the message has all three, or `expected_dims` if there are more or fewer.
     """
-    heads, width = rows + 1, rows + 2
+    heads, width = rows + 1, rows + 2  # `attend` would name the dims of the views
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == width + 1:
         raise ValueError(f"expected {expected_dims}; {received}")
+    is_multiple = k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0
+    same_rows = k.shape[rows:width] == v.shape[rows:width]
     for fits, expected in (
         (q.shape[:rows] == k.shape[:rows] == v.shape[:rows], "one batch size (dim 0) for q, k and v"),
-        (
-            k.shape[rows:width] == v.shape[rows:width],
-            f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k",
-        ),
+        (same_rows, f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k"),
         (q.size(width) == k.size(width), f"one head dim (dim {width}) for q and k"),
-        (
-            k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0,
-            f"query heads (dim {heads}) to be a multiple of key heads",
-        ),
+        (is_multiple, f"query heads (dim {heads}) to be a multiple of key heads"),
     ):
         if not fits:
             raise ValueError(f"expected {expected}; {received}")
@@ -157,21 +142,21 @@ def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
             f"{window_size!r}"
         )
     left, right = (None if end == -1 else end for end in window_size)
-    shown = SlidingWindow(left, right, "bottom_right")
+    window = SlidingWindow(left, right, "bottom_right")
     if is_causal:
         return Causal("bottom_right") if left is None else SlidingWindow(left, 0, "bottom_right")
-    return Full() if (left, right) == (None, None) else shown
+    return Full() if (left, right) == (None, None) else window
 
 
 def _mask_of_document(is_causal: bool, window_size: Window, within: Mask | None) -> Mask:
-    by_place = bottom_right_mask(is_causal, window_size)
+    window = bottom_right_mask(is_causal, window_size)
     if within is None:
-        return by_place
+        return window
     if not isinstance(within, Mask):
         raise TypeError(f"expected within to be a Mask such as PrefixLM(8), got {type(within).__name__}")
     if within.batch_size is not None:
         raise ValueError(f"expected within to be one mask for all documents, got one of {within.batch_size} batch rows")
-    return within if by_place == Full() else within & by_place
+    return within if window == Full() else within & window
 
 
 # varlen_attn in contexts
