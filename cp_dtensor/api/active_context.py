@@ -7,7 +7,6 @@ open is refused, since it may or may not belong to the context.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ def current_context() -> ActiveContext | None:
     """
     state = _torch.get_thread_state(CONTEXT_STATE)
     if state is None:
-        if unseen_contexts and _torch.in_autograd_thread():
+        if _unseen_contexts and _torch.in_autograd_thread():
             raise RuntimeError(_AMBIGUOUS)
         return None
     context, entered_in = state
@@ -133,11 +132,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
 
 
 def checked_context_sinks(sinks: Any) -> torch.Tensor:
-    """The sinks of a context, as far as they can be checked without queries.
-
-    Raises:
-        TypeError, ValueError: not a plain floating tensor of one dim.
-    """
+    """The sinks of a context, checked as far as possible without queries: a plain floating tensor of one dim."""
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
     refuse_dtensors(sinks=sinks)
@@ -149,22 +144,14 @@ def checked_context_sinks(sinks: Any) -> torch.Tensor:
 
 
 def checked_deterministic(deterministic: Any) -> bool:
-    """A flag.
-
-    Raises:
-        TypeError: not a bool.
-    """
+    """Returns `deterministic`, which must be a bool."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
     return deterministic
 
 
 def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
-    """Refuses attention that cannot have the sinks of its context.
-
-    Raises:
-        NotImplementedError: the context has sinks.
-    """
+    """Refuses `attention`, which cannot have sinks, in a context with sinks."""
     if context.sinks is not None:
         raise NotImplementedError(
             f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
@@ -173,45 +160,33 @@ def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
     """(..., S, D) as (B, H, S, D)."""
-    if tensor.dim() < 4:
-        return tensor[(None,) * (4 - tensor.dim())]
-    return tensor.flatten(0, -4)
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
 
 
 def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
     """The mask (..., S, T) for queries of (B, H, S, D)."""
     if call.attn_mask is None or call.q.dim() <= 4:
         return call.attn_mask
-    lead = call.q.shape[:-3]
     if call.attn_mask.dim() > call.q.dim():
         raise ValueError(
             f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
         )
     mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
-    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+    return mask.expand(*call.q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
 
 
-class _UnseenContexts:
-    """Number of open contexts of threads other than the main one, whose state autograd's threads cannot read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-
-    def __bool__(self) -> bool:
-        return self._open > 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Counts a context while open, if this is such a thread."""
-        unseen = not _torch.in_main_thread() and not _torch.in_autograd_thread()
-        with self._lock:
-            self._open += unseen
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= unseen
+_unseen_contexts: list[ActiveContext] = []
+"""Open contexts of threads other than the main one, whose state autograd's threads cannot read."""
 
 
-unseen_contexts = _UnseenContexts()
+@contextmanager
+def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
+    """Lists a context while open, if this is such a thread."""
+    if _torch.in_main_thread() or _torch.in_autograd_thread():
+        yield
+        return
+    _unseen_contexts.append(context)
+    try:
+        yield
+    finally:
+        _unseen_contexts.remove(context)

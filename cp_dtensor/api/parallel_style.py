@@ -49,9 +49,8 @@ class ContextParallel(ParallelStyle):
     activation checkpointing, after any context, in any thread. It does not shard inputs: pass shards, for example of
     `context_parallel_shard`. A DTensor sharded along the sequence has local parts in the layout `Contiguous()`.
 
-    `copy.deepcopy` copies the module. (`copy.copy` does not: the copy computes with the parameters of the original, as
-    with any module whose `forward` is an instance attribute.) The module cannot be pickled. Its `state_dict` is
-    unchanged.
+    The module's `state_dict` is unchanged. Copy it by `copy.deepcopy`: after `copy.copy`, the copy computes with the
+    parameters of the original. It cannot be pickled.
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
@@ -61,15 +60,14 @@ class ContextParallel(ParallelStyle):
         layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
             these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
             `torch.utils.checkpoint` may run after that context.
-        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); None takes the process
-            default at the time of parallelize_module.
-        seq_len: global number of tokens, if it is always the same. It saves an exchange and checks nothing: on GPUs,
-            without it or for other lengths, the ranks exchange their local lengths in one small collective per call;
-            on CPUs they always do.
-        sinks: (H,), a logit of each of this rank's query heads that counts in the softmax denominator alone (see
-            `context_parallel_attention`). A tensor, or the name of the module's attribute that holds it, which is read
-            at each call: `sinks="sinks"` for `self.sinks = nn.Parameter(...)`. None takes the sinks of the context
-            around the call. Not in compiled code: call `context_parallel_attention(sinks=...)` there.
+        rotate_method: how K/V travel in rings (see `set_rotate_method`); None takes the process default at the time of
+            parallelize_module.
+        seq_len: global number of tokens, if it is always the same. It is not checked. On GPUs, without it or for other
+            lengths, the ranks exchange their local lengths in one small collective per call; on CPUs they always do.
+        sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
+            name of the module's attribute that is read at each call: `sinks="sinks"` for
+            `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
+            code: call `context_parallel_attention(sinks=...)` there.
         deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
         debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank.
 
@@ -97,7 +95,7 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         self._layout = layout
-        checked_layout(layout)
+        layout = checked_layout(layout)
         self._method = checked_method(method)
         self._mask = None if mask is None else checked_mask(mask, False)
         self._rotate_method = rotate_method
@@ -107,7 +105,7 @@ class ContextParallel(ParallelStyle):
         self._deterministic = checked_deterministic(deterministic)
         self._debug = debug
         if seq_len is not None:
-            refuse_other_lengths(checked_layout(layout), seq_len, "seq_len")
+            refuse_other_lengths(layout, seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _ContextForward):
@@ -120,7 +118,7 @@ class ContextParallel(ParallelStyle):
         )  # fmt: skip
         module.forward = _ContextForward(
             module, vars(module).get("forward"), replace(config, declared_lengths=self._lengths, mask=self._mask),
-            self._sinks, inherits_layout=self._layout is None, inherits_mask=self._mask is None,
+            self._sinks, {"layout": self._layout is None, "mask": self._mask is None},
         )  # fmt: skip
         return module
 
@@ -131,19 +129,18 @@ class _ContextForward:
     Args:
         replaced: the forward that the module had as an instance attribute, if any.
         sinks: a tensor, or the name of the module's attribute.
-        inherits_layout, inherits_mask: True if the context around a call decides.
+        inherits: `layout` and `mask`: True if the context around a call decides.
     """
 
     def __init__(
         self, module: nn.Module, replaced: Callable[..., Any] | None, config: AttentionConfig,
-        sinks: torch.Tensor | str | None, *, inherits_layout: bool, inherits_mask: bool,
+        sinks: torch.Tensor | str | None, inherits: dict[str, bool],
     ) -> None:  # fmt: skip
         self._module = module
         self._replaced = replaced
         self._context = ActiveContext(config)
         self._sinks = sinks
-        self._inherits_layout = inherits_layout
-        self._inherits_mask = inherits_mask
+        self._inherits = inherits
         self._token = self._context.ambient.token
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
@@ -153,8 +150,8 @@ class _ContextForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
-            has_sinks = self._sinks is not None
-            token = _token_in_trace(self._token, self._inherits_layout, self._inherits_mask, has_sinks)
+            inherits = self._inherits
+            token = _token_in_trace(self._token, inherits["layout"], inherits["mask"], self._sinks is not None)
             if not token:
                 return forward(*args, **kwargs)
             # Code is compiled for the token; the context is entered when the captured forward is traced further.
@@ -167,9 +164,7 @@ class _ContextForward:
 
     def _context_of_call(self) -> ActiveContext:
         context = self._context
-        config = with_inherited(
-            "ContextParallel", context.settings, layout=self._inherits_layout, mask=self._inherits_mask
-        )
+        config = with_inherited("ContextParallel", context.settings, **self._inherits)
         if config is not context.settings:  # compiled code inside looks up what is inherited
             context = ActiveContext(replace(config, lengths_vary=True))
         sinks = self._sinks
@@ -192,8 +187,7 @@ class _ContextForward:
         # The configuration is shared: it holds process groups and no tensors.
         return _ContextForward(
             copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.settings,
-            copy.deepcopy(self._sinks, memo),
-            inherits_layout=self._inherits_layout, inherits_mask=self._inherits_mask,
+            copy.deepcopy(self._sinks, memo), self._inherits,
         )  # fmt: skip
 
 
@@ -237,5 +231,5 @@ def _run_in_context(context: ActiveContext, function: Callable[..., Any], *args:
 @_torch.never_compiled
 def _run_captured(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `_run_in_context`, for code that Dynamo captured outside of the context."""
-    with entered(context), _torch.thread_state(CAPTURED_BEFORE, context):
-        return function(*args, **kwargs)
+    with _torch.thread_state(CAPTURED_BEFORE, context):
+        return _run_in_context(context, function, *args, **kwargs)

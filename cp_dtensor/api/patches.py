@@ -22,9 +22,9 @@ from cp_dtensor.api.active_context import (
     attends_alone,
     current_context,
     innermost_context,
+    listed_if_unseen,
     sdpa_in_context,
     sdpa_of_shards,
-    unseen_contexts,
 )
 from cp_dtensor.api.buffers import is_shard_now
 from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
@@ -43,7 +43,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
     """
     with ExitStack() as stack:  # takes everything back if a part fails
         stack.enter_context(_installation.held())
-        stack.enter_context(unseen_contexts.counted())
+        stack.enter_context(listed_if_unseen(context))
         for buffer in context.buffers:
             stack.enter_context(buffer.in_place())
         entered_in = _torch.current_backward()

@@ -139,7 +139,7 @@ def test_buffers_are_sharded_on_entry_with_what_they_hold_then() -> None:
 def test_entering_twice_is_refused_and_the_first_entry_goes_on() -> None:
     def body(rank: int) -> None:
         tokens = torch.arange(8)
-        context = context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0], seq_lens=[Q.size(2)])
+        context = context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0], seq_len=Q.size(2))
         with context:
             with pytest.raises(RuntimeError, match="already entered"), context:
                 pytest.fail("entered")
@@ -155,7 +155,7 @@ def test_the_mesh_may_be_bound_beforehand_and_decorate_functions() -> None:
         tokens = torch.arange(8)
         context = functools.partial(context_parallel, mesh=init_device_mesh("cpu", (2,)))
 
-        @context(buffers=[tokens], buffer_seq_dims=[0], seq_lens=[Q.size(2)], layout=Contiguous())
+        @context(buffers=[tokens], buffer_seq_dims=[0], seq_len=Q.size(2), layout=Contiguous())
         def step() -> list[int]:
             assert_ring(Contiguous(), rank, 2)
             return tokens.tolist()

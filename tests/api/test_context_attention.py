@@ -145,7 +145,7 @@ def test_autocast_casts_as_for_plain_sdpa() -> None:
 # With some pairs of lengths, some ranks own as many tokens of the one as of the other, and other ranks do not.
 @pytest.mark.parametrize("buffer_length", range(6, 13))
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped()], ids=repr)
-@pytest.mark.parametrize("options", [{"seq_lens": [9]}, {"debug": True}], ids=["announced", "exchanged"])
+@pytest.mark.parametrize("options", [{"seq_len": 9}, {"debug": True}], ids=["announced", "exchanged"])
 def test_attention_over_a_length_that_no_buffer_has(options: Any, layout: Any, buffer_length: int) -> None:
     problem = Problem(q_len=9, kv_len=9, is_causal=True)
     whole = problem.draw(0)
