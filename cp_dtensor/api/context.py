@@ -159,7 +159,7 @@ class context_parallel(ContextDecorator):
             )
         if self._settings.debug:
             refuse_different_buffers(self._buffers, self._settings.ranks)
-        lengths = tuple(sorted({*self._seq_len, *(buffer.length for buffer in self._buffers)}))
+        lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)

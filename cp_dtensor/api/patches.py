@@ -171,10 +171,7 @@ def _local_sdpa(call: SdpaArguments) -> torch.Tensor | None:
             "is_causal is not supported between sharded queries and keys that every rank has whole: got "
             "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
         )
-    return _torch.original_sdpa(
-        call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal,
-        scale=call.scale, enable_gqa=call.enable_gqa,
-    )  # fmt: skip
+    return call.attend_by_torch()
 
 
 def _bound_to_local_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
