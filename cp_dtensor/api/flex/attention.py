@@ -40,8 +40,8 @@ def context_parallel_flex_attention(
     sequence: functions of global positions, which may capture whole tensors, the same on every rank. The gradient of a
     tensor that `score_mod` captures is a share; the sum of the shares of all ranks is the gradient.
 
-    It can be called in functions that `torch.compile` compiles, also with `fullgraph=True`. Inside `context_parallel`,
-    `flex_attention` itself computes the same.
+    `torch.compile` takes it, also with `fullgraph=True`. Inside `context_parallel`, `flex_attention` itself computes
+    the same.
 
     Args:
         q: (B, H, S, D), this rank's queries in `layout` order; S may differ between ranks, and be 0.
@@ -51,16 +51,10 @@ def context_parallel_flex_attention(
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)` changes a scaled logit; positions are global.
         block_mask: `create_block_mask(mask_mod, B, H, global S, global T)` with any block size, where B and H may be
             None; None lets every query see every key. The block mask of local rows is cached as long as it exists.
-        scale: factor of the logits, 1 / sqrt(D) if None.
-        enable_gqa: True to allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
-        layout: which rank owns which tokens, `HeadTail()` if None.
-        seq_len: the global number of tokens, or a pair of the numbers of queries and keys. If None, the ranks exchange
-            their local lengths in one small collective (on the host where the groups have a CPU backend).
-        return_lse: True to also return the log-sum-exp.
+        scale, enable_gqa, layout, seq_len, return_lse, debug: as for `context_parallel_attention`.
         kernel_options: as `flex_attention` takes them.
-        compiled: True to call `torch.compile(flex_attention)`, which makes one kernel; uncompiled, FlexAttention holds
+        compiled: True: call `torch.compile(flex_attention)`, which makes one kernel; uncompiled, FlexAttention holds
             the logits of all local queries and global keys in memory.
-        debug: True to let the ranks exchange and compare everything that must agree; a disagreement names the rank.
 
     Returns:
         out: (B, H, S, Dv). With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator, -inf for a
@@ -108,7 +102,7 @@ class FlexCall(NamedTuple):
     attention: Callable[..., Any]
     """FlexAttention of whole tensors."""
     options: dict[str, Any]
-    """Its other arguments."""
+    """Other arguments of `attention`."""
 
     def check(self) -> None:
         """Refuses arguments that do not fit, as far as one rank can find out by itself."""
@@ -118,10 +112,8 @@ class FlexCall(NamedTuple):
         if not isinstance(self.block_mask, BlockMask):
             raise TypeError(f"expected block_mask to be a BlockMask or None, got {type(self.block_mask).__name__}")
         if self.block_mask.kv_indices.device != self.q.device:
-            raise ValueError(
-                f"expected the block mask on the device of q, {self.q.device}, got one on "
-                f"{self.block_mask.kv_indices.device}"
-            )
+            device = self.block_mask.kv_indices.device
+            raise ValueError(f"expected the block mask on the device of q, {self.q.device}, got one on {device}")
 
     def attend(
         self, k: torch.Tensor, v: torch.Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
@@ -159,7 +151,6 @@ def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int
 
     Args:
         call: local q, k and v; score and mask of the whole sequence.
-        settings: of the call.
         lengths: global numbers of queries and keys, if the caller passed them.
     """
     call.check()
@@ -235,12 +226,8 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
 
 def _mask_of_one_block(q: torch.Tensor) -> BlockMask:
     """A mask of a single partial block, which fits every length."""
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, 1, dtype=torch.int32, device=q.device),
-        torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=q.device),
-        BLOCK_SIZE=_torch.WHOLE_BLOCK,
-        seq_lengths=(1, 1),
-    )
+    counts, indices = q.new_ones(1, 1, 1, dtype=torch.int32), q.new_zeros(1, 1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=_torch.WHOLE_BLOCK, seq_lengths=(1, 1))
 
 
 @lru_cache(maxsize=1)
@@ -266,7 +253,7 @@ def block_mask_of_rows(
 
     Args:
         whole: the block mask of the whole sequence.
-        tables: the tables of the local rows.
+        tables: those of the local rows.
         lengths: numbers of local queries and gathered keys.
         positions: global positions of the local rows, (rows,) or (batch, rows).
         kv_total: (1,), the global number of keys, if more may have been gathered.
