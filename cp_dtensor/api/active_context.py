@@ -119,7 +119,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
     if _torch.is_traced(call.q):
-        refuse_sinks(context, "scaled_dot_product_attention in compiled code", "context_parallel_attention")
+        refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
     else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.settings)
     q, k, v = (_four_dims(tensor) for tensor in (call.q, call.k, call.v))
@@ -150,9 +150,9 @@ def checked_deterministic(deterministic: Any) -> bool:
     return deterministic
 
 
-def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
-    """Refuses `attention`, which cannot have sinks, in a context with sinks."""
-    if context.sinks is not None:
+def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
+    """Refuses `attention`, which cannot have the sinks of its context; `function` can."""
+    if has_sinks:
         raise NotImplementedError(
             f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ContextDecorator, ExitStack
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -97,21 +97,12 @@ class context_parallel(ContextDecorator):
 
     @renamed_keywords(seq_lens="seq_len")
     def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        buffers: Sequence[torch.Tensor] | None = None,
-        buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Collection[torch.Tensor] | None = None,
-        method: str = "auto",
-        mask: Mask | None = None,
-        layout: Layout | None = None,
-        rotate_method: str | None = None,
-        seq_len: int | tuple[int, ...] | None = None,
-        sinks: torch.Tensor | None = None,
-        deterministic: bool = False,
+        self, mesh: Mesh, *, buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
+        method: str = "auto", mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
+        seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
         debug: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         checked_deterministic(deterministic)
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
         settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
@@ -132,7 +123,7 @@ class context_parallel(ContextDecorator):
         self._seq_len = tuple(checked_length(length) for length in lengths)
         for length in self._seq_len:
             refuse_other_lengths(layout, length, "seq_len")
-        self._open: tuple[ExitStack, ActiveContext] | None = None
+        self._open: tuple[AbstractContextManager[None], ActiveContext] | None = None
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
@@ -164,9 +155,9 @@ class context_parallel(ContextDecorator):
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
         context = ActiveContext(settings, tuple(map(InPlaceShard, self._buffers)), self._sinks)
-        stack = ExitStack()
-        stack.enter_context(entered(context))
-        self._open = stack, context
+        manager = entered(context)
+        manager.__enter__()
+        self._open = manager, context
         self._entered_before = True
 
     def __exit__(
@@ -174,13 +165,13 @@ class context_parallel(ContextDecorator):
     ) -> None:
         if self._open is None:
             raise RuntimeError("this context_parallel is not entered")
-        stack, context = self._open
+        manager, context = self._open
         if innermost_context() is not context:
             raise RuntimeError(
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
         self._open = None
-        stack.__exit__(kind, error, trace)
+        manager.__exit__(kind, error, trace)
 
 
 def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:

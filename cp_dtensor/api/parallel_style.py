@@ -23,7 +23,7 @@ from cp_dtensor.api.active_context import (
     innermost_context,
     refuse_sinks,
 )
-from cp_dtensor.api.flex.frontend import flex_redirection
+from cp_dtensor.api.flex.attention import flex_redirection
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.groups import SequenceRanks
@@ -82,28 +82,22 @@ class ContextParallel(ParallelStyle):
     """
 
     def __init__(
-        self,
-        *,
-        method: str = "auto",
-        mask: Mask | None = None,
-        layout: Layout | None = None,
-        rotate_method: str | None = None,
-        seq_len: int | None = None,
-        sinks: torch.Tensor | str | None = None,
-        deterministic: bool = False,
-        debug: bool = False,
-    ) -> None:
+        self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
+        rotate_method: str | None = None, seq_len: int | None = None, sinks: torch.Tensor | str | None = None,
+        deterministic: bool = False, debug: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._layout = layout
+        # Arguments are checked here, although there is no mesh yet.
+        self._config_of = functools.partial(
+            AttentionConfig.of, method=checked_method(method), layout=layout, rotate_method=rotate_method, debug=debug,
+            deterministic=checked_deterministic(deterministic),
+        )  # fmt: skip
+        self._inherits = {"layout": layout is None, "mask": mask is None}
         layout = checked_layout(layout)
-        self._method = checked_method(method)
         self._mask = None if mask is None else checked_mask(mask, False)
-        self._rotate_method = rotate_method
-        transport_by_name(rotate_method)  # refuses unknown names before there is a mesh
+        transport_by_name(rotate_method)
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
-        self._deterministic = checked_deterministic(deterministic)
-        self._debug = debug
         if seq_len is not None:
             refuse_other_lengths(layout, seq_len, "seq_len")
 
@@ -112,14 +106,8 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
             raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
-        config = AttentionConfig.of(
-            device_mesh, self._method, self._layout, self._rotate_method,
-            debug=self._debug, deterministic=self._deterministic,
-        )  # fmt: skip
-        module.forward = _ContextForward(
-            module, vars(module).get("forward"), replace(config, declared_lengths=self._lengths, mask=self._mask),
-            self._sinks, {"layout": self._layout is None, "mask": self._mask is None},
-        )  # fmt: skip
+        config = replace(self._config_of(device_mesh), declared_lengths=self._lengths, mask=self._mask)
+        module.forward = _ContextForward(module, vars(module).get("forward"), config, self._sinks, self._inherits)
         return module
 
 
@@ -206,10 +194,8 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
     call_spec = call_spec_of(token)
     assert isinstance(call_spec, ShardCallSpec)
     config = call_spec.settings()
-    sinks = torch.zeros(0) if has_sinks else _inherited_sinks(config.ranks)
-    refuse_sinks(
-        ActiveContext(config, sinks=sinks), "a compiled module with ContextParallel", "context_parallel_attention"
-    )
+    has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
+    refuse_sinks(has_sinks, "a compiled module with ContextParallel")
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
     call_spec = ShardCallSpec.of(config)
     return "" if call_spec.finds_mask else token_of(call_spec)

@@ -28,7 +28,7 @@ from cp_dtensor.api.active_context import (
 )
 from cp_dtensor.api.buffers import is_shard_now
 from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
-from cp_dtensor.api.flex.frontend import flex_redirection
+from cp_dtensor.api.flex.attention import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG

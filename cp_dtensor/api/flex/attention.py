@@ -8,13 +8,29 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from cp_dtensor import _torch
+from cp_dtensor.api.active_context import (
+    CAPTURED_BEFORE,
+    attends_alone,
+    current_context,
+    innermost_context,
+    refuse_sinks,
+)
 from cp_dtensor.api.flex.block_mask import FULL, PARTIAL, LocalRows, Tables, cached_tables, mask_lengths
-from cp_dtensor.api.flex.custom_ops import check_mask_lengths, layout_is_found, traced_tables, world_size
+from cp_dtensor.api.flex.custom_ops import (
+    check_context_mask,
+    check_mask_lengths,
+    layout_is_found,
+    shard_call_spec,
+    traced_tables,
+    world_size,
+)
 from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
+from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.compiled_spec import ShardCallSpec, made_of, parts_of, token_of
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
@@ -81,11 +97,11 @@ def context_parallel_flex_attention(
         {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None},
     )  # fmt: skip
     if traced:
-        result = traced_flex(call, _call_spec_token(mesh, parts_of(layout), debug), lengths)
+        result = _traced_flex(call, _call_spec_token(mesh, parts_of(layout), debug), lengths)
     else:
         settings = AttentionConfig.of(mesh, "auto", layout, None, debug=debug)
         settings = with_inherited("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
-        result = flex_of_shards(call, settings, lengths)
+        result = _flex_of_shards(call, settings, lengths)
     return (result[0], result[1].lse) if return_lse else result
 
 
@@ -146,7 +162,7 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "kernel_options": others or None}
 
 
-def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
+def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
     """This rank's rows of `call.attention` of the whole sequence.
 
     Args:
@@ -181,8 +197,8 @@ def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int
     return call.attend(keys, values, _local_score_mod(call.score_mod, positions, None), mask)
 
 
-def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = None) -> Any:
-    """`flex_of_shards` in a program that is being captured; `token` encodes the settings.
+def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = None) -> Any:
+    """`_flex_of_shards` in a program that is being captured; `token` encodes the settings.
 
     Sizes are constants of the program, which is compiled for each. Where neither the caller nor a mask has the global
     lengths, they are known at run time only: K/V have room for the longest sequence that fits the local lengths, and
@@ -296,3 +312,74 @@ def _position(positions: torch.Tensor, b: torch.Tensor, q: torch.Tensor) -> torc
 def _existing(kv: torch.Tensor, kv_total: torch.Tensor | None) -> torch.Tensor:
     """The position of a key; 0 after the last one, since functions may index tensors by it."""
     return kv if kv_total is None else torch.where(kv < kv_total[0], kv, 0)
+
+
+# flex_attention in contexts
+
+
+def _flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
+    return_aux: Any = None,
+) -> Any:  # fmt: skip
+    """FlexAttention of this rank's shards; torch's own outside of contexts."""
+    token = _context_token()
+    options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
+    call = FlexCall(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, _torch.original_flex_attention, options
+    )
+    if not token or query.is_meta:
+        return call.attend(key, value, score_mod, block_mask)
+    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
+        raise NotImplementedError(
+            "FlexAttention takes plain tensors inside context_parallel, this rank's shards; got nested tensors or "
+            "DTensors"
+        )
+    if _torch.is_traced(query):
+        return _traced_flex(call, token)
+    context = current_context()
+    assert context is not None
+    return _flex_of_shards(call, context.settings)
+
+
+@_torch.constant_in_trace
+def _context_token() -> str:
+    """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
+    of_module = _torch.traced_scope()
+    if of_module is not None:
+        check_context_mask(shard_call_spec(of_module).settings().mask)
+        return of_module
+    context = current_context()
+    if context is None:
+        return ""
+    check_context_mask(context.settings.mask)
+    refuse_sinks(context.sinks is not None, "FlexAttention")
+    if attends_alone(context):
+        raise NotImplementedError(
+            "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
+            "F.scaled_dot_product_attention"
+        )
+    return context.ambient.token
+
+
+def _check_captured() -> None:
+    """Refuses FlexAttention of local shards in captured code that is run or traced further inside a context."""
+    context = innermost_context()
+    if context is None:
+        return
+    if not _torch.FLEX_ATTENTION_IS_KNOWN:
+        raise NotImplementedError(
+            f"FlexAttention of torch {torch.__version__} is not supported inside context_parallel: its parameters "
+            "differ from those of the supported versions"
+        )
+    if _torch.get_thread_state(CAPTURED_BEFORE) is context and not _torch.flex_attention_is_redirected():
+        raise NotImplementedError(
+            "a compiled module with ContextParallel calls FlexAttention, whose code another package has replaced: it "
+            "would attend to the local shard only. Call context_parallel_flex_attention instead"
+        )
+
+
+flex_redirection = SharedInstallation(
+    lambda: [_torch.flex_attention_redirected(_flex_attention), _torch.captured_flex_attention_checked(_check_captured)]
+)
+"""Redirects FlexAttention: held by open contexts and by modules with `ContextParallel`."""
