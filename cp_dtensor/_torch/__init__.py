@@ -64,8 +64,8 @@ from cp_dtensor._torch.sdpa import (
     FUSED_SDPA_OPS,
     math_sdpa,
     original_sdpa,
-    override_sdpa,
     sdpa_backend_enabled,
+    sdpa_overridden,
     user_sdpa_priority,
 )
 from cp_dtensor._torch.tensors import (

@@ -103,7 +103,7 @@ class _Interceptors:
         self._lock = threading.Lock()
         self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
         self._in_turn: tuple[Interceptor, ...] = ()  # each one once
-        self._installation = SharedInstallation(lambda: [self._overridden_sdpa()])
+        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self._kernel, self._kernel_under_vmap)])
 
     @contextmanager
     def entered(self, interceptor: Interceptor) -> Iterator[None]:
@@ -120,14 +120,6 @@ class _Interceptors:
 
     def _set(self, entered: tuple[Interceptor, ...]) -> None:
         self._entered, self._in_turn = entered, tuple(dict.fromkeys(entered))
-
-    @contextmanager
-    def _overridden_sdpa(self) -> Iterator[None]:
-        take_back = _torch.override_sdpa(self._kernel, self._kernel_under_vmap)
-        try:
-            yield
-        finally:
-            take_back()
 
     def _kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,

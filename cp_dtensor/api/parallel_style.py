@@ -24,11 +24,12 @@ from cp_dtensor.api.active_context import (
     refuse_sinks,
 )
 from cp_dtensor.api.flex.attention import flex_redirection
+from cp_dtensor.api.flex.custom_ops import shard_call_spec
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import ShardCallSpec, call_spec_of, token_of
+from cp_dtensor.engine.compiled_spec import ShardCallSpec, token_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import (
     Mesh,
@@ -191,9 +192,7 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 @_torch.constant_in_trace
 def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
-    call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
-    config = call_spec.settings()
+    config = shard_call_spec(token).settings()
     has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
     refuse_sinks(has_sinks, "a compiled module with ContextParallel")
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
@@ -203,9 +202,7 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a context of the configuration that `token` stands for."""
-    call_spec = call_spec_of(token)
-    assert isinstance(call_spec, ShardCallSpec)
-    return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)
+    return functools.partial(_run_captured, ActiveContext(shard_call_spec(token).settings()), function)
 
 
 @_torch.never_compiled
