@@ -32,7 +32,7 @@ LOCAL_SDPA = "cp_dtensor_local_sdpa"
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
 """Key of the context that `ContextParallel` has entered around code which Dynamo captured outside of the context."""
 _AMBIGUOUS = (
-    "attention was called in a backward while a context_parallel context is open around it, and it cannot be told "
+    "attention was called in a backward while a context_parallel context is open around it, and it is ambiguous "
     "whether the call belongs to the context: checkpoint with torch.utils.checkpoint inside of the context, or use the "
     "module form, parallelize_module(attention, mesh, ContextParallel()), which is right at any time"
 )

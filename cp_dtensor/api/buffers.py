@@ -46,9 +46,8 @@ def is_shard_now(tensor: torch.Tensor) -> bool:
 class InPlaceShard:
     """A buffer's shard, which takes the place of the whole tensor while a context is open.
 
-    Two tensor objects exchange identities: code that holds the buffer sees the shard, and tensors that autograd has
-    saved meanwhile stay what they were, so that backward may run after the buffer has been restored. Nothing is copied
-    to restore it.
+    Two tensor objects exchange identities: code that holds the buffer sees the shard, and tensors that autograd saves
+    meanwhile do not change, so that backward may run after the buffer has been restored. Restoring copies nothing.
     """
 
     def __init__(self, buffer: Buffer) -> None:

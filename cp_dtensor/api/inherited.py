@@ -80,7 +80,7 @@ def _context_config(owner: str, ranks: SequenceRanks, *, layout: bool, mask: boo
     if (layout and around.layout != HeadTail()) or (mask and around.mask not in (None, Full())):
         raise RuntimeError(
             f"{owner} was called in a backward inside of a context over the same ranks, without "
-            f"{'layout' if layout else 'mask'}=, and it cannot be told whether the call belongs to the context: pass "
+            f"{'layout' if layout else 'mask'}=, and it is ambiguous whether the call belongs to the context: pass "
             "layout= and mask= (Full() for none), or checkpoint with torch.utils.checkpoint inside of the context"
         )
     return None

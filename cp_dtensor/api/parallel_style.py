@@ -113,7 +113,7 @@ class ContextParallel(ParallelStyle):
 
 
 class _ContextForward:
-    """A module's forward in a context of its own. An object, not a closure, so that a copy of the module has its own.
+    """Forward of a module in a context; an object, not a closure, so that a copy of the module has its own.
 
     Args:
         replaced: the forward that the module had as an instance attribute, if any.

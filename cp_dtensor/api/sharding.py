@@ -34,7 +34,7 @@ def context_parallel_shard(
             is over these ranks, else `HeadTail()`. With `MirroredBatch`, dim 0 is the batch.
 
     Returns:
-        new tensors, in local order. Differentiable: a rank's gradient of the whole tensor is zero outside of its own
+        new tensors, in local order, differentiable: a rank's gradient of the whole tensor is zero outside of its own
         tokens, so that the sum over ranks is the gradient.
 
     Raises:
@@ -82,8 +82,8 @@ def context_parallel_unshard(
     dims = checked_buffers(buffers, buffer_seq_dims, layout)
     if any(map(_torch.is_traced, buffers)):
         raise NotImplementedError(
-            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for what "
-            "the ranks exchange: call it outside of what is recorded"
+            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for the "
+            "exchange between ranks: call it outside of the recorded code"
         )
     return [
         _Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers")

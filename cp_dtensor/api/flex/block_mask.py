@@ -130,7 +130,7 @@ def longest_seq_len(layout: Layout, local: int, rank: int, world_size: int) -> i
 
 
 def cached(make: Callable[..., T], *key: Any) -> T:
-    """`make(*key)`, small tensors, from an LRU cache; what a graph capture does not find there, the graph computes."""
+    """`make(*key)`, small tensors, from an LRU cache; a graph that is being captured computes what is not there."""
     value = _cache.get((make, *key))
     if value is None:
         if capturing():
