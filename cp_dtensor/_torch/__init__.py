@@ -27,7 +27,7 @@ from cp_dtensor._torch.patches import (
     multihead_attention_ends_in_sdpa,
 )
 from cp_dtensor._torch.sdpa import (
-    FUSED_SDPA_OPS, SDPA_BACKENDS, enabled_sdpa_backends, math_sdpa, original_sdpa, override_sdpa, user_sdpa_priority,
+    FUSED_SDPA_OPS, SDPA_BACKENDS, enabled_sdpa_backends, math_sdpa, original_sdpa, sdpa_overridden, user_sdpa_priority,
     varlen_attn_overridden,
 )
 from cp_dtensor._torch.tensors import (

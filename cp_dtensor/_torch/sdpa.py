@@ -54,15 +54,15 @@ _SDPA_KEYS = (
 _VMAP_KEY = "FuncTorchVmapMode"
 
 
-def override_sdpa(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    """Registers kernels in torch's dispatcher that compute every scaled_dot_product_attention.
+@contextmanager
+def sdpa_overridden(
+    kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]
+) -> Iterator[None]:  # fmt: skip
+    """While open, kernels in torch's dispatcher compute every scaled_dot_product_attention.
 
     Args:
         kernel: for calls outside of torch.vmap.
         under_vmap: for calls inside of torch.vmap, even if none of their arguments is batched.
-
-    Returns:
-        A function that removes the override.
     """
     _suppress_override_warning()
     library = torch.library.Library("aten", "IMPL")
@@ -70,12 +70,11 @@ def override_sdpa(kernel: Callable[..., torch.Tensor], under_vmap: Callable[...,
         library.impl("scaled_dot_product_attention", kernel, key)
     library.impl("scaled_dot_product_attention", under_vmap, _VMAP_KEY)
     _SDPA._dispatch_cache.clear()  # of torch's dispatcher in Python, which traces
-
-    def remove() -> None:
+    try:
+        yield
+    finally:
         library._destroy()
         _SDPA._dispatch_cache.clear()
-
-    return remove
 
 
 @lru_cache(maxsize=1)

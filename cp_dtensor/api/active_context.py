@@ -7,7 +7,6 @@ open is refused, since it may or may not belong to the context.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +27,12 @@ from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensor
 from cp_dtensor.spec.masks import Mask
 
 CONTEXT_STATE = "cp_dtensor_context"
-LOCAL_STRETCH = "cp_dtensor_local_sdpa"
-"""Key of the thread state of `local_sdpa`; its `context` is the one in which it was entered."""
+LOCAL_SDPA = "cp_dtensor_local_sdpa"
+"""Key of the thread state of `local_sdpa`: the active context on entry, and True if queries are shards."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
 """Key of the context that `ContextParallel` has entered around code which Dynamo captured outside of the context."""
 _AMBIGUOUS = (
-    "attention was called in a backward while a context_parallel context is open around it, and it cannot be told "
+    "attention was called in a backward while a context_parallel context is open around it, and it is ambiguous "
     "whether the call belongs to the context: checkpoint with torch.utils.checkpoint inside of the context, or use the "
     "module form, parallelize_module(attention, mesh, ContextParallel()), which is right at any time"
 )
@@ -56,8 +55,8 @@ class ActiveContext:
 
 def attends_alone(context: ActiveContext) -> bool:
     """True if `local_sdpa` is open in this context: each rank then attends to its own keys."""
-    stretch = _torch.get_thread_state(LOCAL_STRETCH)
-    return stretch is not None and stretch.context is context
+    state = _torch.get_thread_state(LOCAL_SDPA)
+    return state is not None and state[0] is context
 
 
 def innermost_context() -> ActiveContext | None:
@@ -75,7 +74,7 @@ def current_context() -> ActiveContext | None:
     """
     state = _torch.get_thread_state(CONTEXT_STATE)
     if state is None:
-        if unseen_contexts and _torch.in_autograd_thread():
+        if _unseen_contexts and _torch.in_autograd_thread():
             raise RuntimeError(_AMBIGUOUS)
         return None
     context, entered_in = state
@@ -127,7 +126,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
     if _torch.is_traced(call.q):
-        refuse_sinks(context, "scaled_dot_product_attention in compiled code", "context_parallel_attention")
+        refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
     else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.settings)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
@@ -140,11 +139,7 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
 
 
 def checked_context_sinks(sinks: Any) -> torch.Tensor:
-    """The sinks of a context, as far as they can be checked without queries.
-
-    Raises:
-        TypeError, ValueError: not a plain floating tensor of one dim.
-    """
+    """The sinks of a context, checked as far as possible without queries: a plain floating tensor of one dim."""
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
     refuse_dtensors(sinks=sinks)
@@ -156,23 +151,15 @@ def checked_context_sinks(sinks: Any) -> torch.Tensor:
 
 
 def checked_deterministic(deterministic: Any) -> bool:
-    """A flag.
-
-    Raises:
-        TypeError: not a bool.
-    """
+    """Returns `deterministic`, which must be a bool."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
     return deterministic
 
 
-def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
-    """Refuses attention that cannot have the sinks of its context.
-
-    Raises:
-        NotImplementedError: the context has sinks.
-    """
-    if context.sinks is not None:
+def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
+    """Refuses `attention`, which cannot have the sinks of its context; `function` can."""
+    if has_sinks:
         raise NotImplementedError(
             f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
         )
@@ -180,45 +167,33 @@ def refuse_sinks(context: ActiveContext, attention: str, function: str) -> None:
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
     """(..., S, D) as (B, H, S, D)."""
-    if tensor.dim() < 4:
-        return tensor[(None,) * (4 - tensor.dim())]
-    return tensor.flatten(0, -4)
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
 
 
 def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
     """The mask (..., S, T) for queries of (B, H, S, D)."""
     if call.attn_mask is None or call.q.dim() <= 4:
         return call.attn_mask
-    lead = call.q.shape[:-3]
     if call.attn_mask.dim() > call.q.dim():
         raise ValueError(
             f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
         )
     mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
-    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+    return mask.expand(*call.q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
 
 
-class _UnseenContexts:
-    """Number of open contexts of threads other than the main one, whose state autograd's threads cannot read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-
-    def __bool__(self) -> bool:
-        return self._open > 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Counts a context while open, if this is such a thread."""
-        unseen = not _torch.in_main_thread() and not _torch.in_autograd_thread()
-        with self._lock:
-            self._open += unseen
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= unseen
+_unseen_contexts: list[ActiveContext] = []
+"""Open contexts of threads other than the main one, whose state autograd's threads cannot read."""
 
 
-unseen_contexts = _UnseenContexts()
+@contextmanager
+def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
+    """Lists a context while open, if this is such a thread."""
+    if _torch.in_main_thread() or _torch.in_autograd_thread():
+        yield
+        return
+    _unseen_contexts.append(context)
+    try:
+        yield
+    finally:
+        _unseen_contexts.remove(context)

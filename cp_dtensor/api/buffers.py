@@ -30,67 +30,34 @@ class Buffer:
     ranks: SequenceRanks
     restore: bool
 
-    @property
-    def length(self) -> int:
-        """Global number of tokens, while the tensor is whole."""
-        return self.tensor.size(self.dim)
 
-
-class _Sharded:
-    """By the id of a tensor: its open shards, the innermost last, and shards whose gradients are not delivered yet."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._shards: dict[int, list[InPlaceShard]] = {}
-        self._late: dict[int, list[tuple[InPlaceShard, torch.Tensor]]] = {}
-
-    def shards_of(self, tensor: torch.Tensor) -> tuple[InPlaceShard, ...]:
-        return tuple(self._shards.get(id(tensor), ()))
-
-    def push(self, tensor: torch.Tensor, shard: InPlaceShard) -> None:
-        self._shards.setdefault(id(tensor), []).append(shard)
-
-    def pop(self, tensor: torch.Tensor) -> None:
-        self._shards[id(tensor)].pop()
-        if not self._shards[id(tensor)]:
-            del self._shards[id(tensor)]
-
-    def add_late(self, tensor: torch.Tensor, shard: InPlaceShard, local: torch.Tensor) -> None:
-        self._late.setdefault(id(tensor), []).append((shard, local))
-
-    def pop_late(self, tensor: torch.Tensor) -> list[tuple[InPlaceShard, torch.Tensor]]:
-        return self._late.pop(id(tensor), [])
-
-
-_sharded = _Sharded()
+_lock = threading.RLock()
+_open_shards: dict[int, list[InPlaceShard]] = {}
+"""By the id of a buffer: its open shards, the innermost last."""
+_undelivered: dict[int, list[tuple[InPlaceShard, torch.Tensor]]] = {}
+"""By the id of a buffer: shards whose gradients are not delivered yet, with the tensors that have the gradients."""
 
 
 def is_shard_now(tensor: torch.Tensor) -> bool:
     """True if the tensor is a buffer of an open context."""
-    return bool(_sharded.shards_of(tensor))
+    return id(tensor) in _open_shards
 
 
 class InPlaceShard:
     """A buffer's shard, which takes the place of the whole tensor while a context is open.
 
-    Two tensor objects exchange identities: code that holds the buffer sees the shard, and tensors that autograd has
-    saved meanwhile stay what they were, so that backward may run after the buffer has been restored. Nothing is copied
-    to restore it.
+    Two tensor objects exchange identities: code that holds the buffer sees the shard, and tensors that autograd saves
+    meanwhile do not change, so that backward may run after the buffer has been restored. Restoring copies nothing.
     """
 
     def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self._around = _sharded.shards_of(buffer.tensor)
+        self.buffer = buffer
+        self._around = list(_open_shards.get(id(buffer.tensor), []))
         self._whole_shape = buffer.tensor.shape
         self._sharded_for_good = False
-        self._swapped_out: list[torch.Tensor | None] = []  # per entry, the object that holds the contents of before
+        self._swapped_out: list[torch.Tensor | None] = []  # per entry, the object that has the contents from before
         with torch.no_grad():
             self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
-
-    @property
-    def ranks(self) -> set[int]:
-        """The global ranks over which the buffer is sharded."""
-        return self._buffer.ranks.global_ranks()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -99,53 +66,57 @@ class InPlaceShard:
         Raises:
             RuntimeError: on exit, if a shard that was entered later is still open.
         """
-        tensor = self._buffer.tensor
-        with _sharded.lock:
-            shards = _sharded.shards_of(tensor)
+        tensor, key = self.buffer.tensor, id(self.buffer.tensor)
+        with _lock:
+            shards = _open_shards.get(key, [])
             already_in = (shards and shards[-1] is self) or self._sharded_for_good
             self._swapped_out.append(None if already_in else self._swap_in())
-            _sharded.push(tensor, self)
+            _open_shards.setdefault(key, []).append(self)
         try:
             yield
         finally:
-            with _sharded.lock:
-                if _sharded.shards_of(tensor)[-1] is not self:
+            with _lock:
+                shards = _open_shards[key]
+                if shards[-1] is not self:
                     raise RuntimeError(
                         "contexts that shard the same buffer must be left in the reverse order of entering them, got a "
                         f"buffer of shape {tuple(self._whole_shape)} whose later context is still open"
                     )
-                _sharded.pop(tensor)
+                shards.pop()
+                if not shards:
+                    del _open_shards[key]
                 local = self._swapped_out.pop()
                 if local is not None:
                     _torch.swap_identities(tensor, local)
-                    _sharded.add_late(tensor, self, local)
-                for shard, late in _sharded.pop_late(tensor):
+                    _undelivered.setdefault(key, []).append((self, local))
+                for shard, late in _undelivered.pop(key, []):
                     shard.deliver_gradient(late)
 
     def release_whole(self) -> None:
         """Frees the whole contents of a buffer that is not to be restored."""
-        if not self._buffer.restore and not self._sharded_for_good:
+        buffer = self.buffer
+        if not buffer.restore and not self._sharded_for_good:
             self._sharded_for_good = True
             self._swapped_out[-1] = None
-            buffer = self._buffer
             setattr(buffer.tensor, _SHARD, (buffer.ranks.global_ranks(), self._shard.size(buffer.dim)))
 
     def _swap_in(self) -> torch.Tensor:
         # A new object each time: autograd may have saved the last one, whose identity must not change.
-        local = self._shard.detach().requires_grad_(self._buffer.tensor.requires_grad)
+        local = self._shard.detach().requires_grad_(self.buffer.tensor.requires_grad)
         if local.requires_grad:
             local.register_post_accumulate_grad_hook(self.deliver_gradient)
-        _torch.swap_identities(self._buffer.tensor, local)
+        _torch.swap_identities(self.buffer.tensor, local)
         return local
 
     def deliver_gradient(self, local: torch.Tensor) -> None:
         """Adds the gradient of the shard to that of the whole tensor, as zeros outside of this rank's tokens."""
-        buffer = self._buffer
-        with _sharded.lock:
+        buffer = self.buffer
+        with _lock:
             if self._sharded_for_good or local is buffer.tensor or local.grad is None:
                 return
-            if _sharded.shards_of(buffer.tensor) != self._around:  # another context has sharded the whole tensor
-                _sharded.add_late(buffer.tensor, self, local)
+            key = id(buffer.tensor)
+            if _open_shards.get(key, []) != self._around:  # another context has sharded the whole tensor
+                _undelivered.setdefault(key, []).append((self, local))
                 return
             grad = local.grad.new_zeros(self._whole_shape)
             put_shard(grad, local.grad, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
@@ -174,7 +145,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
             )
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         left_sharded = getattr(tensor, _SHARD, None) == (ranks, tensor.size(dim))
-        is_open = any(shard.ranks == ranks for shard in _sharded.shards_of(tensor))
+        is_open = any(shard.buffer.ranks.global_ranks() == ranks for shard in _open_shards.get(id(tensor), []))
         if len(ranks) > 1 and (left_sharded or is_open):
             why = "was left sharded (no_restore_buffers) by" if left_sharded else "is a buffer of"
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ContextDecorator, ExitStack
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from cp_dtensor.api.active_context import ActiveContext, checked_context_sinks, 
 from cp_dtensor.api.buffers import Buffer, InPlaceShard, check_in_place, refuse_different_buffers
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.patches import entered
-from cp_dtensor.api.sharding import check_whole_lengths, checked_buffers, checked_sequence
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.validation import Mesh, checked_length, checked_mask, refuse_other_lengths
 from cp_dtensor.spec.layouts import Layout
@@ -28,15 +28,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 class context_parallel(ContextDecorator):
     """Inside of the `with` block, the sequence is sharded over the ranks of `mesh`.
 
-    On entry, each tensor of `buffers` becomes this rank's shard, in place. Inside, `F.scaled_dot_product_attention` of
-    plain tensors takes q, k and v for this rank's shards and attends to the whole sequence. So do torch's modules that
-    call it, such as `nn.MultiheadAttention(..., need_weights=False)` and `nn.TransformerEncoderLayer`. On exit, also
-    after an exception, buffers are restored bit for bit.
+    On entry, each tensor of `buffers` becomes this rank's shard, in place. Inside, `F.scaled_dot_product_attention`,
+    also in torch's modules such as `nn.MultiheadAttention(..., need_weights=False)`, takes plain tensors as this rank's
+    shards and attends to the whole sequence. On exit, also after an exception, buffers are restored bit for bit.
 
-    The context holds in the thread that enters it and in the threads in which autograd runs its backward; not in
-    forked processes, such as a DataLoader's workers. Backward may run inside or after the block, and so may the
-    recomputation of `torch.utils.checkpoint`, in either mode. Contexts nest: inside of the inner one its mesh and
-    settings hold. As a decorator, the context is entered at every call of the function.
+    The context holds in the thread that enters it and in the threads of its backward; not in forked processes, such as
+    a DataLoader's workers. Backward may run inside or after the block, and so may the recomputation of
+    `torch.utils.checkpoint`, in either mode. Contexts nest: inside of the inner one its mesh and settings hold. As a
+    decorator, the context is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -49,8 +48,8 @@ class context_parallel(ContextDecorator):
             require grad are refused: `context_parallel_shard` is differentiable.
             Changes made inside to a buffer, for example by an optimizer, end with the context. Copies made inside
             (`state_dict`, `deepcopy`) hold shards. Hooks of the leaf do not run for its shard, so
-            DistributedDataParallel does not reduce its gradient: index a parameter by `local_positions` there. Buffers
-            of a module may be among these; DistributedDataParallel does not broadcast shards.
+            DistributedDataParallel does not reduce its gradient: index a parameter by `local_positions` there.
+            Buffers of a module are allowed; DistributedDataParallel does not broadcast shards.
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.
@@ -58,10 +57,9 @@ class context_parallel(ContextDecorator):
         mask: which query sees which key in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A key
             is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has this
             rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of their positions;
-            it may be one of `buffers`. None: no mask. Functions and modules of this package take the mask over where
-            they have `mask=None`; `mask=Full()` is none there.
-        layout: which rank owns which tokens; None is `HeadTail()`. Functions and modules of this package inside take
-            the layout over where they have `layout=None`, if they are over the same ranks.
+            it may be one of `buffers`. None: no mask.
+        layout: which rank owns which tokens; None is `HeadTail()`. Functions and modules of this package inside, over
+            the same ranks, take mask and layout over where they have `mask=None` (`Full()`: no mask) or `layout=None`.
         rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); None is the process default.
         seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
@@ -82,7 +80,7 @@ class context_parallel(ContextDecorator):
 
     Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
     local lengths in one small collective per call. On GPUs, a length that differs from one of those by about the
-    number of ranks or less is refused unless `seq_len` has it, since some ranks could not tell the two apart.
+    number of ranks or less is refused unless `seq_len` has it, since both may have equal shards on some ranks.
 
     Two ranks, 8 tokens, `HeadTail()`: rank 0 has the tokens 0, 1, 6, 7 and rank 1 the tokens 2, 3, 4, 5.
 
@@ -99,29 +97,19 @@ class context_parallel(ContextDecorator):
 
     @renamed_keywords(seq_lens="seq_len")
     def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        buffers: Sequence[torch.Tensor] | None = None,
-        buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Collection[torch.Tensor] | None = None,
-        method: str = "auto",
-        mask: Mask | None = None,
-        layout: Layout | None = None,
-        rotate_method: str | None = None,
-        seq_len: int | tuple[int, ...] | None = None,
-        sinks: torch.Tensor | None = None,
-        deterministic: bool = False,
+        self, mesh: Mesh, *, buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
+        method: str = "auto", mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
+        seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
         debug: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         checked_deterministic(deterministic)
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
         settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
         self._settings = settings if mask is None else replace(settings, mask=checked_mask(mask, False))
         layout = self._settings.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
-        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout)
-        check_whole_lengths(tensors, dims, layout)
+        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         ranks = self._settings.ranks
         check_in_place(tensors, dims, ranks.global_ranks())
@@ -129,10 +117,13 @@ class context_parallel(ContextDecorator):
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        self._seq_len = _lengths(seq_len)
+        lengths: Any = () if seq_len is None else seq_len
+        if not isinstance(lengths, Iterable) or isinstance(lengths, torch.Tensor):
+            lengths = (lengths,)
+        self._seq_len = tuple(checked_length(length) for length in lengths)
         for length in self._seq_len:
             refuse_other_lengths(layout, length, "seq_len")
-        self._open: tuple[ExitStack, ActiveContext] | None = None
+        self._open: tuple[AbstractContextManager[None], ActiveContext] | None = None
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
@@ -141,8 +132,7 @@ class context_parallel(ContextDecorator):
         Raises:
             TypeError: a generator or a coroutine function, whose body runs after the call has returned.
         """
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_kind(func) for is_kind in kinds):
+        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
             raise TypeError(
                 "context_parallel decorates plain functions: got a generator or coroutine function, "
                 f"{getattr(func, '__qualname__', func)}, whose body would run after the context has been left; open "
@@ -160,14 +150,14 @@ class context_parallel(ContextDecorator):
             )
         if self._settings.debug:
             refuse_different_buffers(self._buffers, self._settings.ranks)
-        lengths = tuple(sorted({*self._seq_len, *(buffer.length for buffer in self._buffers)}))
+        lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
         differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
         context = ActiveContext(settings, tuple(map(InPlaceShard, self._buffers)), self._sinks)
-        stack = ExitStack()
-        stack.enter_context(entered(context))
-        self._open = stack, context
+        manager = entered(context)
+        manager.__enter__()
+        self._open = manager, context
         self._entered_before = True
 
     def __exit__(
@@ -175,21 +165,13 @@ class context_parallel(ContextDecorator):
     ) -> None:
         if self._open is None:
             raise RuntimeError("this context_parallel is not entered")
-        stack, context = self._open
+        manager, context = self._open
         if innermost_context() is not context:
             raise RuntimeError(
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
         self._open = None
-        stack.__exit__(kind, error, trace)
-
-
-def _lengths(seq_len: Any) -> tuple[int, ...]:
-    """The global lengths that `seq_len` names: none, one, or those of a sequence."""
-    if seq_len is None:
-        return ()
-    lengths = seq_len if isinstance(seq_len, Iterable) and not isinstance(seq_len, torch.Tensor) else (seq_len,)
-    return tuple(checked_length(length) for length in lengths)
+        manager.__exit__(kind, error, trace)
 
 
 def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
@@ -200,12 +182,12 @@ def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor
     """
     if isinstance(no_restore, torch.Tensor):
         raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
-    known = [id(tensor) for tensor in buffers]
-    for index, identity in enumerate(known):
-        if identity in known[:index]:
-            raise ValueError(f"buffer {index} is the same tensor as buffer {known.index(identity)}: list it once")
+    listed = [id(tensor) for tensor in buffers]
+    for index, identity in enumerate(listed):
+        if identity in listed[:index]:
+            raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(identity)}: list it once")
     for tensor in no_restore:
-        if id(tensor) not in known:
+        if id(tensor) not in listed:
             raise ValueError(
                 "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
                 f"{tuple(tensor.shape)} that is not"

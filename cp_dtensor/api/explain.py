@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
 from cp_dtensor.engine.planner import axes_of, masking_of
@@ -28,15 +27,12 @@ from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, interval_sets_of
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks): the default of `explain` without GPUs."""
 
-_LONGEST_NAME = 80
-
 
 @dataclass(frozen=True)
 class Explanation:
     """Predictions for one attention call. `str()` is a table."""
 
     call: str
-    """Description of the call."""
     assumption: str
     """Source of the hardware's numbers."""
     axes: tuple[str, ...]
@@ -47,14 +43,15 @@ class Explanation:
     """The method that `method="auto"` takes on such hardware."""
 
     def __str__(self) -> str:
-        header = ("method", "K/V by", "forward", "with backward", *self._over_axes(None), "memory")
+        over_axes = [f"over {name}" for name in self.axes]
+        header = ("method", "K/V by", "forward", "with backward", *over_axes, "memory")
         rows = [
             (
-                f"{name}{' *' if name == self.chosen else ''}",
+                name + " *" * (name == self.chosen),
                 each.transport,
                 f"{1e3 * each.forward:.3g} ms",
                 f"{1e3 * each.seconds:.3g} ms",
-                *self._over_axes(each),
+                *self._received(each),
                 f"{each.memory / 2**20:.0f} MiB",
             )
             for name, each in self.methods.items()
@@ -65,49 +62,24 @@ class Explanation:
         ]
         return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), '* chosen by method="auto"'))
 
-    def _over_axes(self, estimate: Estimate | None) -> tuple[str, ...]:
-        """Table cells: MiB that a rank receives over each axis; without an estimate, the titles."""
-        if estimate is None:
-            return tuple(f"over {name}" for name in self.axes)
+    def _received(self, estimate: Estimate) -> list[str]:
+        """Table cells: MiB that a rank receives over each axis."""
         received = (estimate.outer_bytes, estimate.inner_bytes)
-        over = received if len(self.axes) == 2 else (sum(received),)
-        return tuple(f"{count / 2**20:.0f} MiB" for count in over)
-
-
-def _axes_of_several(mesh: Mesh) -> tuple[tuple[str, ...], SequenceRanks]:
-    """Names and ranks of the axes, without an axis of one rank."""
-    names, all_axes = axis_names(mesh), sequence_ranks(mesh)
-    ranks, _ = ranks_and_method(mesh, "auto")
-    if all_axes.inner is not None and ranks.inner is None:
-        names = names[:1] if all_axes.inner.size() == 1 else names[1:]
-    return names, ranks
+        return [f"{count / 2**20:.0f} MiB" for count in (received if len(self.axes) == 2 else (sum(received),))]
 
 
 def explain(
-    mesh: Mesh,
-    *,
-    seq_len: int | tuple[int, int],
-    q_heads: int,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    is_causal: bool | None = None,
-    mask: Mask | None = None,
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    hardware: Hardware | None = None,
-) -> Explanation:
+    mesh: Mesh, *, seq_len: int | tuple[int, int], q_heads: int, kv_heads: int | None = None, head_dim: int = 128,
+    batch_size: int = 1, dtype: torch.dtype = torch.bfloat16, is_causal: bool | None = None, mask: Mask | None = None,
+    layout: Layout | None = None, rotate_method: str | None = None, hardware: Hardware | None = None,
+) -> Explanation:  # fmt: skip
     """Predicts time, bytes on each axis and memory of every method, and prints the table on rank 0 of the mesh.
 
     Args:
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         seq_len: the global number of tokens, or a pair of those of queries and keys.
-        q_heads: query heads.
-        kv_heads: key/value heads; None is `q_heads`.
-        head_dim: head dim of queries, keys and values.
-        batch_size: rows of the batch.
-        dtype: dtype of the inputs.
+        q_heads, kv_heads: query heads, and key/value heads (None: as many).
+        head_dim, batch_size, dtype: of queries, keys and values.
         is_causal: True: query i sees keys j <= i only. None is True without a mask, False with one.
         mask: which query sees which key, such as `Documents(cu_seqlens)`; combined with `is_causal`.
         layout: which rank owns which tokens; None is `HeadTail()`.
@@ -127,12 +99,8 @@ def explain(
         explain(mesh, seq_len=131072, q_heads=32, kv_heads=8).chosen
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
-    for name, value in (
-        ("q_heads", q_heads),
-        ("kv_heads", kv_heads),
-        ("head_dim", head_dim),
-        ("batch_size", batch_size),
-    ):
+    numbers = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch_size": batch_size}
+    for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -140,7 +108,9 @@ def explain(
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     layout, transport_method = checked_layout(layout), transport_by_name(rotate_method)
-    names, ranks = _axes_of_several(mesh)
+    names, all_axes, (ranks, _) = axis_names(mesh), sequence_ranks(mesh), ranks_and_method(mesh, "auto")
+    if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
+        names = names[:1] if all_axes.inner.size() == 1 else names[1:]
     lengths = checked_seq_len(seq_len)
     partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
@@ -157,7 +127,6 @@ def explain(
         masking=masking,
     )
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
-    groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         axes = [axis for axis in axes_of(ranks, device, dtype.itemsize) if axis is not None]
@@ -165,6 +134,7 @@ def explain(
             f"{axis.hardware.link_speed / 1e9:.0f} GB/s" for axis in axes
         )
     else:
+        groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
         axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
         assumption = "assumed: " + ("the hardware that was passed" if hardware else "NVIDIA H200s that share NVLink")
     found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, transport_method)
@@ -172,11 +142,8 @@ def explain(
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "
         f"{_described(shown, *lengths)}, {dtype}, {_short(layout)}",
-        assumption,
-        names,
-        found,
-        fastest(found),
-    )
+        assumption, names, found, fastest(found),
+    )  # fmt: skip
     if ranks.rank == 0:
         print(explanation, flush=True)
     return explanation
@@ -190,4 +157,4 @@ def _described(mask: Mask, q_len: int, kv_len: int) -> str:
 
 def _short(value: object) -> str:
     text = str(value)
-    return text if len(text) <= _LONGEST_NAME else f"{type(value).__name__}(...)"
+    return text if len(text) <= 80 else f"{type(value).__name__}(...)"

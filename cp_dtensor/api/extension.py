@@ -1,14 +1,6 @@
 """Building blocks for providers and drop-ins.
 
 Integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
-
-- Ranks: `Mesh`, `sequence_ranks`, `default_rotate_method`.
-- Layouts of your own: `Segment`, `CachedHash`, `take_shard`.
-- Checks of arguments: `bottom_right_mask`, `heads_before_rows`, `heads_first_of_packed`, `ascending`,
-  `refuse_ids_and_lengths`, `is_integer`, `checked_buffers`, `checked_sequence`, `refuse_unsupported_sdpa`.
-- SDPA of the whole process: `intercepted`, `SdpaArguments`, `SharedInstallation`, `local_sdpa`.
-- Parts of attention: `merge` of partial results; `ring_attention_by_backend` and `ring_attention_backward`.
-- Autograd and compiler: `current_backward`, `never_compiled`, `version_of`.
 """
 
 from __future__ import annotations
@@ -18,7 +10,7 @@ import torch
 from cp_dtensor._torch import current_backward, never_compiled, version_of
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.local_sdpa import local_sdpa
+from cp_dtensor.api.patches import local_sdpa
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence, take_shard
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
@@ -40,33 +32,18 @@ from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
 
-__all__ = [
-    "CachedHash",
-    "Mesh",
-    "SdpaArguments",
-    "Segment",
-    "SharedInstallation",
-    "ascending",
-    "bottom_right_mask",
-    "checked_buffers",
-    "checked_sequence",
-    "current_backward",
-    "default_rotate_method",
-    "heads_before_rows",
-    "heads_first_of_packed",
-    "intercepted",
-    "is_integer",
-    "local_sdpa",
-    "merge",
-    "never_compiled",
-    "refuse_ids_and_lengths",
-    "refuse_unsupported_sdpa",
-    "ring_attention_backward",
-    "ring_attention_by_backend",
-    "sequence_ranks",
-    "take_shard",
-    "version_of",
-]
+__all__ = [  # noqa: RUF022, grouped by purpose
+    # ranks, and layouts of your own
+    "Mesh", "sequence_ranks", "default_rotate_method", "Segment", "CachedHash", "take_shard",
+    # checks of arguments
+    "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
+    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
+    # SDPA of the whole process, and parts of attention
+    "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
+    "merge", "ring_attention_by_backend", "ring_attention_backward",
+    # autograd and compiler
+    "current_backward", "never_compiled", "version_of",
+]  # fmt: skip
 
 
 def default_rotate_method() -> str:
@@ -75,25 +52,14 @@ def default_rotate_method() -> str:
 
 
 def ring_attention_by_backend(
-    backend: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    mask: Mask,
-    layout: Layout,
-    scale: float | None = None,
-    seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout,
+    scale: float | None = None, seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
 
     Args:
         backend: name of a `torch.nn.attention.SDPBackend`, such as "FLASH_ATTENTION".
-        q: (B, H, S, D), this rank's queries.
-        k: (B, Hkv, T, D), this rank's keys. H may be a multiple of Hkv.
-        v: (B, Hkv, T, Dv), this rank's values.
-        mesh, mask, layout, scale: as for `ring_attention`.
+        q, k, v, mesh, mask, layout, scale: as for `ring_attention`; H may be a multiple of Hkv.
         seq_len: the global numbers of queries and keys.
 
     Returns:
@@ -110,20 +76,9 @@ def ring_attention_by_backend(
 
 
 def ring_attention_backward(
-    backend: str,
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    mesh: Mesh,
-    mask: Mask,
-    layout: Layout,
-    scale: float | None = None,
-    seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    backend: str, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout, scale: float | None = None, seq_len: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of `ring_attention_by_backend` from its inputs and results, without an autograd graph.
 
     Args:

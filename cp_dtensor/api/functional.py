@@ -149,25 +149,13 @@ def context_parallel_attention(
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh | None = None,
-    is_causal: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
     mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
+    scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
+    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
+    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
     Over a mesh of two dims it is a nested ring: K/V cross the outer axis (between nodes) once and then travel around
@@ -183,24 +171,12 @@ def ring_attention(
 
 
 def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh | None = None,
-    is_causal: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
     mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    layout: Layout | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
+    scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None, deterministic: bool = False,
+    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
 
     If there are fewer key heads than ranks, they are replicated by the smallest factor that works. If the number of

@@ -34,11 +34,7 @@ def inherited_mask(owner: str, ranks: SequenceRanks) -> Mask | None:
 
 
 def with_inherited(owner: str, config: AttentionConfig, *, layout: bool, mask: bool) -> AttentionConfig:
-    """`config`, with the layout and the mask (if these are True) of the context over its ranks.
-
-    Raises:
-        RuntimeError: the context cannot be known (see `_context_config`).
-    """
+    """`config`, with the layout and the mask (if these are True) of the context over its ranks; raises as above."""
     around = _context_config(owner, config.ranks, layout=layout, mask=mask)
     if around is None:
         return config
@@ -53,8 +49,8 @@ def with_inherited_in_trace(owner: str, config: AttentionConfig, *, layout: bool
     """`with_inherited` for code that Dynamo traces, which is compiled once for all contexts of an equal token.
 
     Returns:
-        constants of these contexts. If their masks or layouts may differ: the configuration of the context itself,
-        whose call spec finds them when the code runs.
+        the configuration of all these contexts. If their masks or layouts may differ: that of the context itself, whose
+        call spec finds them when the code runs.
 
     Raises:
         NotImplementedError: masks or layouts may differ, and the call has other options than the context.
@@ -66,7 +62,7 @@ def with_inherited_in_trace(owner: str, config: AttentionConfig, *, layout: bool
     as_context = replace(inherited, lengths_vary=True)
     if layout and mask and key_of(CompiledCallSpec.of(as_context)) == key_of(CompiledCallSpec.of(around)):
         return around
-    # A token says Contiguous() for that layout and for all layouts that are made for one length.
+    # A token has Contiguous() for that layout and for all layouts that are made for one length.
     if layout and not mask and around.layout.only_length is None and around.layout != Contiguous():
         return inherited
     raise NotImplementedError(
@@ -80,8 +76,8 @@ def _context_config(owner: str, ranks: SequenceRanks, *, layout: bool, mask: boo
     """The configuration of the innermost context or module of this thread, if it is over these ranks.
 
     Raises:
-        RuntimeError: this is a backward that runs inside of a context whose layout or mask (if these are asked for)
-            are not the defaults. What is recomputed here may belong to the context or not.
+        RuntimeError: this is a backward, which may belong to the context or not, and the layout or mask of the context
+            (if the argument is True) is not the default.
     """
     state = _torch.get_thread_state(ACTIVE_CONFIG)
     if state is None or not (layout or mask):
@@ -94,7 +90,7 @@ def _context_config(owner: str, ranks: SequenceRanks, *, layout: bool, mask: boo
     if (layout and around.layout != HeadTail()) or (mask and around.mask not in (None, Full())):
         raise RuntimeError(
             f"{owner} was called in a backward inside of a context over the same ranks, without "
-            f"{'layout' if layout else 'mask'}=, and it cannot be told whether the call belongs to the context: pass "
+            f"{'layout' if layout else 'mask'}=, and it is ambiguous whether the call belongs to the context: pass "
             "layout= and mask= (Full() for none), or checkpoint with torch.utils.checkpoint inside of the context"
         )
     return None

@@ -84,6 +84,13 @@ class SdpaArguments:
     under_vmap: bool = False
     """True inside of torch.vmap, where interceptors refuse the call or leave it to torch."""
 
+    def attend_by_torch(self) -> torch.Tensor:
+        """Torch's own SDPA of these tensors."""
+        return _torch.original_sdpa(
+            self.q, self.k, self.v, self.attn_mask, self.dropout_p, self.is_causal,
+            scale=self.scale, enable_gqa=self.enable_gqa,
+        )  # fmt: skip
+
 
 Interceptor = Callable[[SdpaArguments], torch.Tensor | None]
 """Computes a call, or returns None to leave it to the next interceptor, in the end to torch."""
@@ -96,10 +103,11 @@ class _Interceptors:
         self._lock = threading.Lock()
         self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
         self._in_turn: tuple[Interceptor, ...] = ()  # each one once
-        self._installation = SharedInstallation(lambda: [self._overridden_sdpa()])
+        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self._kernel, self._kernel_under_vmap)])
 
     @contextmanager
     def entered(self, interceptor: Interceptor) -> Iterator[None]:
+        """While open, calls of SDPA in all threads go to `interceptor` first, then to those that were there before."""
         with self._installation.held():
             with self._lock:
                 self._set((interceptor, *self._entered))
@@ -113,14 +121,6 @@ class _Interceptors:
     def _set(self, entered: tuple[Interceptor, ...]) -> None:
         self._entered, self._in_turn = entered, tuple(dict.fromkeys(entered))
 
-    @contextmanager
-    def _overridden_sdpa(self) -> Iterator[None]:
-        take_back = _torch.override_sdpa(self._kernel, self._kernel_under_vmap)
-        try:
-            yield
-        finally:
-            take_back()
-
     def _kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
@@ -133,17 +133,10 @@ class _Interceptors:
             result = interceptor(arguments)
             if result is not None:
                 return result
-        return _torch.original_sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return arguments.attend_by_torch()
 
     def _kernel_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._kernel(*args, **kwargs, under_vmap=True)
 
 
-_interceptors = _Interceptors()
-
-
-def intercepted(interceptor: Interceptor) -> AbstractContextManager[None]:
-    """While open, calls of SDPA in all threads go to `interceptor` first, then to those that were there before."""
-    return _interceptors.entered(interceptor)
+intercepted = _Interceptors().entered

@@ -23,7 +23,7 @@ from cp_dtensor.api.active_context import (
     innermost_context,
     refuse_sinks,
 )
-from cp_dtensor.api.flex.frontend import flex_redirection
+from cp_dtensor.api.flex.attention import flex_redirection
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.groups import SequenceRanks
@@ -49,9 +49,8 @@ class ContextParallel(ParallelStyle):
     activation checkpointing, after any context, in any thread. It does not shard inputs: pass shards, for example of
     `context_parallel_shard`. A DTensor sharded along the sequence has local parts in the layout `Contiguous()`.
 
-    `copy.deepcopy` copies the module. (`copy.copy` does not: the copy computes with the parameters of the original, as
-    with any module whose `forward` is an instance attribute.) The module cannot be pickled. Its `state_dict` is
-    unchanged.
+    The module's `state_dict` is unchanged. Copy it by `copy.deepcopy`: after `copy.copy`, the copy computes with the
+    parameters of the original. It cannot be pickled.
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
@@ -61,15 +60,14 @@ class ContextParallel(ParallelStyle):
         layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
             these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
             `torch.utils.checkpoint` may run after that context.
-        rotate_method: "auto", "symm_mem", "allgather" or "alltoall" (see `set_rotate_method`); None takes the process
-            default at the time of parallelize_module.
-        seq_len: global number of tokens, if it is always the same. It saves an exchange and checks nothing: on GPUs,
-            without it or for other lengths, the ranks exchange their local lengths in one small collective per call;
-            on CPUs they always do.
-        sinks: (H,), a logit of each of this rank's query heads that counts in the softmax denominator alone (see
-            `context_parallel_attention`). A tensor, or the name of the module's attribute that holds it, which is read
-            at each call: `sinks="sinks"` for `self.sinks = nn.Parameter(...)`. None takes the sinks of the context
-            around the call. Not in compiled code: call `context_parallel_attention(sinks=...)` there.
+        rotate_method: how K/V travel in rings (see `set_rotate_method`); None takes the process default at the time of
+            parallelize_module.
+        seq_len: global number of tokens, if it is always the same. It is not checked. On GPUs, without it or for other
+            lengths, the ranks exchange their local lengths in one small collective per call; on CPUs they always do.
+        sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
+            name of the module's attribute that is read at each call: `sinks="sinks"` for
+            `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
+            code: call `context_parallel_attention(sinks=...)` there.
         deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
         debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank.
 
@@ -84,66 +82,53 @@ class ContextParallel(ParallelStyle):
     """
 
     def __init__(
-        self,
-        *,
-        method: str = "auto",
-        mask: Mask | None = None,
-        layout: Layout | None = None,
-        rotate_method: str | None = None,
-        seq_len: int | None = None,
-        sinks: torch.Tensor | str | None = None,
-        deterministic: bool = False,
-        debug: bool = False,
-    ) -> None:
+        self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
+        rotate_method: str | None = None, seq_len: int | None = None, sinks: torch.Tensor | str | None = None,
+        deterministic: bool = False, debug: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._layout = layout
-        checked_layout(layout)
-        self._method = checked_method(method)
+        # Arguments are checked here, although there is no mesh yet.
+        self._config_of = functools.partial(
+            AttentionConfig.of, method=checked_method(method), layout=layout, rotate_method=rotate_method, debug=debug,
+            deterministic=checked_deterministic(deterministic),
+        )  # fmt: skip
+        self._inherits = {"layout": layout is None, "mask": mask is None}
+        layout = checked_layout(layout)
         self._mask = None if mask is None else checked_mask(mask, False)
-        self._rotate_method = rotate_method
-        transport_by_name(rotate_method)  # refuses unknown names before there is a mesh
+        transport_by_name(rotate_method)
         self._lengths = None if seq_len is None else (checked_length(seq_len),)
         self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
-        self._deterministic = checked_deterministic(deterministic)
-        self._debug = debug
         if seq_len is not None:
-            refuse_other_lengths(checked_layout(layout), seq_len, "seq_len")
+            refuse_other_lengths(layout, seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _ContextForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
             raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
-        config = AttentionConfig.of(
-            device_mesh, self._method, self._layout, self._rotate_method,
-            debug=self._debug, deterministic=self._deterministic,
-        )  # fmt: skip
-        module.forward = _ContextForward(
-            module, vars(module).get("forward"), replace(config, declared_lengths=self._lengths, mask=self._mask),
-            self._sinks, inherits_layout=self._layout is None, inherits_mask=self._mask is None,
-        )  # fmt: skip
+        config = replace(self._config_of(device_mesh), declared_lengths=self._lengths, mask=self._mask)
+        module.forward = _ContextForward(module, vars(module).get("forward"), config, self._sinks, self._inherits)
         return module
 
 
 class _ContextForward:
-    """A module's forward in a context of its own. An object, not a closure, so that a copy of the module has its own.
+    """Forward of a module in a context; an object, not a closure, so that a copy of the module has its own.
 
     Args:
         replaced: the forward that the module had as an instance attribute, if any.
         sinks: a tensor, or the name of the module's attribute.
-        inherits_layout, inherits_mask: True if the context around a call decides.
+        inherits: `layout` and `mask`: True if the context around a call decides.
     """
 
     def __init__(
         self, module: nn.Module, replaced: Callable[..., Any] | None, config: AttentionConfig,
-        sinks: torch.Tensor | str | None, *, inherits_layout: bool, inherits_mask: bool,
+        sinks: torch.Tensor | str | None, inherits: dict[str, bool],
     ) -> None:  # fmt: skip
         self._module = module
         self._replaced = replaced
         self._context = ActiveContext(config)
         self._sinks = sinks
-        self._inherits_layout = inherits_layout
-        self._inherits_mask = inherits_mask
+        self._inherits = inherits
         self._token = self._context.ambient.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
@@ -153,8 +138,8 @@ class _ContextForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
-            has_sinks = self._sinks is not None
-            token = _token_in_trace(self._token, self._inherits_layout, self._inherits_mask, has_sinks)
+            inherits = self._inherits
+            token = _token_in_trace(self._token, inherits["layout"], inherits["mask"], self._sinks is not None)
             if not token:
                 return forward(*args, **kwargs)
             # Code is compiled for the token; the context is entered when the captured forward is traced further.
@@ -167,9 +152,7 @@ class _ContextForward:
 
     def _context_of_call(self) -> ActiveContext:
         context = self._context
-        config = with_inherited(
-            "ContextParallel", context.settings, layout=self._inherits_layout, mask=self._inherits_mask
-        )
+        config = with_inherited("ContextParallel", context.settings, **self._inherits)
         if config is not context.settings:  # compiled code inside looks up what is inherited
             context = ActiveContext(replace(config, lengths_vary=True))
         sinks = self._sinks
@@ -192,8 +175,7 @@ class _ContextForward:
         # The configuration is shared: it holds process groups and no tensors.
         return _ContextForward(
             copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.settings,
-            copy.deepcopy(self._sinks, memo),
-            inherits_layout=self._inherits_layout, inherits_mask=self._inherits_mask,
+            copy.deepcopy(self._sinks, memo), self._inherits,
         )  # fmt: skip
 
 
@@ -209,12 +191,9 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 @_torch.constant_in_trace
 def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
-    call_spec = call_spec_of(token)
-    config = call_spec.settings()
-    sinks = torch.zeros(0) if has_sinks else _inherited_sinks(config.ranks)
-    refuse_sinks(
-        ActiveContext(config, sinks=sinks), "a compiled module with ContextParallel", "context_parallel_attention"
-    )
+    config = call_spec_of(token).settings()
+    has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
+    refuse_sinks(has_sinks, "a compiled module with ContextParallel")
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
     call_spec = CompiledCallSpec.of(config)
     return "" if call_spec.reads_context else key_of(call_spec)
@@ -222,8 +201,7 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a context of the configuration that `token` stands for."""
-    call_spec = call_spec_of(token)
-    return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)
+    return functools.partial(_run_captured, ActiveContext(call_spec_of(token).settings()), function)
 
 
 @_torch.never_compiled
@@ -235,5 +213,5 @@ def _run_in_context(context: ActiveContext, function: Callable[..., Any], *args:
 @_torch.never_compiled
 def _run_captured(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `_run_in_context`, for code that Dynamo captured outside of the context."""
-    with entered(context), _torch.thread_state(CAPTURED_BEFORE, context):
-        return function(*args, **kwargs)
+    with _torch.thread_state(CAPTURED_BEFORE, context):
+        return _run_in_context(context, function, *args, **kwargs)

@@ -1,13 +1,14 @@
-"""All patches of torch that hold while a context is open: installed and removed here, in one place.
+"""Entry of contexts and of `local_sdpa`, and all patches of torch that hold while one is open.
 
-The first context that is entered in the process installs them and the last one that is left removes them, also after
-an exception. Each patch looks up the context of its thread and does nothing where there is none.
+The first context that is entered in the process installs the patches and the last one that is left removes them, also
+after an exception. Each patch looks up the context of its thread and does nothing where there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,20 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import (
     CONTEXT_STATE,
+    LOCAL_SDPA,
     ActiveContext,
     attends_alone,
     current_context,
     innermost_context,
+    listed_if_unseen,
     sdpa_in_context,
     sdpa_of_shards,
-    unseen_contexts,
 )
 from cp_dtensor.api.buffers import is_shard_now
 from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
-from cp_dtensor.api.flex.frontend import flex_redirection
+from cp_dtensor.api.flex.attention import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.varlen_attn import refuse_varlen_attn_out, varlen_attn_in_context
+from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG
 from cp_dtensor.spec.masks import Causal
 
@@ -41,7 +43,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
     """
     with ExitStack() as stack:  # takes everything back if a part fails
         stack.enter_context(_installation.held())
-        stack.enter_context(unseen_contexts.counted())
+        stack.enter_context(listed_if_unseen(context))
         for buffer in context.buffers:
             stack.enter_context(buffer.in_place())
         entered_in = _torch.current_backward()
@@ -71,14 +73,15 @@ _installation = SharedInstallation(_patches)
 def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpointed function, run in the present context whenever it runs: also when recomputed after exit."""
     context = current_context()
-    if context is None:
-        return function
+    return function if context is None else _run_inside(partial(entered, context), function)
 
-    def in_context(*args: Any, **kwargs: Any) -> Any:
-        with entered(context):
+
+def _run_inside(opened: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with opened():
             return function(*args, **kwargs)
 
-    return in_context
+    return run
 
 
 def _variant_of_compiled_code() -> str:
@@ -127,3 +130,58 @@ def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
         "nn.MultiheadAttention got need_weights=True (its default) inside of context_parallel, but no rank has the "
         "attention weights of the whole sequence; pass need_weights=False"
     )
+
+
+# SDPA of local tensors inside an active context
+
+
+@contextmanager
+def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
+    """Context manager in which SDPA of this thread is torch's own, although a context is active.
+
+    Without an active context it changes nothing. Functions under `torch.utils.checkpoint` are recomputed under it.
+    FlexAttention inside is refused. Contexts that are entered inside are not affected.
+
+    Args:
+        queries_are_shards: True if q is this rank's shard while k and v are whole on every rank (cross-attention to a
+            text prompt); `is_causal=True` is refused then, because the positions of the queries are not known. False
+            if q is whole too.
+    """
+    context = innermost_context()
+    if context is None:
+        yield
+        return
+    # Contexts outlive this installation, so its patches lie outside of theirs.
+    with _local_installation.held(), _torch.thread_state(LOCAL_SDPA, (context, queries_are_shards)):
+        yield
+
+
+def _queries_are_shards() -> bool | None:
+    """The argument of the `local_sdpa` that is open in the current context; None if none is open."""
+    state = _torch.get_thread_state(LOCAL_SDPA)
+    return state[1] if state is not None and state[0] is current_context() else None
+
+
+def _local_sdpa(call: SdpaArguments) -> torch.Tensor | None:
+    queries_are_shards = _queries_are_shards()
+    if queries_are_shards is None:
+        return None
+    if queries_are_shards and call.is_causal:
+        raise NotImplementedError(
+            "is_causal is not supported between sharded queries and keys that every rank has whole: got "
+            "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
+        )
+    return call.attend_by_torch()
+
+
+def _bound_to_local_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpointed function, run under the present `local_sdpa`, inside of its binding to the active context."""
+    queries_are_shards = _queries_are_shards()
+    if queries_are_shards is None:
+        return function
+    return _run_inside(partial(local_sdpa, queries_are_shards=queries_are_shards), function)
+
+
+_local_installation = SharedInstallation(
+    lambda: [intercepted(_local_sdpa), _torch.checkpointed_functions_bound(_bound_to_local_sdpa)]
+)

@@ -27,16 +27,14 @@ def context_parallel_shard(
     """This rank's shards of tensors that every rank has whole.
 
     Args:
-        mesh: the context-parallel axis: a DeviceMesh of one dim or a process group; or a DeviceMesh of two axes that
-            share the sequence, where rank in the sequence = outer rank * inner size + inner rank. (The axis whose name
-            begins with "ulysses" is the inner one: flattened, a mesh ("ulysses", "ring") has another order.)
+        mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         buffer_seq_dims: the sequence dim of each, negative counts from the end.
         layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
             is over these ranks, else `HeadTail()`. With `MirroredBatch`, dim 0 is the batch.
 
     Returns:
-        new tensors, in local order. Differentiable: a rank's gradient of the whole tensor is zero outside of its own
+        new tensors, in local order, differentiable: a rank's gradient of the whole tensor is zero outside of its own
         tokens, so that the sum over ranks is the gradient.
 
     Raises:
@@ -48,28 +46,23 @@ def context_parallel_shard(
         context_parallel_shard(mesh, [torch.arange(8)], [0])  # rank 0: [0, 1, 6, 7]; rank 1: [2, 3, 4, 5]
     """
     ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
-    dims = checked_buffers(buffers, buffer_seq_dims, layout)
-    check_whole_lengths(buffers, dims, layout)
+    dims = checked_buffers(buffers, buffer_seq_dims, layout, whole=True)
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
 @renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
-    mesh: Mesh,
-    buffers: Sequence[torch.Tensor],
-    buffer_seq_dims: Sequence[int],
-    layout: Layout | None = None,
-    *,
+    mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None, *,
     grad: Literal["replicated", "partial"] = "replicated",
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Whole tensors, on every rank, from the ranks' shards: the inverse of `context_parallel_shard`.
 
     Args:
         mesh: as for `context_parallel_shard`.
-        buffers: this rank's shards; lengths may differ between ranks as the layout says.
+        buffers: this rank's shards, of the layout's lengths, which may differ between ranks.
         buffer_seq_dims: the sequence dim of each.
-        layout: the layout they were sharded in; None as for `context_parallel_shard`.
+        layout: the layout of the shards; None as for `context_parallel_shard`.
         grad: "replicated": all ranks compute the same loss from the result, so each has the whole gradient and takes
             its own part. "partial": each rank computes its share of the loss, so gradients are summed over the ranks.
 
@@ -80,7 +73,7 @@ def context_parallel_unshard(
         TypeError, ValueError: arguments that do not fit. On all ranks alike: shards whose lengths are not the layout's,
             and ranks that differ in anything but lengths. (With a layout made for one length, nothing is exchanged: a
             wrong length is refused on the ranks that have it.)
-        NotImplementedError: recorded as a graph (make_fx, torch.export). In compiled functions it runs between graphs.
+        NotImplementedError: a call recorded as a graph (make_fx, torch.export); compiled code runs it between graphs.
         RuntimeError: as `context_parallel_shard`.
     """
     if grad not in ("replicated", "partial"):
@@ -89,8 +82,8 @@ def context_parallel_unshard(
     dims = checked_buffers(buffers, buffer_seq_dims, layout)
     if any(map(_torch.is_traced, buffers)):
         raise NotImplementedError(
-            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for what "
-            "the ranks exchange: call it outside of what is recorded"
+            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for the "
+            "exchange between ranks: call it outside of the recorded code"
         )
     return [
         _Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers")
@@ -99,13 +92,9 @@ def context_parallel_unshard(
 
 
 def local_positions(
-    mesh: Mesh,
-    seq_len: int,
-    layout: Layout | None = None,
-    *,
-    batch_size: int | None = None,
+    mesh: Mesh, seq_len: int, layout: Layout | None = None, *, batch_size: int | None = None,
     device: torch.device | str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Global positions of this rank's tokens, for position ids and RoPE.
 
     Args:
@@ -129,15 +118,13 @@ def local_positions(
     if batch_size is not None and checked_length(batch_size, "batch_size") == 0:
         raise ValueError("expected batch_size to be at least 1, got 0")
     rank, world_size = ranks.rank, ranks.size
+    if batch_size is None and len(layout.batch_groups(2)) > 1:
+        raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
+    groups = layout.batch_groups(batch_size or 1)
+    positions = [positions_of(layout.segments(seq_len, rank, world_size, g), device) for g in range(len(groups))]
     if batch_size is None:
-        if len(layout.batch_groups(2)) > 1:
-            raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
-        return positions_of(layout.segments(seq_len, rank, world_size), device)
-    rows = [
-        positions_of(layout.segments(seq_len, rank, world_size, index), device).expand(stop - start, -1)
-        for index, (start, stop) in enumerate(layout.batch_groups(batch_size))
-    ]
-    return torch.cat(rows)
+        return positions[0]
+    return torch.cat([each.expand(stop - start, -1) for each, (start, stop) in zip(positions, groups, strict=True)])
 
 
 def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
@@ -156,8 +143,13 @@ def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
     return list(values)
 
 
-def checked_buffers(buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout) -> list[int]:
+def checked_buffers(
+    buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout, *, whole: bool = False
+) -> list[int]:
     """Checks tensors and their sequence dims; returns the dims, counted from the front.
+
+    Args:
+        whole: True if the tensors are whole; their lengths must be of the layout then.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its index.
@@ -188,17 +180,10 @@ def checked_buffers(buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[i
     if len(layout.batch_groups(2)) > 1 and len({tensor.size(0) for tensor in buffers}) > 1:
         shapes = [tuple(tensor.shape) for tensor in buffers]
         raise ValueError(f"{layout} expects one batch size (dim 0) in all buffers, got shapes {shapes}")
-    return dims
-
-
-def check_whole_lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], layout: Layout) -> None:
-    """Refuses whole tensors of a length that the layout does not divide.
-
-    Raises:
-        ValueError: such a length, with the index of the tensor.
-    """
     for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
-        refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
+        if whole:
+            refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
+    return dims
 
 
 def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:

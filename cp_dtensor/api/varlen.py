@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context, refuse_sinks
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
+from cp_dtensor.engine.attend import attend_packed
 from cp_dtensor.engine.validation import Mesh
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
@@ -19,27 +22,12 @@ Window = tuple[int | None, int | None]
 
 @renamed_keywords(window="window_size")
 def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    cu_seqlens: Any,
-    cu_seqlens_k: Any = None,
-    is_causal: bool = False,
-    window_size: Window = (-1, -1),
-    within: Mask | None = None,
-    method: str = "auto",
-    dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
+    is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, layout: Layout | None = None,
+    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
+    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
     Every rank passes its tokens and gets, for each, softmax(scale q k^T + mask) v over its document, as
@@ -53,34 +41,25 @@ def varlen_attention(
         v: (U, Hkv, Dv), this rank's values.
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         cu_seqlens: ascending positions in the whole sequence, one more than documents, equal on every rank: document d
-            has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; a tensor on a GPU is read,
-            which waits for the GPU. Compiled code takes integers and is compiled for each list; where documents change
-            with every batch, call `F.scaled_dot_product_attention` inside of `context_parallel(mesh, mask=...)`.
+            has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; reading a tensor on a GPU
+            waits for the GPU. Compiled code takes integers and is compiled for each list; where documents change with
+            every batch, call `F.scaled_dot_product_attention` inside of `context_parallel(mesh, mask=...)`.
         cu_seqlens_k: those of the keys if they differ (cross-attention): queries of document d see keys of document d.
         is_causal: True: within a document, the last query sees all keys, the one before it all but the last, and so on
             ("bottom-right", which matters where a document has different numbers of queries and keys).
-        window_size: (left, right), the numbers of keys to the left and to the right of its own place that a query sees,
-            -1 or None for all of them; the last query of a document stands at its last key. With `is_causal`, right is
-            0. With (2, 0) a query sees its own place and two keys before it.
+        window_size: (left, right), the numbers of keys before and after its own position that a query sees, -1 or None
+            for all; the last query of a document is at its last key. With `is_causal`, right is 0. With (2, 0) a query
+            sees its own position and two keys before it.
         within: a mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`. A key is
             seen if it, `is_causal` and `window_size` all allow it.
-        method: "ring", "ulysses", "hybrid" or "auto", as for `context_parallel_attention`.
-        dropout_p: probability that a weight of the softmax is dropped, as there.
-        sinks: (H,), logits that count in the softmax denominator alone, as there.
-        scale: factor of the logits; None is 1 / sqrt(D).
-        layout: which rank owns which tokens of the whole sequence; None as there. `PerDocument(cu_seqlens)` and
-            `Balanced(...)` balance the work of documents.
-        rotate_method: how K/V travel in rings, as there.
-        deterministic: True: equal inputs give equal bits, as there.
-        return_lse: True also returns the log-sum-exp.
-        seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (what follows the last document is padding), or a
-            pair of those of queries and keys. If None, the ranks exchange their local lengths.
-        debug: True: the ranks exchange and compare everything that must agree, cu_seqlens too.
+        seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
+            a pair of those of queries and keys. If None, the ranks exchange their local lengths.
+        method, dropout_p, sinks, scale, layout, rotate_method, deterministic, return_lse, debug: as for
+            `context_parallel_attention`. The layouts `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of
+            documents.
 
     Returns:
-        out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), natural log of the softmax
-        denominator in float32 (float64 for float64 inputs), -inf (or the sink) for a query that sees no key; not
-        differentiable.
+        out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), as there.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
@@ -124,30 +103,24 @@ def heads_before_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views (..., H, S, D) of q, k and v (..., S, H, D), whose dim `rows` is S; H may be a multiple of k's heads.
 
-    The check by `attend` comes too late: its messages would name the dims of the views.
-
     Raises:
         TypeError: not tensors.
         ValueError: shapes that do not fit; the message has all three, or `expected_dims` if there are more or fewer.
     """
-    heads, width = rows + 1, rows + 2
+    heads, width = rows + 1, rows + 2  # `attend` would name the dims of the views
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == width + 1:
         raise ValueError(f"expected {expected_dims}; {received}")
+    is_multiple = k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0
+    same_rows = k.shape[rows:width] == v.shape[rows:width]
     for fits, expected in (
         (q.shape[:rows] == k.shape[:rows] == v.shape[:rows], "one batch size (dim 0) for q, k and v"),
-        (
-            k.shape[rows:width] == v.shape[rows:width],
-            f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k",
-        ),
+        (same_rows, f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k"),
         (q.size(width) == k.size(width), f"one head dim (dim {width}) for q and k"),
-        (
-            k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0,
-            f"query heads (dim {heads}) to be a multiple of key heads",
-        ),
+        (is_multiple, f"query heads (dim {heads}) to be a multiple of key heads"),
     ):
         if not fits:
             raise ValueError(f"expected {expected}; {received}")
@@ -169,18 +142,74 @@ def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
             f"{window_size!r}"
         )
     left, right = (None if end == -1 else end for end in window_size)
-    shown = SlidingWindow(left, right, "bottom_right")
+    window = SlidingWindow(left, right, "bottom_right")
     if is_causal:
         return Causal("bottom_right") if left is None else SlidingWindow(left, 0, "bottom_right")
-    return Full() if (left, right) == (None, None) else shown
+    return Full() if (left, right) == (None, None) else window
 
 
 def _mask_of_document(is_causal: bool, window_size: Window, within: Mask | None) -> Mask:
-    by_place = bottom_right_mask(is_causal, window_size)
+    window = bottom_right_mask(is_causal, window_size)
     if within is None:
-        return by_place
+        return window
     if not isinstance(within, Mask):
         raise TypeError(f"expected within to be a Mask such as PrefixLM(8), got {type(within).__name__}")
     if within.batch_size is not None:
         raise ValueError(f"expected within to be one mask for all documents, got one of {within.batch_size} batch rows")
-    return within if by_place == Full() else within & by_place
+    return within if window == Full() else within & window
+
+
+# varlen_attn in contexts
+
+_REFUSED = {
+    "seqused_k": "cache of keys",
+    "block_table": "paged cache of keys",
+    "num_splits": "batch-invariant results",
+}
+"""Arguments of `varlen_attn` that sequence shards do not support, and their features."""
+
+
+def varlen_attn_in_context(call: dict[str, Any]) -> Any:
+    """`torch.nn.attention.varlen.varlen_attn` in contexts: `(out, lse, random state)`; None outside of contexts.
+
+    The documents are those of the whole sequences of the batch rows, one after another.
+    """
+    context = _context_of(call)
+    if context is None:
+        return None
+    tensors = q, _, _ = call["query"], call["key"], call["value"]
+    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in tensors):
+        raise NotImplementedError(
+            "varlen_attn takes plain tensors inside of context_parallel, this rank's shards; got nested tensors or "
+            "DTensors"
+        )
+    refuse_sinks(context.sinks is not None, "varlen_attn", "varlen_attention")
+    for name, feature in _REFUSED.items():
+        if call.get(name) is not None:
+            raise NotImplementedError(
+                f"varlen_attn of sequence shards has no {feature}: got {name}={call[name]!r}, expected None"
+            )
+    if call["cu_seq_k"] is None:
+        raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
+    out, lse = attend_packed(
+        *heads_first_of_packed(*tensors), context.settings, (call["cu_seq_q"], call["cu_seq_k"]),
+        within=bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1)), scale=call["scale"],
+    )  # fmt: skip
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which varlen_attn does not have
+    return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0), random_state
+
+
+def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
+    """Refuses `varlen_attn_out` in contexts."""
+    if _context_of(call) is not None:
+        raise NotImplementedError(
+            "varlen_attn_out is not supported inside of context_parallel, where results are new tensors: call "
+            "varlen_attn"
+        )
+
+
+def _context_of(call: dict[str, Any]) -> ActiveContext | None:
+    if call["query"].is_meta:
+        return None
+    context = current_context()
+    return None if context is None or attends_alone(context) else context

@@ -187,7 +187,7 @@ def test_error_while_entering_the_context_restores_earlier_buffers(monkeypatch: 
     swap_in = InPlaceShard._swap_in
 
     def second_fails(contents: InPlaceShard) -> torch.Tensor:
-        if contents._buffer.length == 8:
+        if len(contents.buffer.tensor) == 8:
             raise MemoryError
         return swap_in(contents)
 

@@ -8,15 +8,30 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from cp_dtensor import _torch
+from cp_dtensor.api.active_context import (
+    CAPTURED_BEFORE,
+    attends_alone,
+    current_context,
+    innermost_context,
+    refuse_sinks,
+)
 from cp_dtensor.api.flex.block_mask import FULL, PARTIAL, LocalRows, Tables, cached_tables, mask_lengths
-from cp_dtensor.api.flex.custom_ops import check_mask_lengths, layout_is_found, traced_tables, world_size
+from cp_dtensor.api.flex.custom_ops import (
+    check_context_mask,
+    check_mask_lengths,
+    layout_is_found,
+    traced_tables,
+    world_size,
+)
 from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
 from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
+from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, key_of, made_of, parts_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of, made_of, parts_of
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
@@ -28,22 +43,11 @@ ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 
 def context_parallel_flex_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    layout: Layout | None = None,
-    seq_len: int | tuple[int, int] | None = None,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    compiled: bool = False,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None, return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlexAttention of a sequence that is sharded over the ranks of `mesh`.
 
     Every rank passes its shard and gets its rows of `flex_attention` of the whole sequence. The ranks gather K/V;
@@ -51,8 +55,8 @@ def context_parallel_flex_attention(
     sequence: functions of global positions, which may capture whole tensors, the same on every rank. The gradient of a
     tensor that `score_mod` captures is a share; the sum of the shares of all ranks is the gradient.
 
-    It can be called in functions that `torch.compile` compiles, also with `fullgraph=True`. Inside `context_parallel`,
-    `flex_attention` itself computes the same.
+    `torch.compile` takes it, also with `fullgraph=True`. Inside `context_parallel`, `flex_attention` itself computes
+    the same.
 
     Args:
         q: (B, H, S, D), this rank's queries in `layout` order; S may differ between ranks, and be 0.
@@ -62,16 +66,10 @@ def context_parallel_flex_attention(
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)` changes a scaled logit; positions are global.
         block_mask: `create_block_mask(mask_mod, B, H, global S, global T)` with any block size, where B and H may be
             None; None lets every query see every key. The block mask of local rows is cached as long as it exists.
-        scale: factor of the logits, 1 / sqrt(D) if None.
-        enable_gqa: True to allow H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
-        layout: which rank owns which tokens, `HeadTail()` if None.
-        seq_len: the global number of tokens, or a pair of the numbers of queries and keys. If None, the ranks exchange
-            their local lengths in one small collective (on the host where the groups have a CPU backend).
-        return_lse: True to also return the log-sum-exp.
+        scale, enable_gqa, layout, seq_len, return_lse, debug: as for `context_parallel_attention`.
         kernel_options: as `flex_attention` takes them.
-        compiled: True to call `torch.compile(flex_attention)`, which makes one kernel; uncompiled, FlexAttention holds
+        compiled: True: call `torch.compile(flex_attention)`, which makes one kernel; uncompiled, FlexAttention holds
             the logits of all local queries and global keys in memory.
-        debug: True to let the ranks exchange and compare everything that must agree; a disagreement names the rank.
 
     Returns:
         out: (B, H, S, Dv). With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator, -inf for a
@@ -98,11 +96,11 @@ def context_parallel_flex_attention(
         {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None},
     )  # fmt: skip
     if traced:
-        result = traced_flex(call, _call_spec_token(mesh, parts_of(layout), debug), lengths)
+        result = _traced_flex(call, _call_spec_token(mesh, parts_of(layout), debug), lengths)
     else:
         settings = AttentionConfig.of(mesh, "auto", layout, None, debug=debug)
         settings = with_inherited("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
-        result = flex_of_shards(call, settings, lengths)
+        result = _flex_of_shards(call, settings, lengths)
     return (result[0], result[1].lse) if return_lse else result
 
 
@@ -119,7 +117,7 @@ class FlexCall(NamedTuple):
     attention: Callable[..., Any]
     """FlexAttention of whole tensors."""
     options: dict[str, Any]
-    """Its other arguments."""
+    """Other arguments of `attention`."""
 
     def check(self) -> None:
         """Refuses arguments that do not fit, as far as one rank can find out by itself."""
@@ -129,10 +127,8 @@ class FlexCall(NamedTuple):
         if not isinstance(self.block_mask, BlockMask):
             raise TypeError(f"expected block_mask to be a BlockMask or None, got {type(self.block_mask).__name__}")
         if self.block_mask.kv_indices.device != self.q.device:
-            raise ValueError(
-                f"expected the block mask on the device of q, {self.q.device}, got one on "
-                f"{self.block_mask.kv_indices.device}"
-            )
+            device = self.block_mask.kv_indices.device
+            raise ValueError(f"expected the block mask on the device of q, {self.q.device}, got one on {device}")
 
     def attend(
         self, k: torch.Tensor, v: torch.Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
@@ -165,12 +161,11 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "kernel_options": others or None}
 
 
-def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
+def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
     """This rank's rows of `call.attention` of the whole sequence.
 
     Args:
         call: local q, k and v; score and mask of the whole sequence.
-        settings: of the call.
         lengths: global numbers of queries and keys, if the caller passed them.
     """
     call.check()
@@ -201,8 +196,8 @@ def flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int
     return call.attend(keys, values, _local_score_mod(call.score_mod, positions, None), mask)
 
 
-def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = None) -> Any:
-    """`flex_of_shards` in a program that is being captured; `token` encodes the settings.
+def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = None) -> Any:
+    """`_flex_of_shards` in a program that is being captured; `token` encodes the settings.
 
     Sizes are constants of the program, which is compiled for each. Where neither the caller nor a mask has the global
     lengths, they are known at run time only: K/V have room for the longest sequence that fits the local lengths, and
@@ -246,12 +241,8 @@ def traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = No
 
 def _mask_of_one_block(q: torch.Tensor) -> BlockMask:
     """A mask of a single partial block, which fits every length."""
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, 1, dtype=torch.int32, device=q.device),
-        torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=q.device),
-        BLOCK_SIZE=_torch.WHOLE_BLOCK,
-        seq_lengths=(1, 1),
-    )
+    counts, indices = q.new_ones(1, 1, 1, dtype=torch.int32), q.new_zeros(1, 1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=_torch.WHOLE_BLOCK, seq_lengths=(1, 1))
 
 
 @lru_cache(maxsize=1)
@@ -270,17 +261,14 @@ def _call_spec_token(mesh: Mesh, layout: Any, debug: bool) -> str:
 
 
 def block_mask_of_rows(
-    whole: BlockMask,
-    tables: Tables,
-    lengths: tuple[int, int],
-    positions: torch.Tensor,
+    whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor,
     kv_total: torch.Tensor | None = None,
-) -> BlockMask:
+) -> BlockMask:  # fmt: skip
     """The block mask of local rows.
 
     Args:
         whole: the block mask of the whole sequence.
-        tables: the tables of the local rows.
+        tables: those of the local rows.
         lengths: numbers of local queries and gathered keys.
         positions: global positions of the local rows, (rows,) or (batch, rows).
         kv_total: (1,), the global number of keys, if more may have been gathered.
@@ -323,3 +311,74 @@ def _position(positions: torch.Tensor, b: torch.Tensor, q: torch.Tensor) -> torc
 def _existing(kv: torch.Tensor, kv_total: torch.Tensor | None) -> torch.Tensor:
     """The position of a key; 0 after the last one, since functions may index tensors by it."""
     return kv if kv_total is None else torch.where(kv < kv_total[0], kv, 0)
+
+
+# flex_attention in contexts
+
+
+def _flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
+    return_aux: Any = None,
+) -> Any:  # fmt: skip
+    """FlexAttention of this rank's shards; torch's own outside of contexts."""
+    token = _context_token()
+    options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
+    call = FlexCall(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, _torch.original_flex_attention, options
+    )
+    if not token or query.is_meta:
+        return call.attend(key, value, score_mod, block_mask)
+    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
+        raise NotImplementedError(
+            "FlexAttention takes plain tensors inside context_parallel, this rank's shards; got nested tensors or "
+            "DTensors"
+        )
+    if _torch.is_traced(query):
+        return _traced_flex(call, token)
+    context = current_context()
+    assert context is not None
+    return _flex_of_shards(call, context.settings)
+
+
+@_torch.constant_in_trace
+def _context_token() -> str:
+    """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
+    of_module = _torch.traced_scope()
+    if of_module is not None:
+        check_context_mask(call_spec_of(of_module).settings().mask)
+        return of_module
+    context = current_context()
+    if context is None:
+        return ""
+    check_context_mask(context.settings.mask)
+    refuse_sinks(context.sinks is not None, "FlexAttention")
+    if attends_alone(context):
+        raise NotImplementedError(
+            "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
+            "F.scaled_dot_product_attention"
+        )
+    return context.ambient.key
+
+
+def _check_captured() -> None:
+    """Refuses FlexAttention of local shards in captured code that is run or traced further inside a context."""
+    context = innermost_context()
+    if context is None:
+        return
+    if not _torch.FLEX_ATTENTION_IS_KNOWN:
+        raise NotImplementedError(
+            f"FlexAttention of torch {torch.__version__} is not supported inside context_parallel: its parameters "
+            "differ from those of the supported versions"
+        )
+    if _torch.get_thread_state(CAPTURED_BEFORE) is context and not _torch.flex_attention_is_redirected():
+        raise NotImplementedError(
+            "a compiled module with ContextParallel calls FlexAttention, whose code another package has replaced: it "
+            "would attend to the local shard only. Call context_parallel_flex_attention instead"
+        )
+
+
+flex_redirection = SharedInstallation(
+    lambda: [_torch.flex_attention_redirected(_flex_attention), _torch.captured_flex_attention_checked(_check_captured)]
+)
+"""Redirects FlexAttention: held by open contexts and by modules with `ContextParallel`."""

@@ -5,14 +5,15 @@ query of the block sees (full). The tables of one rank follow from them, without
 
 - A local block inside one global block has that block's row of the tables.
 - A local block that spans several global blocks (chunks that do not begin at a block, stripes) lists as full what all
-  of them see fully, and as partial whatever else any of them sees. There `mask_mod` looks up what the tables list for
-  the query's own global block (`Tables.block_kinds`), since tables may say more than `mask_mod`: those of block-sparse
-  attention have no `mask_mod` at all.
+  of them see fully, and as partial all other blocks that any of them sees. There `mask_mod` looks up the entry of the
+  query's own global block (`Tables.block_kinds`), since tables may leave out keys that `mask_mod` allows: block-sparse
+  attention has no `mask_mod` at all.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,7 +55,7 @@ class LocalRows:
 
     @property
     def count(self) -> int:
-        """The number of local rows of each batch row."""
+        """Local rows of each batch row."""
         return shard_lengths(self.layout, self.seq_len, self.world_size)[self.rank]
 
     @property
@@ -123,15 +124,13 @@ def longest_seq_len(layout: Layout, local: int, rank: int, world_size: int) -> i
     length = 1
     while layout.local_length(length, rank, world_size) <= local:
         length *= 2
-    low = length // 2  # shares grow with the length in every layout
-    while length - low > 1:
-        middle = (low + length) // 2
-        low, length = (low, middle) if layout.local_length(middle, rank, world_size) > local else (middle, length)
-    return low
+    # Shares grow with the length in every layout.
+    lengths = range(length)
+    return bisect_right(lengths, local, length // 2, key=lambda n: layout.local_length(n, rank, world_size)) - 1
 
 
 def cached(make: Callable[..., T], *key: Any) -> T:
-    """`make(*key)`, small tensors, from an LRU cache; what a graph capture does not find there, the graph computes."""
+    """`make(*key)`, small tensors, from an LRU cache; a graph that is being captured computes what is not there."""
     value = _cache.get((make, *key))
     if value is None:
         if capturing():
@@ -188,12 +187,10 @@ def table_shapes(
     Args:
         mask_shape: the shape of the whole mask's `kv_indices`.
         has_full: True if the whole mask lists full blocks apart.
-        block_size: queries and keys of a block.
         lengths: global numbers of queries and keys.
         batch: batch rows of the local tables.
         local: the number of local rows.
-        with_q: as for `local_tables`.
-        unaligned: True if local blocks may span several global blocks.
+        block_size, with_q, unaligned: as for `local_tables`.
     """
     q_blocks, kv_blocks = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
     first, local_blocks = (batch, mask_shape[1]), -(-local // block_size[0])
@@ -295,7 +292,7 @@ class _TableCache:
         self._by_indices = WeakIdKeyDictionary()
 
     def __len__(self) -> int:
-        """The number of masks with cached tables."""
+        """Masks with cached tables."""
         return len(self._by_indices)
 
     def tables_of(self, mask: Tables) -> dict[object, Tables]:

@@ -66,7 +66,7 @@ def _local_rows(token: str, found: RuntimeValues | None, seq_len: int, batch_siz
 
 
 def _found_in(numbers: torch.Tensor) -> RuntimeValues | None:
-    """What `flex_keys` found besides lengths, from its last output."""
+    """The layout and mask that `flex_keys` found in the active context, from its last output."""
     return None if numbers.numel() < 2 else runtime_numbers.of(int(numbers[1]))
 
 
@@ -93,7 +93,7 @@ def _keys(
     rows = lengths[1] if known else longest_seq_len(layout, k.size(2), ranks.rank, ranks.size)
     keys, values = _kv_gather(token, found, lengths[1], rows).gather(k, v)
     positions = _local_rows(token, found, lengths[0], q.size(0)).positions(q.device)
-    # Backward gets these numbers, so it needs neither the context nor communication to know what forward found.
+    # Backward gets these numbers, so it needs neither the context nor communication.
     if call_spec.reads_context:
         begun_in = pending_backwards.begin(found, needs_backward)
         numbers = torch.tensor([lengths[1], runtime_numbers.number_of(found), begun_in], device="cpu")
@@ -211,35 +211,30 @@ def _may_be_unaligned(token: str, q_block: int) -> bool:
 
 def _define_operators() -> torch.library.Library:
     library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    # When the code runs, lengths are exchanged, and compared with those of masks.
-    unsafe = torch.Tag.cudagraph_unsafe
-    library.define(
-        "flex_keys(Tensor q, Tensor k, Tensor v, str token, int q_len, int kv_len, bool declared, float scale, "
-        "bool needs_backward) "
-        "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor numbers)",
-        tags=unsafe,
-    )
-    library.define(
-        "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor numbers, str token, int kv_len, SymInt local) "
-        "-> (Tensor grad_k, Tensor grad_v)",
-        tags=unsafe,
-    )
-    library.define(
-        "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
-        "Tensor numbers, str token, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
-        "bool with_q) -> Tensor[]",
-        tags=unsafe,
-    )
-    for name, implementation, fake in (
-        ("flex_keys", _keys, _fake_keys),
-        ("flex_keys_backward", _keys_backward, _fake_keys_backward),
-        ("flex_tables", _tables, _fake_tables),
-    ):
+    for schema, implementation, fake in (
+        (
+            "flex_keys(Tensor q, Tensor k, Tensor v, str token, int q_len, int kv_len, bool declared, float scale, "
+            "bool needs_backward) "
+            "-> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor numbers)",
+            _keys, _fake_keys,
+        ),
+        (
+            "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor numbers, str token, int kv_len, SymInt local) "
+            "-> (Tensor grad_k, Tensor grad_v)",
+            _keys_backward, _fake_keys_backward,
+        ),
+        (
+            "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
+            "Tensor numbers, str token, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
+            "bool with_q) -> Tensor[]",
+            _tables, _fake_tables,
+        ),
+    ):  # fmt: skip
+        # When the code runs, lengths are exchanged, and compared with those of masks: no CUDA graphs.
+        name = library.define(schema, tags=torch.Tag.cudagraph_unsafe)
         library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-    torch.library.register_autograd(
-        "cp_dtensor::flex_keys", _gradients, setup_context=_save_for_backward, lib=library
-    )  # fmt: skip
+    torch.library.register_autograd("cp_dtensor::flex_keys", _gradients, setup_context=_save_for_backward, lib=library)
     return library
 
 

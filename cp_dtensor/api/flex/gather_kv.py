@@ -58,7 +58,7 @@ class KVGather:
             return all_k.view(k.dtype), all_v.view(v.dtype)
 
     def reduce_gradients(self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int) -> Pair:
-        """Gradients of what `gather` returned to those of this rank's `local` tokens, summed over the ranks."""
+        """Gradients of gathered K/V to those of this rank's `local` tokens, summed over the ranks."""
         out_k, out_v = (grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
         if self._is_empty(grad_k):
             return out_k, out_v
