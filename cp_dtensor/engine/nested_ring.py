@@ -47,8 +47,8 @@ class NestedRingPlan(AttentionPlan):
         with on_device_of(q):
             try:
                 result = output_accumulator(q, v.size(3), outer.state_dtype)
-                transfers = outer.transport.start_kv(k, v, outer.plan, False, group)
-                for step, inner in zip(outer.plan.forward, self.inner, strict=True):
+                transfers = outer.transport.start_kv(k, v, outer.tile_plan, False, group)
+                for step, inner in zip(outer.tile_plan.forward, self.inner, strict=True):
                     step_k, step_v = self._keys_and_values(step, transfers, k, v)
                     parts = []
                     if inner is not None:
@@ -77,10 +77,10 @@ class NestedRingPlan(AttentionPlan):
             try:
                 grad_out = in_order_of(out, grad_out)
                 grad_q = gradient_accumulator(q, outer.state_dtype)
-                grad_transfers = outer.transport.start_grads(k, v, outer.plan, group)
+                grad_transfers = outer.transport.start_grads(k, v, outer.tile_plan, group)
                 grad_kv = KeyValueGradients(k, v, outer.state_dtype, grad_transfers)
-                transfers = outer.transport.start_kv(k, v, outer.plan, True, group)
-                for step, inner in zip(outer.plan.backward, self.inner, strict=True):
+                transfers = outer.transport.start_kv(k, v, outer.tile_plan, True, group)
+                for step, inner in zip(outer.tile_plan.backward, self.inner, strict=True):
                     step_k, step_v = self._keys_and_values(step, transfers, k, v)
                     parts_q, parts_k, parts_v = [], [], []
                     if inner is not None:
@@ -103,7 +103,7 @@ class NestedRingPlan(AttentionPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a step. Rows that were not sent are zero: interval-masked tiles may multiply them by zero."""
         step_k, step_v = keys_and_values(step, transfers, k, v)
-        plan = self.outer.plan
+        plan = self.outer.tile_plan
         if step.transfer is not None and isinstance(self.outer.backend, IntervalAttention):
             (source,) = step.transfer.sources(plan.rank, plan.world_size)
             for part in range(len(plan.rows.lengths[source])):

@@ -42,7 +42,7 @@ from cp_dtensor.plan.partition import (
     SequencePartition,
     inner_partitions,
 )
-from cp_dtensor.plan.plan import Plan, ring_plan
+from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.masks import Full, Mask, as_plain, is_plain
 
@@ -193,7 +193,7 @@ def plan_ring(
     own = None
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
-    return RingPlan(_plan(chosen, spec, rank), spec, chosen, backend, own or backend, _state_dtype(spec))
+    return RingPlan(_tile_plan(chosen, spec, rank), spec, chosen, backend, own or backend, _state_dtype(spec))
 
 
 def plan_ulysses(
@@ -262,7 +262,7 @@ def _has_tiles(spec: CallSpec) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _plan(transport: KVTransport, spec: CallSpec, rank: int) -> Plan:
+def _tile_plan(transport: KVTransport, spec: CallSpec, rank: int) -> TilePlan:
     return transport.plan(spec, rank)
 
 

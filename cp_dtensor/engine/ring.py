@@ -20,7 +20,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
 from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Plan, Step
+from cp_dtensor.plan.plan import Step, TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.spec.layouts import Span
 
@@ -85,7 +85,7 @@ class KeyValueGradients:
 class RingPlan(AttentionPlan):
     """A ring over one axis, in which queries stay and K/V travel; or attention of a rank that is alone."""
 
-    plan: Plan
+    tile_plan: TilePlan
     spec: CallSpec
     """The call that the plan was made for."""
     transport: KVTransport
@@ -104,7 +104,7 @@ class RingPlan(AttentionPlan):
             out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, backend, group, queries_per_key = self.plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
+        plan, backend, group, queries_per_key = self.tile_plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
         by_intervals = isinstance(backend, IntervalAttention)
         with on_device_of(q):
             try:
@@ -150,7 +150,7 @@ class RingPlan(AttentionPlan):
         if 0 in q.shape[:2]:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, queries_per_key = self.plan, self.group(ranks), q.size(1) // k.size(1)
+        plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
         by_intervals = isinstance(self.backend, IntervalAttention)
         with on_device_of(q):
             try:
@@ -198,7 +198,7 @@ class RingPlan(AttentionPlan):
 
     def group(self, ranks: SequenceRanks | None) -> dist.ProcessGroup | None:
         """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
-        return None if ranks is None or len(self.plan.rows.lengths) == 1 else ranks.outer
+        return None if ranks is None or len(self.tile_plan.rows.lengths) == 1 else ranks.outer
 
     def abandon(self, group: dist.ProcessGroup | None) -> None:
         """Drops the transfers of a call that has raised, so that the next call can use the transport."""
