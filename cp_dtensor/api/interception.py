@@ -115,17 +115,18 @@ class _Interceptors:
 
     @contextmanager
     def _overridden_sdpa(self) -> Iterator[None]:
-        take_back = _torch.override_sdpa(self._kernel, self._kernel_under_vmap)
+        take_back = _torch.override_sdpa(self.sdpa, self._sdpa_under_vmap)
         try:
             yield
         finally:
             take_back()
 
-    def _kernel(
+    def sdpa(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
         under_vmap: bool = False,
     ) -> torch.Tensor:  # fmt: skip
+        """SDPA by the first interceptor that computes it, else by torch."""
         arguments = SdpaArguments(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, under_vmap=under_vmap
         )
@@ -137,11 +138,13 @@ class _Interceptors:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    def _kernel_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._kernel(*args, **kwargs, under_vmap=True)
+    def _sdpa_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.sdpa(*args, **kwargs, under_vmap=True)
 
 
 _interceptors = _Interceptors()
+intercepted_sdpa = _interceptors.sdpa
+"""SDPA that torch's dispatcher brings to its operator without the override: of DTensors in inference mode."""
 
 
 def intercepted(interceptor: Interceptor) -> AbstractContextManager[None]:

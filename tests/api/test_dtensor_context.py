@@ -19,9 +19,9 @@ from support.dtensor_checks import (
 from support.problems import reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from cp_dtensor import HeadTail, context_parallel
+from cp_dtensor import HeadTail, SlidingWindow, context_parallel, context_parallel_attention
 
 
 def _own_ranks(rank: int, placements: Placements) -> None:
@@ -75,6 +75,31 @@ def _other_ranks(rank: int, cp_axis: int, placement: Placement) -> None:
 @pytest.mark.parametrize("cp_axis", [0, 1])
 def test_local_heads_of_dtensors_over_other_ranks_are_shards(cp_axis: int, placement: Placement) -> None:
     run_ranks(4, _other_ranks, cp_axis, placement)
+
+
+def _in_inference_mode(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    cp_rank = mesh["cp"].get_local_rank()
+    *whole, grad_out = GROUPED.draw(seed=0)
+    expected_out, window = reference(GROUPED, *whole, grad_out)[0], SlidingWindow(2, 0)
+    with torch.inference_mode():
+        local = [shard(tensor, HeadTail(), cp_rank, 2) for tensor in (*whole, expected_out)]
+        q, k, v = distributed(tuple(local[:3]), mesh["tp"], ((TP,),) * 3)
+        with context_parallel(mesh["cp"]):
+            torch.testing.assert_close(sdpa(GROUPED, q, k, v).full_tensor(), local[3], rtol=0, atol=1e-10)
+        q, k, v = distributed(tuple(whole), mesh["cp"], ((CP,),) * 3)
+        with context_parallel(mesh["cp"], mask=window):
+            out = sdpa(GROUPED, q, k, v).full_tensor()
+        expected = context_parallel_attention(q, k, v, mask=window, enable_gqa=True)
+        assert isinstance(expected, DTensor)
+        torch.testing.assert_close(out, expected.full_tensor(), rtol=0, atol=1e-10)
+        refused = pytest.raises(NotImplementedError, match="the sinks of this context can be applied to plain")
+        with context_parallel(mesh["cp"], sinks=torch.zeros(GROUPED.q_heads)), refused:
+            sdpa(GROUPED, q, k, v)
+
+
+def test_inference_mode_has_the_context() -> None:
+    run_ranks(4, _in_inference_mode)
 
 
 def _seq_shards_over_other_ranks(rank: int) -> None:

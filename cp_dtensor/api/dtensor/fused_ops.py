@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
-from cp_dtensor.api.dtensor.attention import dtensor_sdpa, from_local, placed_partition
+from cp_dtensor.api.dtensor.attention import from_local, placed_partition
 from cp_dtensor.api.dtensor.placements import BATCH_DIM, HEAD_DIM, SEQ_DIM, AttentionPlacements, is_seq_sharded, on_seq
-from cp_dtensor.api.interception import SdpaArguments
+from cp_dtensor.api.interception import intercepted_sdpa
 from cp_dtensor.attention.backends.select import backend_by_name
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
@@ -39,12 +39,9 @@ _BACKEND_NAMES = {
 }
 
 
-def sdpa_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def sdpa_handler(_op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handler of `scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
-    call = _torch.bound_arguments(op, args, kwargs)
-    call["q"], call["k"], call["v"] = call.pop("query"), call.pop("key"), call.pop("value")
-    result = dtensor_sdpa(SdpaArguments(**call))
-    return _torch.original_sdpa(*args, **kwargs) if result is None else result
+    return intercepted_sdpa(*args, **kwargs)
 
 
 def fused_forward_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
