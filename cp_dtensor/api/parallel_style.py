@@ -144,7 +144,7 @@ class _ContextForward:
         self._sinks = sinks
         self._inherits_layout = inherits_layout
         self._inherits_mask = inherits_mask
-        self._token = self._context.ambient.key
+        self._token = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
@@ -168,9 +168,9 @@ class _ContextForward:
     def _context_of_call(self) -> ActiveContext:
         context = self._context
         config = with_inherited(
-            "ContextParallel", context.settings, layout=self._inherits_layout, mask=self._inherits_mask
+            "ContextParallel", context.config, layout=self._inherits_layout, mask=self._inherits_mask
         )
-        if config is not context.settings:  # compiled code inside looks up what is inherited
+        if config is not context.config:  # compiled code inside looks up what is inherited
             context = ActiveContext(replace(config, lengths_vary=True))
         sinks = self._sinks
         if sinks is None:
@@ -191,7 +191,7 @@ class _ContextForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
         # The configuration is shared: it holds process groups and no tensors.
         return _ContextForward(
-            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.settings,
+            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.config,
             copy.deepcopy(self._sinks, memo),
             inherits_layout=self._inherits_layout, inherits_mask=self._inherits_mask,
         )  # fmt: skip
@@ -200,7 +200,7 @@ class _ContextForward:
 def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
     """The sinks of the context around a call, if that is over these ranks."""
     outer = innermost_context()
-    if outer is None or outer.sinks is None or outer.settings.ranks.global_ranks() != ranks.global_ranks():
+    if outer is None or outer.sinks is None or outer.config.ranks.global_ranks() != ranks.global_ranks():
         return None
     current_context()  # refuses a backward that may not belong to the context
     return outer.sinks
@@ -210,7 +210,7 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
     call_spec = call_spec_of(token)
-    config = call_spec.settings()
+    config = call_spec.config()
     sinks = torch.zeros(0) if has_sinks else _inherited_sinks(config.ranks)
     refuse_sinks(
         ActiveContext(config, sinks=sinks), "a compiled module with ContextParallel", "context_parallel_attention"
@@ -223,7 +223,7 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a context of the configuration that `token` stands for."""
     call_spec = call_spec_of(token)
-    return functools.partial(_run_captured, ActiveContext(call_spec.settings()), function)
+    return functools.partial(_run_captured, ActiveContext(call_spec.config()), function)
 
 
 @_torch.never_compiled

@@ -139,7 +139,7 @@ def _forward(
         q, k, v, mask_keys.value_of(mask), modifiers, scale, known, edges, gives_lse=gives_lse
     )
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-    call = spec.decide(q, k, v, lengths, found, modifiers, scale, _backends(backends))
+    call = spec.bind(q, k, v, lengths, found, modifiers, scale, _backends(backends))
     with no_autocast(q), _torch.below_autograd():
         out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
@@ -182,7 +182,7 @@ def _backward(
     backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
     kv_len: int, needs_grad_bias: bool, needs_grad_sinks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    what = RuntimeValues(mask_keys.value_of(mask), None)
+    what = RuntimeValues(mask_keys.value_of(mask))
     if found.numel():
         q_len, kv_len, number, begun_in = found.tolist()
         what = runtime_numbers.of(number)
@@ -190,7 +190,7 @@ def _backward(
         q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
     modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
     of_forward = saved_with(found)
-    call = of_forward.call or call_spec_of(call_spec).decide(
+    call = of_forward.call or call_spec_of(call_spec).bind(
         q, k, v, (q_len, kv_len), what, modifiers, scale, _backends(backends)
     )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
