@@ -29,7 +29,7 @@ class AttentionPlan(ABC):
     @abstractmethod
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries to the keys of all ranks.
 
@@ -39,7 +39,7 @@ class AttentionPlan(ABC):
             v: (B, Hkv, T, Dv), this rank's shard.
             modifiers: bias, dropout and sinks of this rank's queries.
             needs_lse: False if lse may be empty.
-            ranks: the ranks of the plan's partition; None for a rank alone.
+            ranks: the ranks of the plan's partition; not used for a rank alone.
             scale: factor of the logits, positive.
 
         Returns:
@@ -51,13 +51,13 @@ class AttentionPlan(ABC):
     @abstractmethod
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Gradients of this rank's q, k and v. The gradient of the bias is added to `grad_bias`, unless it is None."""
 
     def saved_again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks | None,
+        ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
         """The tensors that `forward` saved, made again from this rank's arguments and results. May communicate.
 
@@ -71,8 +71,7 @@ class BoundCall:
     """A plan with the ranks and the softmax scale of one call: all that the autograd node needs besides tensors."""
 
     plan: AttentionPlan
-    ranks: SequenceRanks | None
-    """None for a rank alone."""
+    ranks: SequenceRanks
     scale: float
 
 

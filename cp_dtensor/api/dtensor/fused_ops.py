@@ -99,8 +99,8 @@ def _plan(
     partition = placed_partition(*lengths, q.size(0), plan, mesh)
     spec = shaped_spec(partition, mask, q.shape, k.shape, v.shape, q.dtype, q.device)
     # Strategies shard keys and values over one axis at most.
-    ranks = None if plan.ring_axis is None else SequenceRanks(mesh.get_group(plan.ring_axis))
-    group, rank = (None, 0) if ranks is None else (ranks.outer, ranks.rank)
+    ranks = SequenceRanks(mesh.get_group(plan.ring_axis or 0))
+    group, rank = (None, 0) if plan.ring_axis is None else (ranks.outer, ranks.rank)
     return BoundCall(plan_ring(spec, transport_by_name(None), backend, group, rank), ranks, scale), plan
 
 
