@@ -53,6 +53,23 @@ def test_in_a_context_of_one_rank_dtensors_mean_their_full_tensors() -> None:
     run_ranks(1, _one_rank)
 
 
+def _one_rank_with_mask_and_heads_over_others(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
+    *whole, _ = CAUSAL.draw(seed=0)
+    q, k, v = distributed(tuple(whole), mesh["tp"], ((TP,),) * 3)
+    window = SlidingWindow(2, 0)
+    with context_parallel(mesh["cp"], mask=window):
+        out = sdpa(CAUSAL, q, k, v)
+    allowed = torch.ones(CAUSAL.q_len, CAUSAL.kv_len, dtype=torch.bool).tril().triu(-2)
+    expected = F.scaled_dot_product_attention(*whole, allowed, scale=CAUSAL.scale)
+    assert isinstance(out, DTensor)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-10)
+
+
+def test_in_a_context_of_one_rank_heads_over_other_ranks_have_its_mask() -> None:
+    run_ranks(2, _one_rank_with_mask_and_heads_over_others)
+
+
 def _other_ranks(rank: int, cp_axis: int, placement: Placement) -> None:
     names = ("cp", "tp") if cp_axis == 0 else ("tp", "cp")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)

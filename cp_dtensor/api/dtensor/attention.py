@@ -45,9 +45,9 @@ from cp_dtensor.spec.masks import Batched, Mask
 def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
     """SDPA of DTensors (B, H, S, D); None unless q, k or v is one that is sharded along the sequence.
 
-    The output is placed as `plan_placements` says: as q, and sharded along the sequence wherever q, k or v are.
-    Gradients have the placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts
-    as not sharded, and is redistributed.
+    The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
+    placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
+    is redistributed.
 
     Args:
         mask: the mask of the open context, besides that of the call.
@@ -184,7 +184,7 @@ class PlacedPartition(CachedHash, SequencePartition):
 def placed_partition(
     q_len: int, kv_len: int, batch_size: int, placed: AttentionPlacements, mesh: DeviceMesh
 ) -> PlacedPartition:
-    """The partition of DTensors that are placed as `placed` says; lengths are global, `batch_size` is local."""
+    """The partition of DTensors with these placements; lengths are global, `batch_size` is local."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return PlacedPartition(q_len, kv_len, batch_size, placed, tuple(mesh.shape), tuple(coordinate))
@@ -234,20 +234,24 @@ def local_only_sdpa(
 ) -> torch.Tensor | None:
     """SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
 
-    Returns None if the mesh shares more ranks with the context, or the context has a single rank.
+    Returns None if the mesh shares more ranks with the context. DTensors that are not sharded (or replicated) alike
+    over batch or heads: None if the context has a single rank, which has the whole sequence.
 
     Raises:
-        NotImplementedError: such DTensors that are not sharded (or replicated) alike over batch or heads.
+        NotImplementedError: such DTensors in a context of several ranks.
     """
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
     with _torch.no_modes():  # the mesh's tensor is real, also where other tensors are traced
         shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
-    if len(shared_ranks) > 1 or len(ring_ranks) == 1:
+    is_one_rank = len(ring_ranks) == 1
+    if len(shared_ranks) > 1 or (is_one_rank and q.dim() != 4):
         return None
     if q.dim() != 4:
         raise NotImplementedError(f"inside of context_parallel, DTensors must have four dims, got {tuple(q.shape)}")
     placed = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
     if is_seq_sharded(placed.q) or not q.placements == k.placements == v.placements == placed.q:
+        if is_one_rank:
+            return None
         raise NotImplementedError(
             "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike "
             f"over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
