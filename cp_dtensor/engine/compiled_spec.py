@@ -175,8 +175,8 @@ class RuntimeNumbers:
 class PendingBackwards:
     """Counts, for each context, the forward passes of compiled code whose backward has not come.
 
-    Compiled code that recomputes attention in a backward cannot tell for which forward pass. Where all pending ones
-    are of equal contexts, their values are those of the recompute; otherwise the recompute is refused.
+    When compiled code recomputes attention in a backward, its forward pass is not known. Where all pending ones are of
+    equal contexts, their values are those of the recompute; otherwise the recompute is refused.
     """
 
     def __init__(self) -> None:

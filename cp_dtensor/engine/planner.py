@@ -121,7 +121,7 @@ def masking_of(
     partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
     deterministic: bool = False,
 ) -> Masking:  # fmt: skip
-    """How tiles are masked: by shape, which is fastest, where nothing forbids it; alike on every rank.
+    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
 
     Args:
         deterministic: the result of `is_deterministic`.

@@ -172,7 +172,7 @@ class UlyssesPlan(AttentionPlan):
             _finish(leaving)
             return grad_q, self._summed(grad_k), self._summed(grad_v)
 
-    def saved_again(
+    def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
         ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
@@ -189,14 +189,14 @@ class UlyssesPlan(AttentionPlan):
                 for inner, (stage_q, stage_k, stage_v), ((stage_out,), (stage_lse,)) in zip(
                     self.inner, inputs, results, strict=True
                 )
-                for tensor in inner.saved_again(
+                for tensor in inner.remake_saved(
                     stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), ring
                 )
             )
 
     @property
     def _lse_copies(self) -> int:
-        """How many times an LSE is repeated in the exchange, so that a row of a head fills the exchange's granule."""
+        """Copies of each LSE value in the exchange, so that a row of a head fills the exchange's granule."""
         return max(1, self.exchange.granule // self.state_dtype.itemsize)
 
     def _as_rows(self, lse: torch.Tensor) -> torch.Tensor:
