@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from cp_dtensor.api.buffers import InPlaceShard
 from cp_dtensor.api.dtensor.attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import ActiveConfig
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
+from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig
+from cp_dtensor.engine.config import check_batch_size
 from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.spec.masks import Mask
 
-CONTEXT_STATE = "cp_dtensor_context"
 LOCAL_SDPA = "cp_dtensor_local_sdpa"
 """Key of the thread state of `local_sdpa`: the active context on entry, and True if queries are shards."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
@@ -39,18 +38,12 @@ _AMBIGUOUS = (
 
 
 @dataclass(frozen=True, eq=False)
-class ActiveContext:
-    """The settings of an open context."""
+class ActiveContext(ActiveConfig):
+    """An open context."""
 
-    settings: AttentionConfig
     buffers: tuple[InPlaceShard, ...] = ()
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
-
-    @cached_property
-    def ambient(self) -> ActiveConfig:
-        """The settings for compiled code, which reads them when it runs."""
-        return ActiveConfig(self.settings)
 
 
 def attends_alone(context: ActiveContext) -> bool:
@@ -100,7 +93,7 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
     if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
         # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
         # DTensors over the ranks of the context have their own placements.
-        result = local_only_sdpa(call, context.settings.ranks.global_ranks(), partial(sdpa_of_shards, context))
+        result = local_only_sdpa(call, context.config.ranks.global_ranks(), partial(sdpa_of_shards, context))
         if result is not None:
             return result
         if context.sinks is not None:
@@ -108,10 +101,10 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
                 "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
                 "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
             )
-        result = dtensor_sdpa(call, context.settings.mask, context.settings.deterministic)
-        if result is None and context.settings.mask is not None:
+        result = dtensor_sdpa(call, context.config.mask, context.config.deterministic)
+        if result is None and context.config.mask is not None:
             raise NotImplementedError(
-                f"the mask of this context ({context.settings.mask}) applies to plain tensors and to DTensors that are "
+                f"the mask of this context ({context.config.mask}) applies to plain tensors and to DTensors that are "
                 "sharded along the sequence: got other DTensors over the ranks of the context"
             )
         return result
@@ -120,19 +113,19 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
 
 def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
     """SDPA of plain tensors, shards of the sequence; `mask` is combined with those of the call and the context."""
-    if call.q.dim() != 4 and len(context.settings.layout.batch_groups(2)) > 1:
+    if call.q.dim() != 4 and len(context.config.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
-            f"{context.settings.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+            f"{context.config.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
             f"sequence, head_dim); got {tuple(call.q.shape)}"
         )
     if _torch.is_traced(call.q):
         refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
     else:  # compiled code checks it when it runs
-        check_batch_size(call.q, context.settings)
+        check_batch_size(call.q, context.config)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
     out, _ = attend(
-        q, k, v, context.settings, mask=checked_mask(mask, call.is_causal), scale=call.scale,
+        q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale,
         modifiers=modifiers_of(q, _mask_for_four_dims(call), call.dropout_p, context.sinks, first=call.first),
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG, CompiledCallSpec, key_of
+from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, CompiledCallSpec, key_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.spec.masks import Full, Mask
@@ -79,10 +79,10 @@ def _context_config(owner: str, ranks: SequenceRanks, *, layout: bool, mask: boo
         RuntimeError: this is a backward, which may belong to the context or not, and the layout or mask of the context
             (if the argument is True) is not the default.
     """
-    state = _torch.get_thread_state(ACTIVE_CONFIG)
+    state = _torch.get_thread_state(CONTEXT_STATE)
     if state is None or not (layout or mask):
         return None
-    around: AttentionConfig = state[0].settings
+    around: AttentionConfig = state[0].config
     if around.ranks.global_ranks() != ranks.global_ranks():
         return None
     if state[1] == _torch.current_backward():

@@ -103,7 +103,7 @@ class _Interceptors:
         self._lock = threading.Lock()
         self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
         self._in_turn: tuple[Interceptor, ...] = ()  # each one once
-        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self._kernel, self._kernel_under_vmap)])
+        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self.sdpa, self._sdpa_under_vmap)])
 
     @contextmanager
     def entered(self, interceptor: Interceptor) -> Iterator[None]:
@@ -121,11 +121,12 @@ class _Interceptors:
     def _set(self, entered: tuple[Interceptor, ...]) -> None:
         self._entered, self._in_turn = entered, tuple(dict.fromkeys(entered))
 
-    def _kernel(
+    def sdpa(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
         under_vmap: bool = False,
     ) -> torch.Tensor:  # fmt: skip
+        """SDPA by the first interceptor that computes it, else by torch."""
         arguments = SdpaArguments(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, under_vmap=under_vmap
         )
@@ -135,8 +136,11 @@ class _Interceptors:
                 return result
         return arguments.attend_by_torch()
 
-    def _kernel_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._kernel(*args, **kwargs, under_vmap=True)
+    def _sdpa_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.sdpa(*args, **kwargs, under_vmap=True)
 
 
-intercepted = _Interceptors().entered
+_interceptors = _Interceptors()
+intercepted = _interceptors.entered
+intercepted_sdpa = _interceptors.sdpa
+"""SDPA that torch's dispatcher brings to its operator without the override: of DTensors in inference mode."""

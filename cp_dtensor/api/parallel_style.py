@@ -129,7 +129,7 @@ class _ContextForward:
         self._context = ActiveContext(config)
         self._sinks = sinks
         self._inherits = inherits
-        self._token = self._context.ambient.key
+        self._token = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
@@ -152,8 +152,8 @@ class _ContextForward:
 
     def _context_of_call(self) -> ActiveContext:
         context = self._context
-        config = with_inherited("ContextParallel", context.settings, **self._inherits)
-        if config is not context.settings:  # compiled code inside looks up what is inherited
+        config = with_inherited("ContextParallel", context.config, **self._inherits)
+        if config is not context.config:  # compiled code inside looks up what is inherited
             context = ActiveContext(replace(config, lengths_vary=True))
         sinks = self._sinks
         if sinks is None:
@@ -174,7 +174,7 @@ class _ContextForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
         # The configuration is shared: it holds process groups and no tensors.
         return _ContextForward(
-            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.settings,
+            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.config,
             copy.deepcopy(self._sinks, memo), self._inherits,
         )  # fmt: skip
 
@@ -182,7 +182,7 @@ class _ContextForward:
 def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
     """The sinks of the context around a call, if that is over these ranks."""
     outer = innermost_context()
-    if outer is None or outer.sinks is None or outer.settings.ranks.global_ranks() != ranks.global_ranks():
+    if outer is None or outer.sinks is None or outer.config.ranks.global_ranks() != ranks.global_ranks():
         return None
     current_context()  # refuses a backward that may not belong to the context
     return outer.sinks
@@ -191,7 +191,7 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 @_torch.constant_in_trace
 def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
-    config = call_spec_of(token).settings()
+    config = call_spec_of(token).config()
     has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
     refuse_sinks(has_sinks, "a compiled module with ContextParallel")
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
@@ -201,7 +201,7 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a context of the configuration that `token` stands for."""
-    return functools.partial(_run_captured, ActiveContext(call_spec_of(token).settings()), function)
+    return functools.partial(_run_captured, ActiveContext(call_spec_of(token).config()), function)
 
 
 @_torch.never_compiled

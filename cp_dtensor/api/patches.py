@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import (
-    CONTEXT_STATE,
     LOCAL_SDPA,
     ActiveContext,
     attends_alone,
@@ -31,7 +30,7 @@ from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
 from cp_dtensor.api.flex.attention import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
-from cp_dtensor.engine.compiled_spec import ACTIVE_CONFIG
+from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
 from cp_dtensor.spec.masks import Causal
 
 
@@ -46,9 +45,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
         stack.enter_context(listed_if_unseen(context))
         for buffer in context.buffers:
             stack.enter_context(buffer.in_place())
-        entered_in = _torch.current_backward()
-        stack.enter_context(_torch.thread_state(CONTEXT_STATE, (context, entered_in)))
-        stack.enter_context(_torch.thread_state(ACTIVE_CONFIG, (context.ambient, entered_in)))
+        stack.enter_context(_torch.thread_state(CONTEXT_STATE, (context, _torch.current_backward())))
         for buffer in context.buffers:
             buffer.release_whole()  # last, since it cannot be undone
         yield
@@ -90,7 +87,7 @@ def _variant_of_compiled_code() -> str:
     if context is None:
         return ""
     sinks, alone = ", sinks" * (context.sinks is not None), ", each rank alone" * attends_alone(context)
-    return f"cp_dtensor: {context.ambient.key}{sinks}{alone}"
+    return f"cp_dtensor: {context.key}{sinks}{alone}"
 
 
 def _lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

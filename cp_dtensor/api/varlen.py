@@ -192,7 +192,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
     if call["cu_seq_k"] is None:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
     out, lse = attend_packed(
-        *heads_first_of_packed(*tensors), context.settings, (call["cu_seq_q"], call["cu_seq_k"]),
+        *heads_first_of_packed(*tensors), context.config, (call["cu_seq_q"], call["cu_seq_k"]),
         within=bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1)), scale=call["scale"],
     )  # fmt: skip
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which varlen_attn does not have

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
-from cp_dtensor.plan.plan import Plan, RoutePiece, Stages, Step, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 
 Places = list[list[torch.Tensor | None]]
@@ -83,7 +83,7 @@ class _KvExchanges(KvTransfers):
     """
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], group: dist.ProcessGroup,
+        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, steps: Sequence[Step], group: dist.ProcessGroup,
         ahead: int,
     ) -> None:  # fmt: skip
         self._k, self._v, self._plan, self._group = k, v, plan, group
@@ -116,7 +116,7 @@ class _KvExchanges(KvTransfers):
 class _GradExchanges(GradTransfers):
     """dK/dV transfers directly to the owners of the rows."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> None:
         self._k, self._v, self._plan, self._group = k, v, plan, group
         self._waiting = deque([step.transfer for step in plan.backward if step.transfer is not None])
         self._buffer = k.new_empty(0)
@@ -163,12 +163,12 @@ class CollectiveTransport(KVTransport):
     slows_compute = True
 
     def start_kv(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
         steps = plan.backward if backward else plan.forward
         return _KvExchanges(k, v, plan, steps, group, self.transfers_ahead)
 
-    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> GradTransfers:
         return _GradExchanges(k, v, plan, group)
 
 
@@ -191,7 +191,7 @@ class Staging:
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
-    def plan(self, shape: CallSpec, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
         """Returns the plan of a call that gathers the K/V of all other ranks."""
         return gathered_plan(shape.tiling, rank, shape.kv_heads, *self.stages(shape))
 
@@ -235,7 +235,7 @@ class AllGather(CollectiveTransport):
     transfers_ahead = 1  # one is as large as all hops of a ring
     keeps_own_gradients_wide = True  # for exactness; `symm_mem` is the faster one
 
-    def plan(self, shape: CallSpec, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
         return self.staging.plan(shape, rank)
 
 
@@ -269,7 +269,7 @@ class AllToAll(CollectiveTransport):
     name = "alltoall"
     keeps_own_gradients_wide = False
 
-    def plan(self, shape: CallSpec, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
         tiling = shape.tiling
         shard = tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads
         worthwhile = int(shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)

@@ -16,7 +16,7 @@ from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Plan
+from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
 
 _MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
@@ -118,7 +118,7 @@ def slowest_seconds(
 
 
 @lru_cache(maxsize=64)
-def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int) -> tuple[Plan, ...]:
+def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
     """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
     busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank

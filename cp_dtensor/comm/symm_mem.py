@@ -38,7 +38,7 @@ from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
 from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, KvTransfers, KVTransport, row_width
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Plan, Step
+from cp_dtensor.plan.plan import Step, TilePlan
 
 _log = logging.getLogger("cp_dtensor")
 _logged = GroupCache[None]()
@@ -72,20 +72,20 @@ class SymmetricMemory(KVTransport):
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
 
-    def plan(self, shape: CallSpec, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
         return self.staging.plan(shape, rank)
 
     def start_kv(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
         steps = plan.backward if backward else plan.forward
         return _PulledKv(k, v, plan, steps, _workspace(k, v, plan, backward, group))
 
-    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> GradTransfers:
         return _PulledGrads(k, v, plan, _workspace(k, v, plan, True, group))
 
 
-def _workspace(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup) -> Workspace:
+def _workspace(k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup) -> Workspace:
     kv_bytes = plan.rows.longest * row_width(k, v, (0, k.size(1))) * k.itemsize
     widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
     grad_bytes = plan.most_rows * widest * k.itemsize if backward else 0
@@ -94,7 +94,7 @@ def _workspace(k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, gro
 
 class _PulledKv(KvTransfers):
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, steps: Sequence[Step], workspace: Workspace
+        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, steps: Sequence[Step], workspace: Workspace
     ) -> None:
         self._like, self._plan, self._workspace = k, plan, workspace
         self._stream = current_stream(k.device)
@@ -150,7 +150,7 @@ class _PulledKv(KvTransfers):
 
 
 class _PulledGrads(GradTransfers):
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, workspace: Workspace) -> None:
         self._k, self._v, self._plan, self._workspace = k, v, plan, workspace
         self._stream = current_stream(k.device)
         self._stages = deque(step.heads for step in plan.backward if step.transfer is not None)

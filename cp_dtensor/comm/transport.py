@@ -1,7 +1,7 @@
 """Interface of KV transports, and the packing of tensors into rows.
 
 A transport moves rows between the ranks of a mesh axis and does no arithmetic. A row is one token: its keys and values,
-for some heads and all batch rows. The transport makes the `Plan` of a call, with the rows of each transfer.
+for some heads and all batch rows. The transport makes the `TilePlan` of a call, with the rows of each transfer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Plan
+from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.spec.layouts import Span
 
 
@@ -87,7 +87,7 @@ class KVTransport(TransportMethod):
         return self
 
     @abstractmethod
-    def plan(self, shape: CallSpec, rank: int) -> Plan:
+    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
         """Returns the plan of a call on one rank, with its steps in the order that suits this transport."""
 
     def abandon(self, group: dist.ProcessGroup) -> None:
@@ -99,7 +99,7 @@ class KVTransport(TransportMethod):
 
     @abstractmethod
     def start_kv(
-        self, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: bool, group: dist.ProcessGroup
+        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
         """Starts the K/V transfers of `plan.forward`, or of `plan.backward`.
 
@@ -112,7 +112,7 @@ class KVTransport(TransportMethod):
         """
 
     @abstractmethod
-    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: dist.ProcessGroup) -> GradTransfers:
+    def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> GradTransfers:
         """Prepares the dK/dV transfers of `plan.backward`, in the dtype of k and v."""
 
 

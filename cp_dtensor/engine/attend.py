@@ -10,7 +10,7 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.custom_op import CuSeqlens, backends_key, traced_attention
+from cp_dtensor.engine.custom_op import CuSeqlens, traced_attention
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.validation import (
@@ -44,7 +44,7 @@ def attend(
         mask: the mask of the call, besides that of `config`.
         scale: factor of the logits; None for 1 / sqrt(D).
         modifiers: of the local queries.
-        lengths: global (queries, keys); None if the caller does not know them.
+        lengths: global (queries, keys); None if they have to be found.
         needs_lse: False if lse may be empty.
     """
     q, scale = positive_scale(q, softmax_scale(q, scale))
@@ -52,8 +52,7 @@ def attend(
         call_spec = CompiledCallSpec.of(config)
         if config.mask is not None and not call_spec.reads_context:
             mask = mask_intersection(config.mask, mask)
-        modifiers = modifiers.drawn(q.device)
-        return traced_attention(q, k, v, modifiers, call_spec, backends_key(), mask, scale, lengths, needs_lse)
+        return traced_attention(q, k, v, modifiers.drawn(q.device), call_spec, mask, scale, lengths, needs_lse)
     if config.mask is not None:
         mask = mask_intersection(config.mask, mask)
     needs_lse = needs_lse or modifiers.need_lse
@@ -88,9 +87,7 @@ def attend_packed(
         checked_lengths(config.declared_lengths)
         call_spec = CompiledCallSpec.of(config)
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        return traced_attention(
-            q, k, v, NO_MODIFIERS, call_spec, backends_key(), within, scale, None, True, cu_seqlens=cu_seqlens
-        )
+        return traced_attention(q, k, v, NO_MODIFIERS, call_spec, within, scale, None, True, cu_seqlens)
     packed = PackedEdges.of(*cu_seqlens).in_rows(config.declared_lengths)
     q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
     check_batch_size(q, config)
@@ -108,7 +105,7 @@ def modifiers_of(
     """The checked modifiers of a call, as far as one rank can check them; no seed is drawn.
 
     Args:
-        first: the place of this rank's batch rows and query heads among all.
+        first: global index of this rank's first batch row and first query head.
     """
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p and sinks is None:

@@ -24,12 +24,12 @@ class AttentionPlan(ABC):
     """
 
     saves_rows_of_others: ClassVar[bool] = False
-    """True if `forward` saves tensors that other ranks have sent; otherwise `saved_again` does not communicate."""
+    """True if `forward` saves tensors that other ranks have sent; otherwise `remake_saved` does not communicate."""
 
     @abstractmethod
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
         """Attention of this rank's queries to the keys of all ranks.
 
@@ -39,7 +39,7 @@ class AttentionPlan(ABC):
             v: (B, Hkv, T, Dv), this rank's shard.
             modifiers: bias, dropout and sinks of this rank's queries.
             needs_lse: False if lse may be empty.
-            ranks: the ranks of the plan's partition; None for a rank alone.
+            ranks: the ranks of the plan's partition; not used for a rank alone.
             scale: factor of the logits, positive.
 
         Returns:
@@ -51,15 +51,15 @@ class AttentionPlan(ABC):
     @abstractmethod
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Gradients of this rank's q, k and v. The gradient of the bias is added to `grad_bias`, unless it is None."""
 
-    def saved_again(
+    def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks | None,
+        ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
-        """The tensors that `forward` saved, made again from this rank's arguments and results. May communicate.
+        """Makes the tensors that `forward` saved again, from this rank's arguments and results. May communicate.
 
         Compiled code saves only tensors whose shapes it can compute, which excludes those of exchanged heads.
         """
@@ -71,8 +71,7 @@ class BoundCall:
     """A plan with the ranks and the softmax scale of one call: all that the autograd node needs besides tensors."""
 
     plan: AttentionPlan
-    ranks: SequenceRanks | None
-    """None for a rank alone."""
+    ranks: SequenceRanks
     scale: float
 
 
@@ -100,10 +99,10 @@ class Attention(torch.autograd.Function):
         # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
         with no_autocast(q), _torch.below_autograd():
             out, lse, saved = plan.forward(q, k, v, modifiers, needs_lse, call.ranks, call.scale)
-        of_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
+        for_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         # Stands for the inputs in `differentiated_once` where none of them is saved.
         origin = q.new_empty(0) if plan.saves_rows_of_others else None
-        ctx.save_for_backward(modifiers.bias, modifiers.seed, *of_sinks, origin, *saved)
+        ctx.save_for_backward(modifiers.bias, modifiers.seed, *for_sinks, origin, *saved)
         ctx.modifiers = modifiers if modifiers is NO_MODIFIERS else replace(modifiers, bias=None, seed=None, sinks=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
@@ -112,10 +111,10 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(
-        ctx: Any, of_forward: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
+        ctx: Any, all_saved: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         refuse_batches(grad_out)
-        bias, seed, sinks, out, lse, _origin, *saved = of_forward
+        bias, seed, sinks, out, lse, _origin, *saved = all_saved
         modifiers = ctx.modifiers if ctx.modifiers is NO_MODIFIERS else replace(ctx.modifiers, bias=bias, seed=seed)
         grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
         call = ctx.call

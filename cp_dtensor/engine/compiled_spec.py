@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -125,13 +125,12 @@ class ContextValues(NamedTuple):
 
 
 class RuntimeValues(NamedTuple):
-    """Mask and layout of a call, as known when it runs."""
+    """Values of a call that are known when it runs."""
 
     mask: Mask
-    layout: Layout | None
-    """None: that of the compiled call spec."""
-    of_context: ContextValues | None = None
-    """The open context's share in them, if any."""
+    """The mask of the call and of the context together."""
+    context: ContextValues | None = None
+    """The values that were read from the open context; None if the compiled call spec has all of them."""
     rows: int = 1
     """Batch rows whose tokens make up the one row of a packed call, one after the other."""
 
@@ -176,8 +175,8 @@ class RuntimeNumbers:
 class PendingBackwards:
     """Counts, for each context, the forward passes of compiled code whose backward has not come.
 
-    Compiled code that recomputes attention in a backward cannot tell for which forward pass. Where all pending ones
-    are of equal contexts, their values are those of the recompute; otherwise the recompute is refused.
+    When compiled code recomputes attention in a backward, its forward pass is not known. Where all pending ones are of
+    equal contexts, their values are those of the recompute; otherwise the recompute is refused.
     """
 
     def __init__(self) -> None:
@@ -193,23 +192,22 @@ class PendingBackwards:
         running = _torch.current_backward()
         if running is not None:
             return running
-        if values.of_context is not None and needs_backward:
+        if values.context is not None and needs_backward:
             with self._lock:
-                self._passes[values.of_context] += 1
+                self._passes[values.context] += 1
         return _NOT_IN_BACKWARD
 
     def end(self, values: RuntimeValues, begun_in: int) -> None:
         """Counts the backward of a forward pass, unless it keeps its graph for another one."""
         # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
         is_reentrant = begun_in not in (_NOT_IN_BACKWARD, _torch.current_backward())
-        of_context = values.of_context
-        if of_context is None or is_reentrant or _torch.backward_may_come_again():
+        context = values.context
+        if context is None or is_reentrant or _torch.backward_may_come_again():
             return
         with self._lock:
-            if self._passes[of_context] <= 1:
-                del self._passes[of_context]
-            else:
-                self._passes[of_context] -= 1
+            self._passes[context] -= 1
+            if self._passes[context] <= 0:
+                del self._passes[context]
 
     def only_context(self) -> ContextValues | None:
         """The values of all pending passes, where they are equal; None if they differ, or there are none."""
@@ -223,22 +221,22 @@ pending_backwards = PendingBackwards()
 
 # Compiled call specs
 
-ACTIVE_CONFIG = "cp_dtensor_settings"
-"""Key of the thread state in which an open context leaves its `ActiveConfig` for compiled code."""
+CONTEXT_STATE = "cp_dtensor_context"
+"""Key of the thread state (innermost open context, the backward in which it was entered)."""
 _LAYOUT_OF_CONTEXT = Contiguous()
 """Placeholder for a layout that is read from the open context."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActiveConfig:
-    """The configuration of an open context."""
+    """An open context, as far as compiled code reads it."""
 
-    settings: AttentionConfig
+    config: AttentionConfig
 
     @cached_property
     def key(self) -> str:
         """The key of its compiled call spec."""
-        return key_of(CompiledCallSpec.of(self.settings))
+        return key_of(CompiledCallSpec.of(self.config))
 
 
 @dataclass(frozen=True)
@@ -307,56 +305,51 @@ class CompiledCallSpec:
         the mask inside of each document.
         """
         if self.placed is not None and known is not None:
-            return known, RuntimeValues(mask, None)
-        of_context = active = None
+            return known, RuntimeValues(mask)
+        context = active = None
         reads_lengths = edges is not None and self.fixed_lengths is None
         if known is None or self.reads_context or reads_lengths:
-            state = _torch.get_thread_state(ACTIVE_CONFIG)
-            active, entered_in = (None, None) if state is None or state[0].key != key_of(self) else state
+            active, entered_in = _torch.get_thread_state(CONTEXT_STATE) or (None, None)
+            if active is not None and active.key != key_of(self):  # not the context that the code was compiled in
+                active = entered_in = None
             if self.reads_context or reads_lengths:
-                again = _torch.current_backward() is not None and entered_in != _torch.current_backward()
-                of_context = _values_of_recompute() if again else _values_of(active)
-        if active is not None and of_context in (None, _values_of(active)):
-            settings = active.settings
+                is_recompute = _torch.current_backward() not in (None, entered_in)
+                context = _values_of_recompute() if is_recompute else _values_of(active)
+        if active is not None and context in (None, _values_of(active)):
+            config = active.config
         else:
-            settings = self.settings(of_context)
+            config = self.config(context)
         rows = 1
         if edges is not None:
-            packed = edges.in_rows(settings.declared_lengths)
+            packed = edges.in_rows(config.declared_lengths)
             rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
             mask = mask if self.fixed_mask is None else mask_intersection(self.fixed_mask, mask)
-        if of_context is not None and of_context.mask is not None:
-            mask = mask_intersection(of_context.mask, mask)
-        check_batch_size(q, settings)
-        lengths = global_lengths(
-            q, k, v, settings, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True
-        )  # fmt: skip
-        check_bias(q, modifiers.bias, lengths, settings.layout, settings.ranks.size)
-        return lengths, RuntimeValues(mask, None if of_context is None else of_context.layout, of_context, rows)
+        if context is not None and context.mask is not None:
+            mask = mask_intersection(context.mask, mask)
+        check_batch_size(q, config)
+        lengths = global_lengths(q, k, v, config, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True)
+        check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
+        return lengths, RuntimeValues(mask, context, rows)
 
-    def decide(
+    def bind(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: RuntimeValues,
         modifiers: Modifiers, scale: float, allowed: Allowed,
     ) -> BoundCall:  # fmt: skip
         """The call on local shards; does not communicate, and gives the same in backward as in forward."""
-        config = self.settings()
-        if found.layout is not None:
-            config = replace(config, layout=found.layout)
-        return bound_call(q, k, v, config, lengths, found.mask, modifiers, scale, allowed)
+        return bound_call(q, k, v, self.config(found.context), lengths, found.mask, modifiers, scale, allowed)
 
-    def settings(self, of_context: ContextValues | None = None) -> AttentionConfig:
+    def config(self, context: ContextValues | None = None) -> AttentionConfig:
         """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""
-        ranks = SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
         return AttentionConfig(
-            ranks,
-            self.layout if of_context is None else of_context.layout,
+            SequenceRanks.over([_torch.group_of_name(name) for name in self.groups]),
+            self.layout if context is None else context.layout,
             self.method,
             self.transport,
             self.deterministic,
             self.debug,
             self.fixed_mask,
-            self.fixed_lengths if of_context is None else of_context.lengths,
+            self.fixed_lengths if context is None else context.lengths,
             placed=self.placed,
         )
 
@@ -367,17 +360,17 @@ _call_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERA
 key_of, call_spec_of = _call_specs.key_of, _call_specs.value_of
 
 
-def _values_of(config: ActiveConfig | None) -> ContextValues:
-    if config is None:
+def _values_of(active: ActiveConfig | None) -> ContextValues:
+    if active is None:
         raise RuntimeError(
             "this code was compiled inside of context_parallel with a mask, a layout or packed documents of its own, "
             "and runs outside of any such context"
         )
-    return ContextValues(config.settings.mask, config.settings.layout, config.settings.declared_lengths)
+    return ContextValues(active.config.mask, active.config.layout, active.config.declared_lengths)
 
 
 def _values_of_recompute() -> ContextValues:
-    """Of attention that compiled code recomputes in a backward."""
+    """The context of attention that compiled code recomputes in a backward."""
     only = pending_backwards.only_context()
     if only is None:
         raise RuntimeError(

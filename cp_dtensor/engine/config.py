@@ -17,20 +17,20 @@ from cp_dtensor.spec.masks import Mask
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How a sequence is partitioned and how the work is spread over its ranks."""
+    """Partition of a sequence, and the method and KV transport of its ranks."""
 
     ranks: SequenceRanks
     layout: Layout
     method: str
     """One of `validation.METHODS`."""
     transport: TransportMethod
-    """How K/V travel in rings."""
+    """The KV transport of rings."""
     deterministic: bool = False
-    """True if results must be equal in every run, whatever `torch.use_deterministic_algorithms` says."""
+    """True if results must be equal in every run, also without `torch.use_deterministic_algorithms`."""
     debug: bool = False
     """True if the ranks compare at every call what must agree."""
     mask: Mask | None = None
-    """The mask of all attention, besides what calls ask for."""
+    """The mask of all calls, combined with the mask of each call."""
     declared_lengths: tuple[int, ...] | None = None
     """Known global lengths: of a context's buffers, or of a module. Other lengths are found by exchange."""
     batch_size: int | None = None

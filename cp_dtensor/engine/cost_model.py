@@ -21,7 +21,7 @@ from cp_dtensor.plan.head_partition import (
     with_heads,
 )
 from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
-from cp_dtensor.plan.plan import Plan, ring_plan
+from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
 _EXCHANGE_LAUNCHES = 4
@@ -201,7 +201,7 @@ def _begun(axis: Axis) -> float:
     return _CALL_LAUNCHES * axis.hardware.launch
 
 
-def _received(plan: Plan, shape: CallSpec) -> float:
+def _received(plan: TilePlan, shape: CallSpec) -> float:
     """Returns received bytes: K/V in forward, K/V and their gradients in backward."""
     forward, backward = (
         sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
@@ -210,7 +210,7 @@ def _received(plan: Plan, shape: CallSpec) -> float:
     return float(forward + 2 * backward)
 
 
-def _ring_memory(plan: Plan, shape: CallSpec, transport: KVTransport) -> float:
+def _ring_memory(plan: TilePlan, shape: CallSpec, transport: KVTransport) -> float:
     """Returns the bytes of a ring's buffers.
 
     These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from cp_dtensor.engine.compiled_spec import (
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.masks import Mask
 
-# Calls and exchanged rows that forward saves for backward
+# Rows saved for backward
 #
 # Compiled code saves tensors whose shapes it can compute, which excludes those of exchanged heads. These are saved as
 # an attribute of the storage of an operator's result: autograd, AOTAutograd and checkpoint policies save that very
@@ -41,14 +41,14 @@ from cp_dtensor.spec.masks import Mask
 # graph has written) has no such attribute: backward then plans the call and exchanges the rows again.
 
 _ATTRIBUTE = "_cp_dtensor_saved"
+"""Attribute of the storage of `numbers`, an operator's last result: a `SavedCall`."""
 
 
 class SavedCall:
-    """A call that has run forward, and its rows for backward; () if they are not saved."""
+    """A call that has run forward, and the rows that its backward needs; () if they are not saved."""
 
     def __init__(self, call: BoundCall | None = None, rows: Tensors = ()) -> None:
-        self.call = call
-        self.rows = rows
+        self.call, self.rows = call, rows
 
 
 def saves_rows(call: BoundCall, q: torch.Tensor) -> bool:
@@ -60,16 +60,7 @@ def saves_rows(call: BoundCall, q: torch.Tensor) -> bool:
     return call.plan.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
 
 
-def save_with(tensor: torch.Tensor, call: BoundCall, rows: Tensors) -> None:
-    """Saves a call and its rows as long as the memory of a tensor lives."""
-    setattr(tensor.untyped_storage(), _ATTRIBUTE, SavedCall(call, rows))
-
-
-def saved_with(tensor: torch.Tensor) -> SavedCall:
-    """The call saved with a tensor; an empty one unless it is the tensor of `save_with`, or an alias of it."""
-    saved: SavedCall | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
-    return saved or SavedCall()
-
+# Operators
 
 CuSeqlens = tuple[torch.Tensor, torch.Tensor]
 """Integers: the edges of packed documents among queries and among keys."""
@@ -89,9 +80,32 @@ def _backends(key: str) -> Allowed:
     return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic)
 
 
+class _Constants(NamedTuple):
+    """Arguments of the operators that are constants of compiled code, in the order of the schema."""
+
+    call_spec: str
+    backends: str
+    mask: str
+    dropout_p: float
+    first_batch: int
+    first_head: int
+    scale: float
+    q_len: int
+    """Global number of queries; -1 if it is known only when the code runs."""
+    kv_len: int
+
+    def modifiers(self, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None) -> Modifiers:
+        """The modifiers of the call."""
+        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks)
+
+    def found_at_run_time(self, cu_seq_q: torch.Tensor | None) -> bool:
+        """True if lengths or mask are known only when the code runs."""
+        unknown = isinstance(self.q_len, int) and self.q_len < 0  # a symbol of Dynamo is a known length
+        return cu_seq_q is not None or unknown or call_spec_of(self.call_spec).reads_context
+
+
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: CompiledCallSpec,
-    backends: str, mask: Mask,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: CompiledCallSpec, mask: Mask,
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
@@ -99,7 +113,7 @@ def traced_attention(
     With `cu_seqlens`, of packed tokens: see `CompiledCallSpec.resolve`.
     """
     return traced_attention_by_keys(
-        q, k, v, modifiers, key_of(call_spec), backends, mask_keys.key_of(mask), scale, lengths, needs_lse,
+        q, k, v, modifiers, key_of(call_spec), backends_key(), mask_keys.key_of(mask), scale, lengths, needs_lse,
         reads_more=call_spec.reads_context or call_spec.debug, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
@@ -109,7 +123,7 @@ def traced_attention_by_keys(
     scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, reads_more: bool,
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Likewise, by the keys of the call spec and the mask.
+    """`traced_attention`, by the keys of call spec, backends and mask.
 
     `reads_more`: True if each run reads the open context, or compares values of the ranks.
     """
@@ -125,92 +139,84 @@ def traced_attention_by_keys(
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, call_spec: str,
-    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool, needs_backward: bool,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec, known = call_spec_of(call_spec), None if q_len < 0 else (q_len, kv_len)
-    modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
+    *constants, needs_lse, needs_backward = others
+    constant = _Constants(*constants)
+    spec, scale, backends = call_spec_of(constant.call_spec), constant.scale, _backends(constant.backends)
+    known = None if constant.q_len < 0 else (constant.q_len, constant.kv_len)
+    modifiers = constant.modifiers(bias, seed, sinks)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
-    at_run_time = _reads_values(call_spec, q_len, edges is not None)
     # Also where rows are saved: all ranks send LSE, and a single rank may lose its saved rows before backward.
     gives_lse = needs_lse or needs_backward
-    lengths, found = spec.resolve(
-        q, k, v, mask_keys.value_of(mask), modifiers, scale, known, edges, gives_lse=gives_lse
-    )
+    mask = mask_keys.value_of(constant.mask)
+    lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, gives_lse=gives_lse)
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-    call = spec.decide(q, k, v, lengths, found, modifiers, scale, _backends(backends))
+    call = spec.bind(q, k, v, lengths, found, modifiers, scale, backends)
     with no_autocast(q), _torch.below_autograd():
         out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
     begun_in = pending_backwards.begin(found, needs_backward)
     # Backward gets these values in a tensor: it needs no context and no communication to know them.
-    if at_run_time:
+    if constant.found_at_run_time(cu_seq_q):
         numbers = torch.tensor([*lengths, runtime_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64)
     if needs_backward:
-        save_with(numbers, call, saved if saves_rows(call, q) else ())
+        setattr(numbers.untyped_storage(), _ATTRIBUTE, SavedCall(call, saved if saves_rows(call, q) else ()))
     return out, lse, numbers
-
-
-def _reads_values(call_spec: str, q_len: int, has_edges: bool) -> bool:
-    """True if lengths or mask are not known before the call runs."""
-    return has_edges or (isinstance(q_len, int) and q_len < 0) or call_spec_of(call_spec).reads_context
 
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, call_spec: str,
-    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
-    kv_len: int, needs_lse: bool, needs_backward: bool,
+    sinks: torch.Tensor | None, cu_seq_q: torch.Tensor | None, cu_seq_k: torch.Tensor | None, *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    *constants, needs_lse, needs_backward = others
     batch, heads, length, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
-    at_run_time = _reads_values(call_spec, q_len, cu_seq_q is not None)
-    found = torch.empty(4 if at_run_time else 0, dtype=torch.int64, device="cpu" if at_run_time else q.device)
-    return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, found
+    at_run_time = _Constants(*constants).found_at_run_time(cu_seq_q)
+    numbers = torch.empty(4 if at_run_time else 0, dtype=torch.int64, device="cpu" if at_run_time else q.device)
+    return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, numbers
 
 
 def _backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor,
-    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
-    call_spec: str,
-    backends: str, mask: str, dropout_p: float, first_batch: int, first_head: int, scale: float, q_len: int,
-    kv_len: int, needs_grad_bias: bool, needs_grad_sinks: bool,
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    numbers: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
+    *others: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    what = RuntimeValues(mask_keys.value_of(mask), None)
-    if found.numel():
-        q_len, kv_len, number, begun_in = found.tolist()
-        what = runtime_numbers.of(number)
-        pending_backwards.end(what, begun_in)
-        q, k, v, out, lse, grad_out = (split_rows(x, what.rows) for x in (q, k, v, out, lse, grad_out))
-    modifiers = Modifiers.of(bias, dropout_p, seed, first_batch, first_head, sinks)
-    of_forward = saved_with(found)
-    call = of_forward.call or call_spec_of(call_spec).decide(
-        q, k, v, (q_len, kv_len), what, modifiers, scale, _backends(backends)
+    *constants, needs_grad_bias, needs_grad_sinks = others
+    constant = _Constants(*constants)
+    lengths, found = (constant.q_len, constant.kv_len), RuntimeValues(mask_keys.value_of(constant.mask))
+    if numbers.numel():
+        *lengths_of_forward, number, begun_in = numbers.tolist()
+        lengths, found = tuple(lengths_of_forward), runtime_numbers.of(number)
+        pending_backwards.end(found, begun_in)
+        q, k, v, out, lse, grad_out = (split_rows(x, found.rows) for x in (q, k, v, out, lse, grad_out))
+    modifiers = constant.modifiers(bias, seed, sinks)
+    from_forward: SavedCall = getattr(numbers.untyped_storage(), _ATTRIBUTE, SavedCall())
+    call = from_forward.call or call_spec_of(constant.call_spec).bind(
+        q, k, v, lengths, found, modifiers, constant.scale, _backends(constant.backends)
     )
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
-        rows = of_forward.rows if saves_rows(call, q) else ()
-        saved = rows or call.plan.saved_again(q, k, v, out, lse, call.ranks)
+        rows = from_forward.rows if saves_rows(call, q) else ()
+        saved = rows or call.plan.remake_saved(q, k, v, out, lse, call.ranks)
         grads = call.plan.backward(grad_out, modifiers, saved, grad_bias, call.ranks, call.scale)
-        of_qkv = [joined_rows(_row_after_row(grad), what.rows) for grad in grads]
+        of_qkv = [joined_rows(_row_after_row(grad), found.rows) for grad in grads]
     of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
     return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
 
 
 def _fake_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    found: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
-    *settings: Any,
+    numbers: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, sinks: torch.Tensor | None,
+    *others: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     grads = (_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
-    of_modifiers = zip((bias, sinks), settings[-2:], strict=True)
+    of_modifiers = zip((bias, sinks), others[-2:], strict=True)
     return (
         *grads,
         *(torch.empty_like(x) if needed and x is not None else q.new_empty(0) for x, needed in of_modifiers),
@@ -224,10 +230,10 @@ def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, bias, seed, sinks, _cu_seq_q, _cu_seq_k, *ctx.settings, _needs_lse, _needs_backward = inputs
-    out, lse, found = output
-    ctx.save_for_backward(q, k, v, out, lse, found, bias, seed, sinks)
-    ctx.mark_non_differentiable(lse, found)
+    q, k, v, bias, seed, sinks, _cu_seq_q, _cu_seq_k, *ctx.constants, _needs_lse, _needs_backward = inputs
+    out, lse, numbers = output
+    ctx.save_for_backward(q, k, v, out, lse, numbers, bias, seed, sinks)
+    ctx.mark_non_differentiable(lse, numbers)
 
 
 def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...]]:
@@ -237,23 +243,22 @@ def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...
     def gradients(ctx: Any, saved: Tensors, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
         *grads, grad_bias, grad_sinks = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
-            grad_out, *saved, *ctx.settings, needs_grad_bias, needs_grad_sinks
+            grad_out, *saved, *ctx.constants, needs_grad_bias, needs_grad_sinks
         )
         of_modifiers = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
-        return (*grads, *of_modifiers, *[None] * (len(ctx.settings) + 4))
+        return (*grads, *of_modifiers, *[None] * (len(ctx.constants) + 4))
 
     return gradients
 
 
 def _defined() -> torch.library.Library:
     modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks"
-    settings = "str call_spec, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
-    settings += "float scale, SymInt q_len, SymInt kv_len"
-    forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {settings}, "
-    forward += "bool needs_lse, bool needs_backward) "
-    forward += "-> (Tensor out, Tensor lse, Tensor found)"
-    backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor found, "
-    backward += f"{modifiers}, {settings}, bool needs_grad_bias, bool needs_grad_sinks) "
+    constants = "str call_spec, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
+    constants += "float scale, SymInt q_len, SymInt kv_len"
+    forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {constants}, "
+    forward += "bool needs_lse, bool needs_backward) -> (Tensor out, Tensor lse, Tensor numbers)"
+    backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers, "
+    backward += f"{modifiers}, {constants}, bool needs_grad_bias, bool needs_grad_sinks) "
     backward += "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
     library = torch.library.Library("cp_dtensor", "DEF")
     for overload, tags in (("default", ()), ("found", (torch.Tag.cudagraph_unsafe,))):

@@ -42,17 +42,19 @@ from cp_dtensor.plan.partition import (
     SequencePartition,
     inner_partitions,
 )
-from cp_dtensor.plan.plan import Plan, ring_plan
+from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.masks import Full, Mask, as_plain, is_plain
 
 _WIDE_GRADIENTS_FROM = 4
-"""Ranks. With fewer, a rank's own tiles are so much of the work that their slower kernel costs 10% of backward."""
+"""Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
 _MOST_SHAPED_SEGMENTS = 16
-"""Segments of a shard up to which tiles are masked by shape: each pair of segments is such a tile."""
+"""Most segments of a shard whose tiles are masked by shape: each pair of segments is a tile."""
 _MOST_PLANS = 1024
 """Plans cached for a group. Where there are more, lengths change at every call, and the cache is emptied."""
 _plans: WeakKeyDictionary[dist.ProcessGroup, dict[object, AttentionPlan]] = WeakKeyDictionary()
+_axes: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
+"""Outer and inner axis with the values of the slowest ranks, by the outer group and the name of the inner one."""
 
 
 def bound_call(
@@ -68,7 +70,7 @@ def bound_call(
 ) -> BoundCall:
     """The call on checked local shards with these global (queries, keys).
 
-    A call like an earlier one costs two look-ups: of its `CallSpec`, and of the plan for that.
+    A call like an earlier one costs two look-ups: of its `CallSpec`, and of the plan for this spec.
 
     Args:
         mask: the mask of the call and of `config` together.
@@ -82,13 +84,13 @@ def bound_call(
     ranks = config.ranks
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
     key = (spec, config.method, config.transport, allowed, ranks.rank, inner)
-    of_group = _plans.get(ranks.outer)
-    if of_group is None or len(of_group) > _MOST_PLANS:
-        of_group = _plans[ranks.outer] = {}
-    plan = of_group.get(key)
+    plans = _plans.get(ranks.outer)
+    if plans is None or len(plans) > _MOST_PLANS:
+        plans = _plans[ranks.outer] = {}
+    plan = plans.get(key)
     if plan is None:
         backend = choose_backend(spec, allowed)
-        plan = of_group[key] = plan_call(spec, config.method, config.transport, backend, ranks)
+        plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
     return BoundCall(plan, ranks, scale)
 
 
@@ -96,21 +98,13 @@ def bound_call(
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
+    masking: Masking | None = None,
 ) -> CallSpec:  # fmt: skip
-    """The `CallSpec` of shards of these shapes."""
-    masking = masking_of(partition, mask, has_bias, has_dropout, deterministic)
-    mask = as_plain(mask) if masking is Masking.BY_SHAPE else mask
-    return shaped_spec(partition, mask, q, k, v, dtype, device, masking)
-
-
-def shaped_spec(
-    partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
-    device: torch.device, masking: Masking = Masking.BY_SHAPE,
-) -> CallSpec:  # fmt: skip
-    """Likewise, for a known masking."""
+    """The `CallSpec` of shards of these shapes; `masking` None is that of `masking_of`."""
+    masking = masking or masking_of(partition, mask, has_bias, has_dropout, deterministic)
     return CallSpec(
         partition=partition,
-        mask=mask,
+        mask=as_plain(mask) if masking is Masking.BY_SHAPE else mask,
         batch_size=q[0],
         q_heads=q[1],
         kv_heads=k[1],
@@ -124,13 +118,10 @@ def shaped_spec(
 
 
 def masking_of(
-    partition: SequencePartition,
-    mask: Mask,
-    has_bias: bool = False,
-    has_dropout: bool = False,
+    partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
     deterministic: bool = False,
-) -> Masking:
-    """How tiles are masked: by shape, which is fastest, where nothing forbids it; alike on every rank.
+) -> Masking:  # fmt: skip
+    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
 
     Args:
         deterministic: the result of `is_deterministic`.
@@ -193,7 +184,7 @@ def plan_ring(
     own = None
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
-    return RingPlan(_plan(chosen, spec, rank), spec, chosen, backend, own or backend, _state_dtype(spec))
+    return RingPlan(_tile_plan(chosen, spec, rank), spec, chosen, backend, own or backend, _state_dtype(spec))
 
 
 def plan_ulysses(
@@ -245,13 +236,13 @@ def plan_nested_ring(
     inner_size, inner_rank = ranks.inner.size(), ranks.inner.rank()
     # Direct hops between ranks with the same inner rank. All heads at once: each hop is a whole inner ring.
     partition = OuterPartition(spec.partition, inner_size, inner_rank)
-    plan = ring_plan(replace(spec, partition=partition).tiling, ranks.outer.rank(), spec.kv_heads)
-    outer = RingPlan(plan, spec, OUTER_TRANSPORT, backend, backend, _state_dtype(spec))
-    inner: list[RingPlan | None] = []
-    for within in inner_partitions(spec.partition, plan, inner_size):
-        inner_spec = replace(spec, partition=within)
-        has_tiles = _has_tiles(inner_spec)
-        inner.append(plan_ring(inner_spec, transport, backend, ranks.inner, inner_rank) if has_tiles else None)
+    tile_plan = ring_plan(replace(spec, partition=partition).tiling, ranks.outer.rank(), spec.kv_heads)
+    outer = RingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, backend, _state_dtype(spec))
+    by_step = [replace(spec, partition=each) for each in inner_partitions(spec.partition, tile_plan, inner_size)]
+    inner = (
+        plan_ring(inner_spec, transport, backend, ranks.inner, inner_rank) if _has_tiles(inner_spec) else None
+        for inner_spec in by_step
+    )
     return NestedRingPlan(outer, tuple(inner))
 
 
@@ -264,7 +255,7 @@ def _has_tiles(spec: CallSpec) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _plan(transport: KVTransport, spec: CallSpec, rank: int) -> Plan:
+def _tile_plan(transport: KVTransport, spec: CallSpec, rank: int) -> TilePlan:
     return transport.plan(spec, rank)
 
 
@@ -272,12 +263,8 @@ def _state_dtype(spec: CallSpec) -> torch.dtype:
     return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
-_axes: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
-"""Axes as all ranks of two axes have them in common, by the outer group and the name of the inner one."""
-
-
 def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[Axis, Axis | None]:
-    """The outer and the inner axis as the weakest ranks have them, alike on all. At first a collective."""
+    """The outer and the inner axis with the values of the slowest ranks. A collective at the first call."""
     if ranks.inner is None:
         return _axis_of(ranks.outer, device, itemsize), None
     known = _axes.setdefault(ranks.outer, {})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
-from cp_dtensor._torch.autograd import Tensors
+from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -20,7 +21,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
 from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Plan, Step
+from cp_dtensor.plan.plan import Step, TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.spec.layouts import Span
 
@@ -85,7 +86,7 @@ class KeyValueGradients:
 class RingPlan(AttentionPlan):
     """A ring over one axis, in which queries stay and K/V travel; or attention of a rank that is alone."""
 
-    plan: Plan
+    tile_plan: TilePlan
     spec: CallSpec
     """The call that the plan was made for."""
     transport: KVTransport
@@ -97,49 +98,44 @@ class RingPlan(AttentionPlan):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
         arguments = (q, k, v)
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, backend, group, queries_per_key = self.plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
-        by_intervals = isinstance(backend, IntervalAttention)
-        with on_device_of(q):
-            try:
-                result = output_accumulator(q, v.size(3), self.state_dtype)
-                transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
-                for step in plan.forward:
-                    heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
-                    step_k, step_v = keys_and_values(step, transfers, k, v)
-                    parts = []
-                    for tile in step.tiles:
-                        tile_q = cut(q, tile.batch, heads, tile.q)
-                        tile_k, tile_v = cut(step_k, tile.batch, None, tile.kv), cut(step_v, tile.batch, None, tile.kv)
-                        if by_intervals:
-                            backend = _with_modifiers(self.backend, tile, heads, modifiers, None)
-                        with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                            partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, scale)
-                        parts.append(Part(tile.batch, tile.q, partial))
-                        del tile_q, tile_k, tile_v, partial
-                    del step_k, step_v
-                    if transfers is not None:
-                        transfers.tiles_launched()
-                    with label("merge"):
-                        result.add(heads, parts, step.is_last)
-                    del parts  # the next step needs the memory
-                out, lse = result.result()
-            except BaseException:
-                self.abandon(group)
-                raise
-        if modifiers.sinks is not None:
-            out, lse = with_sinks(out, lse, modifiers.sinks)
+        plan, backend, group, queries_per_key = self.tile_plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
+        intervals = backend if isinstance(backend, IntervalAttention) else None
+        with on_device_of(q), self.abandoned_on_error(group):
+            result = output_accumulator(q, v.size(3), self.state_dtype)
+            transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
+            for step in plan.forward:
+                heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
+                step_k, step_v = keys_and_values(step, transfers, k, v)
+                parts = []
+                for tile in step.tiles:
+                    tile_q = cut(q, tile.batch, heads, tile.q)
+                    tile_k, tile_v = cut(step_k, tile.batch, None, tile.kv), cut(step_v, tile.batch, None, tile.kv)
+                    if intervals is not None:
+                        backend = _with_modifiers(intervals, tile, heads, modifiers, None)
+                    with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
+                        partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, scale)
+                    parts.append(Part(tile.batch, tile.q, partial))
+                    del tile_q, tile_k, tile_v, partial
+                del step_k, step_v
+                if transfers is not None:
+                    transfers.tiles_launched()
+                with label("merge"):
+                    result.add(heads, parts, step.is_last)
+                del parts  # the next step needs the memory
+            out, lse = result.result()
+        out, lse = with_sinks(out, lse, modifiers.sinks)
         return out, lse, (*arguments, out, lse)
 
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
 
@@ -150,67 +146,61 @@ class RingPlan(AttentionPlan):
         if 0 in q.shape[:2]:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, queries_per_key = self.plan, self.group(ranks), q.size(1) // k.size(1)
-        by_intervals = isinstance(self.backend, IntervalAttention)
-        with on_device_of(q):
-            try:
-                grad_out = in_order_of(out, grad_out)
-                grad_q = gradient_accumulator(q, self.state_dtype)
-                grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
-                grad_kv = KeyValueGradients(k, v, self.state_dtype, grad_transfers)
-                transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
-                # torch's kernels compute delta themselves, for each tile.
-                delta = attention_delta(grad_out, out) if by_intervals else None
-                for step in plan.backward:
-                    heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
-                    step_k, step_v = keys_and_values(step, transfers, k, v)
-                    backend = self.own_backward if step.transfer is None else self.backend
-                    parts_q, parts_k, parts_v = [], [], []
-                    for tile in step.tiles:
-                        batch, rows = tile.batch, tile.q
-                        inputs = (
-                            cut(grad_out, batch, heads, rows), cut(q, batch, heads, rows),
-                            cut(step_k, batch, None, tile.kv), cut(step_v, batch, None, tile.kv),
-                            cut(out, batch, heads, rows), cut(lse, batch, heads, rows), tile.mask, scale,
-                        )  # fmt: skip
-                        if by_intervals:
-                            backend = _with_modifiers(self.backend, tile, heads, modifiers, delta)
-                        with label("backward of tile {} x {}, heads {}", rows, tile.kv, heads):
-                            grads = backend.backward(*inputs)
-                            if grad_bias is not None:
-                                assert isinstance(backend, IntervalAttention)
-                                backend.add_bias_gradient(bias_part(grad_bias, batch, heads, rows), *inputs)
-                        parts_q.append(Part(batch, rows, grads[:1]))
-                        parts_k.append(Part(batch, tile.kv, grads[1:2]))
-                        parts_v.append(Part(batch, tile.kv, grads[2:]))
-                        del inputs, grads
-                    del step_k, step_v
-                    if transfers is not None:
-                        transfers.tiles_launched()
-                    grad_kv.add(step, parts_k, parts_v)
-                    with label("sum dQ"):
-                        grad_q.add(heads, parts_q, step.is_last)
-                    del parts_q, parts_k, parts_v  # the next step needs the memory
-                return grad_q.result()[0], *grad_kv.result()
-            except BaseException:
-                self.abandon(group)
-                raise
+        plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
+        intervals = self.backend if isinstance(self.backend, IntervalAttention) else None
+        with on_device_of(q), self.abandoned_on_error(group):
+            grad_out = in_order_of(out, grad_out)
+            grad_q = gradient_accumulator(q, self.state_dtype)
+            grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
+            grad_kv = KeyValueGradients(k, v, self.state_dtype, grad_transfers)
+            transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
+            # torch's kernels compute delta themselves, for each tile.
+            delta = None if intervals is None else attention_delta(grad_out, out)
+            for step in plan.backward:
+                heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
+                step_k, step_v = keys_and_values(step, transfers, k, v)
+                backend = self.own_backward if step.transfer is None else self.backend
+                parts_q, parts_k, parts_v = [], [], []
+                for tile in step.tiles:
+                    batch, rows = tile.batch, tile.q
+                    inputs = (
+                        cut(grad_out, batch, heads, rows), cut(q, batch, heads, rows),
+                        cut(step_k, batch, None, tile.kv), cut(step_v, batch, None, tile.kv),
+                        cut(out, batch, heads, rows), cut(lse, batch, heads, rows), tile.mask, scale,
+                    )  # fmt: skip
+                    if intervals is not None:
+                        backend = _with_modifiers(intervals, tile, heads, modifiers, delta)
+                    with label("backward of tile {} x {}, heads {}", rows, tile.kv, heads):
+                        grads = backend.backward(*inputs)
+                        if grad_bias is not None:
+                            assert isinstance(backend, IntervalAttention)
+                            backend.add_bias_gradient(bias_part(grad_bias, batch, heads, rows), *inputs)
+                    parts_q.append(Part(batch, rows, grads[:1]))
+                    parts_k.append(Part(batch, tile.kv, grads[1:2]))
+                    parts_v.append(Part(batch, tile.kv, grads[2:]))
+                    del inputs, grads
+                del step_k, step_v
+                if transfers is not None:
+                    transfers.tiles_launched()
+                grad_kv.add(step, parts_k, parts_v)
+                with label("sum dQ"):
+                    grad_q.add(heads, parts_q, step.is_last)
+                del parts_q, parts_k, parts_v  # the next step needs the memory
+            return grad_q.result()[0], *grad_kv.result()
 
-    def group(self, ranks: SequenceRanks | None) -> dist.ProcessGroup | None:
+    def group(self, ranks: SequenceRanks) -> dist.ProcessGroup | None:
         """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
-        return None if ranks is None or len(self.plan.rows.lengths) == 1 else ranks.outer
+        return None if self.tile_plan.world_size == 1 else ranks.outer
 
-    def abandon(self, group: dist.ProcessGroup | None) -> None:
-        """Drops the transfers of a call that has raised, so that the next call can use the transport."""
-        if group is not None:
-            self.transport.abandon(group)
+    def abandoned_on_error(self, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        """Drops the transfers of a call that raises, so that the next call can use the transport."""
+        return nullcontext() if group is None else cleaned_up_on_error(lambda: self.transport.abandon(group))
 
 
 def _with_modifiers(
-    backend: AttentionBackend, tile: Tile, heads: Span, modifiers: Modifiers, delta: torch.Tensor | None
-) -> AttentionBackend:
+    backend: IntervalAttention, tile: Tile, heads: Span, modifiers: Modifiers, delta: torch.Tensor | None
+) -> IntervalAttention:
     """The backend of interval-masked tiles, with the modifiers and the delta of one tile."""
-    assert isinstance(backend, IntervalAttention)
     return replace(
         backend,
         modifiers=modifiers.part(tile.batch, heads, tile.q) if modifiers.concern_tiles else modifiers,

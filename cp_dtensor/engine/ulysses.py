@@ -87,7 +87,7 @@ class UlyssesPlan(AttentionPlan):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
         group, ring = _axes(ranks)
         out = _row_after_row(q, v.size(3))
@@ -141,7 +141,7 @@ class UlyssesPlan(AttentionPlan):
 
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks | None, scale: float,
+        ranks: SequenceRanks, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         group, ring = _axes(ranks)
         count, rest = divmod(len(saved), len(self.stages))
@@ -172,9 +172,9 @@ class UlyssesPlan(AttentionPlan):
             _finish(leaving)
             return grad_q, self._summed(grad_k), self._summed(grad_v)
 
-    def saved_again(
+    def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks | None,
+        ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
         group, ring = _axes(ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
@@ -189,14 +189,14 @@ class UlyssesPlan(AttentionPlan):
                 for inner, (stage_q, stage_k, stage_v), ((stage_out,), (stage_lse,)) in zip(
                     self.inner, inputs, results, strict=True
                 )
-                for tensor in inner.saved_again(
+                for tensor in inner.remake_saved(
                     stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), ring
                 )
             )
 
     @property
     def _lse_copies(self) -> int:
-        """How many times an LSE is repeated in the exchange, so that a row of a head fills the exchange's granule."""
+        """Copies of each LSE value in the exchange, so that a row of a head fills the exchange's granule."""
         return max(1, self.exchange.granule // self.state_dtype.itemsize)
 
     def _as_rows(self, lse: torch.Tensor) -> torch.Tensor:
@@ -218,10 +218,9 @@ class UlyssesPlan(AttentionPlan):
         return copies.sum(2, dtype=self.state_dtype).to(grad_units.dtype)
 
 
-def _axes(ranks: SequenceRanks | None) -> tuple[dist.ProcessGroup, SequenceRanks | None]:
-    """The axis of the exchange, and that of the ring, if there is one."""
-    assert ranks is not None
-    return (ranks.outer, None) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
+def _axes(ranks: SequenceRanks) -> tuple[dist.ProcessGroup, SequenceRanks]:
+    """The axis of the exchange, and that of the ring; without a ring, ranks that inner plans do not use."""
+    return (ranks.outer, ranks) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
 
 
 def _of_stage(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Plan, Step, Transfer
+from cp_dtensor.plan.plan import Step, TilePlan, Transfer
 from cp_dtensor.plan.tiles import IntervalMask, Tile
 from cp_dtensor.spec.layouts import Span
 
@@ -53,7 +53,9 @@ class Hardware:
     """Seconds of host time for a tile in forward."""
 
 
-def predicted_seconds(plan: Plan, shape: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
+def predicted_seconds(
+    plan: TilePlan, shape: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool
+) -> float:
     """Returns the time of forward, or of backward, on the plan's rank, if the other ranks are in step.
 
     Args:
@@ -96,7 +98,7 @@ def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
     return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
 
 
-def _compute_seconds(step: Step, plan: Plan, shape: CallSpec, hardware: Hardware, backward: bool) -> float:
+def _compute_seconds(step: Step, plan: TilePlan, shape: CallSpec, hardware: Hardware, backward: bool) -> float:
     heads = (step.heads[1] - step.heads[0]) * shape.q_heads // max(shape.kv_heads, 1)  # DTensor shards may have none
     seconds = sum(_tile_seconds(tile, heads, shape, hardware, backward) for tile in step.tiles)
     if step.transfer is None:
@@ -126,17 +128,17 @@ def _tile_seconds(tile: Tile, heads: int, shape: CallSpec, hardware: Hardware, b
     return flops / hardware.flops * idle + _KERNEL
 
 
-def transfer_bytes(transfer: Transfer, plan: Plan, shape: CallSpec) -> int:
+def transfer_bytes(transfer: Transfer, plan: TilePlan, shape: CallSpec) -> int:
     """Returns the bytes of K/V that a rank receives or sends, whichever are more."""
     return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
 
 
-def buffer_bytes(transfer: Transfer, plan: Plan, shape: CallSpec) -> int:
+def buffer_bytes(transfer: Transfer, plan: TilePlan, shape: CallSpec) -> int:
     """Returns the bytes of the buffer that a transfer of K/V fills."""
     return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, shape)
 
 
-def _transfer_rows(transfer: Transfer, plan: Plan) -> int:
+def _transfer_rows(transfer: Transfer, plan: TilePlan) -> int:
     """Returns the rows that the rank receives or sends, whichever are more."""
     sources = transfer.sources(plan.rank, plan.world_size)
     readers = transfer.readers(plan.rank, plan.world_size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from cp_dtensor.plan.interval_tiling import tiling_of
-from cp_dtensor.plan.plan import Plan
+from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
@@ -243,7 +243,7 @@ class InnerPartition(AxisPartition):
         )
 
 
-def inner_partitions(whole: Partition, plan: Plan, inner_size: int) -> list[InnerPartition]:
+def inner_partitions(whole: Partition, plan: TilePlan, inner_size: int) -> list[InnerPartition]:
     """Returns the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
     hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
     return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]

@@ -100,7 +100,7 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """All integers of a call on one rank: steps, and the rows that it sends and receives."""
 
     rank: int
@@ -191,7 +191,7 @@ def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePi
     return (RoutePiece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
 
 
-def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> Plan:
+def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> TilePlan:
     """Returns a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
     world_size = tiling.world_size
     tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
@@ -214,7 +214,7 @@ class Stages:
     """Groups for tiles against all other shards, in all."""
 
 
-def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> Plan:
+def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> TilePlan:
     """Returns a plan of the own shard first, then all other shards together, by groups of heads."""
     if tiling.world_size == 1:
         return ring_plan(tiling, rank, kv_heads)  # one step
@@ -241,7 +241,7 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     return tuple(share((0, kv_heads), index, count) for index in range(count))
 
 
-def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
+def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePlan:
     ranks = range(tiling.world_size)
     rows = tiling.gathered_rows(rank)
     recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
@@ -260,7 +260,7 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> Plan:
             for index, step in enumerate(steps)
         )
 
-    return Plan(
+    return TilePlan(
         rank=rank,
         rows=rows,
         most_rows=tiling.most_rows(),

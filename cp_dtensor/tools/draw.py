@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cp_dtensor import Full, Layout, Mask, Striped, imbalance
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
-from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments, Masking
 from cp_dtensor.spec.intervals import IntervalSets, count_pairs
@@ -118,7 +118,7 @@ def masking_of(layout: Layout, mask: Mask, seq_len: int) -> Masking:
     return Masking.BY_SHAPE if by_shape else Masking.INTERVALS
 
 
-def key_positions(tile: Tile, plan: Plan, group: GroupSegments) -> np.ndarray:
+def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarray:
     """Returns the positions of the rows that `tile.kv` counts."""
     import numpy as np
 

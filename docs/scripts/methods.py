@@ -176,10 +176,10 @@ def _tiles(plan: AttentionPlan, ranks: SequenceRanks) -> Iterator[_Drawn]:
 
 def _tiles_of_ring(plan: RingPlan, heads: Span) -> Iterator[_Drawn]:
     (group,) = plan.spec.partition.groups()
-    queries = np.array([p for segment in group.q_by_rank[plan.plan.rank] for p in segment.positions()])
-    for number, step in enumerate(plan.plan.forward):
+    queries = np.array([p for segment in group.q_by_rank[plan.tile_plan.rank] for p in segment.positions()])
+    for number, step in enumerate(plan.tile_plan.forward):
         for tile in step.tiles:
-            keys = key_positions(tile, plan.plan, group)
+            keys = key_positions(tile, plan.tile_plan, group)
             yield _Drawn(heads, number, NONE, queries[slice(*tile.q)], keys[slice(*tile.kv)], seen_by(tile))
 
 

@@ -219,7 +219,7 @@ def test_deterministic() -> None:
         def forward(self) -> None:
             context = innermost_context()
             assert context is not None
-            found.append((context.settings.deterministic, "deterministic" in context.ambient.key))
+            found.append((context.config.deterministic, "deterministic" in context.key))
 
     def body(_rank: int) -> None:
         with context_parallel(dist.group.WORLD, deterministic=True):

@@ -19,9 +19,9 @@ from support.dtensor_checks import (
 from support.problems import reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from cp_dtensor import HeadTail, context_parallel
+from cp_dtensor import HeadTail, SlidingWindow, context_parallel, context_parallel_attention
 
 
 def _own_ranks(rank: int, placements: Placements) -> None:
@@ -53,6 +53,23 @@ def test_in_a_context_of_one_rank_dtensors_mean_their_full_tensors() -> None:
     run_ranks(1, _one_rank)
 
 
+def _one_rank_with_mask_and_heads_over_others(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
+    *whole, _ = CAUSAL.draw(seed=0)
+    q, k, v = distributed(tuple(whole), mesh["tp"], ((TP,),) * 3)
+    window = SlidingWindow(2, 0)
+    with context_parallel(mesh["cp"], mask=window):
+        out = sdpa(CAUSAL, q, k, v)
+    allowed = torch.ones(CAUSAL.q_len, CAUSAL.kv_len, dtype=torch.bool).tril().triu(-2)
+    expected = F.scaled_dot_product_attention(*whole, allowed, scale=CAUSAL.scale)
+    assert isinstance(out, DTensor)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-10)
+
+
+def test_in_a_context_of_one_rank_heads_over_other_ranks_have_its_mask() -> None:
+    run_ranks(2, _one_rank_with_mask_and_heads_over_others)
+
+
 def _other_ranks(rank: int, cp_axis: int, placement: Placement) -> None:
     names = ("cp", "tp") if cp_axis == 0 else ("tp", "cp")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -75,6 +92,31 @@ def _other_ranks(rank: int, cp_axis: int, placement: Placement) -> None:
 @pytest.mark.parametrize("cp_axis", [0, 1])
 def test_local_heads_of_dtensors_over_other_ranks_are_shards(cp_axis: int, placement: Placement) -> None:
     run_ranks(4, _other_ranks, cp_axis, placement)
+
+
+def _in_inference_mode(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    cp_rank = mesh["cp"].get_local_rank()
+    *whole, grad_out = GROUPED.draw(seed=0)
+    expected_out, window = reference(GROUPED, *whole, grad_out)[0], SlidingWindow(2, 0)
+    with torch.inference_mode():
+        local = [shard(tensor, HeadTail(), cp_rank, 2) for tensor in (*whole, expected_out)]
+        q, k, v = distributed(tuple(local[:3]), mesh["tp"], ((TP,),) * 3)
+        with context_parallel(mesh["cp"]):
+            torch.testing.assert_close(sdpa(GROUPED, q, k, v).full_tensor(), local[3], rtol=0, atol=1e-10)
+        q, k, v = distributed(tuple(whole), mesh["cp"], ((CP,),) * 3)
+        with context_parallel(mesh["cp"], mask=window):
+            out = sdpa(GROUPED, q, k, v).full_tensor()
+        expected = context_parallel_attention(q, k, v, mask=window, enable_gqa=True)
+        assert isinstance(expected, DTensor)
+        torch.testing.assert_close(out, expected.full_tensor(), rtol=0, atol=1e-10)
+        refused = pytest.raises(NotImplementedError, match="the sinks of this context can be applied to plain")
+        with context_parallel(mesh["cp"], sinks=torch.zeros(GROUPED.q_heads)), refused:
+            sdpa(GROUPED, q, k, v)
+
+
+def test_inference_mode_has_the_context() -> None:
+    run_ranks(4, _in_inference_mode)
 
 
 def _seq_shards_over_other_ranks(rank: int) -> None:

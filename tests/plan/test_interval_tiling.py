@@ -10,7 +10,7 @@ from support.masked_problems import any_mask, fits, shown
 from support.schedules import any_layout, positions, seen_by
 
 from cp_dtensor.plan.interval_tiling import tiling_of
-from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments, Masking, Tiling, group_segments
 from cp_dtensor.spec.documents import Documents
@@ -38,7 +38,7 @@ class Case:
     def tiling(self) -> Tiling:
         return tiling_of(self.groups, self.mask, self.masking, (self.q_len, self.kv_len))
 
-    def plans(self, gathered: bool) -> list[Plan]:
+    def plans(self, gathered: bool) -> list[TilePlan]:
         return [
             gathered_plan(self.tiling, rank, 1, ONE_STAGE, ONE_STAGE) if gathered else ring_plan(self.tiling, rank, 1)
             for rank in range(self.ranks)
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(draw(any_layout), mask, q_len, kv_len, batch, draw(st.integers(1, 6)), masking)
 
 
-def keys_of(tile: Tile, group: GroupSegments, plan: Plan) -> np.ndarray:
+def keys_of(tile: Tile, group: GroupSegments, plan: TilePlan) -> np.ndarray:
     """Positions of the rows that a tile counts in, -1 where nothing was received."""
     if tile.source == plan.rank:
         return positions(group.kv_by_rank[plan.rank])
@@ -104,7 +104,7 @@ def test_what_one_wants_the_other_gives(case: Case) -> None:
             assert all(start >= 0 for start in starts)
 
 
-def received(plan: Plan) -> int:
+def received(plan: TilePlan) -> int:
     return sum(plan.rows.lengths[source][part] for source, parts in enumerate(plan.recv_parts) for part in parts)
 
 

@@ -21,7 +21,7 @@ from support.schedules import (
 )
 
 from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition, Partition
-from cp_dtensor.plan.plan import Plan, Stages, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
@@ -197,7 +197,7 @@ def test_merged_rows_of_a_mirrored_batch_by_hand() -> None:
 # Nested ring
 
 
-def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> Plan:
+def outer_plan(case: TwoAxes, outer_rank: int, inner_rank: int) -> TilePlan:
     partition = OuterPartition(case.whole, case.inner, inner_rank)
     return ring_plan(ShapeTiling(partition.groups(), case.call.mask), outer_rank, kv_heads=1)
 

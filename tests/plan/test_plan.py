@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.schedules import Call, calls, count_covered, gathered_rows, positions
 
-from cp_dtensor.plan.plan import Plan, Stages, Step, Steps, Transfer, gathered_plan, head_spans, ring_plan
+from cp_dtensor.plan.plan import Stages, Step, Steps, TilePlan, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
 from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling
 from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
 from cp_dtensor.spec.masks import Causal, Full
 
-Plans = list[Plan]
-PASSES: dict[str, Callable[[Plan], Steps]] = {
+Plans = list[TilePlan]
+PASSES: dict[str, Callable[[TilePlan], Steps]] = {
     "forward": lambda plan: plan.forward,
     "backward": lambda plan: plan.backward,
 }
@@ -44,7 +44,7 @@ def heads_of(step: Step) -> set[int]:
     return set(range(*step.heads))
 
 
-def brought(plan: Plan, transfer: Transfer) -> list[tuple[int, int, Span]]:
+def brought(plan: TilePlan, transfer: Transfer) -> list[tuple[int, int, Span]]:
     """(source, part, rows in the transfer's buffer) of all rows that this rank receives by it."""
     if transfer.hop is None:
         return [
@@ -60,7 +60,7 @@ def brought(plan: Plan, transfer: Transfer) -> list[tuple[int, int, Span]]:
 @settings(max_examples=150)
 @given(case=planned())
 def test_steps_cover_every_allowed_pair_of_every_head_once(
-    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
 ) -> None:
     call, kv_heads, plans = case
     count = np.zeros((call.batch, kv_heads, call.q_len, call.kv_len), dtype=np.int64)
@@ -73,7 +73,7 @@ def test_steps_cover_every_allowed_pair_of_every_head_once(
 @each_pass
 @given(case=planned())
 def test_of_all_heads_the_own_shard_comes_first_and_waits_for_nothing(
-    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
 ) -> None:
     _, kv_heads, plans = case
     for plan in plans:
@@ -87,7 +87,7 @@ def test_of_all_heads_the_own_shard_comes_first_and_waits_for_nothing(
 @each_pass
 @given(case=planned())
 def test_is_last_is_said_once_of_every_head_and_in_its_last_step(
-    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
 ) -> None:
     _, kv_heads, plans = case
     for plan in plans:
@@ -99,7 +99,7 @@ def test_is_last_is_said_once_of_every_head_and_in_its_last_step(
 @each_pass
 @given(case=planned())
 def test_all_ranks_have_the_same_transfers_in_the_same_order(
-    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
 ) -> None:
     _, _, plans = case
     assert len({tuple(step.transfer for step in steps_of(plan)) for plan in plans}) == 1
@@ -135,7 +135,7 @@ def test_gradients_are_pulled_from_where_rows_were_pulled_to(case: tuple[Call, i
 @each_pass
 @given(case=planned())
 def test_tiles_read_only_what_their_transfer_brings(
-    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
 ) -> None:
     for plan in case[2]:
         for step in steps_of(plan):
@@ -148,7 +148,7 @@ def test_tiles_read_only_what_their_transfer_brings(
 @settings(max_examples=200)
 @given(case=planned())
 def test_gaps_are_rows_that_come_and_that_no_query_of_some_batch_row_sees(
-    steps_of: Callable[[Plan], Steps], case: tuple[Call, int, Plans]
+    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
 ) -> None:
     call, _, plans = case
     for plan in plans:
@@ -224,7 +224,7 @@ def test_head_tail_causal_by_hand() -> None:
     call = Call(HeadTail(), 8, 8, 1, 2, Causal())
     local = (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
     remote = (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
-    expected = Plan(
+    expected = TilePlan(
         rank=1,
         rows=GatheredRows(lengths=((2, 2), (2, 2)), starts=((0, 6), (2, 4))),
         most_rows=8,

@@ -108,7 +108,7 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
             counts = []
             for _, plan in methods.plans(panel, partition, transport):
                 rings = [plan] if isinstance(plan, RingPlan) else [ring for ring in plan.inner if ring]
-                counts.append(sum(len(step.tiles) for ring in rings for step in ring.plan.forward))
+                counts.append(sum(len(step.tiles) for ring in rings for step in ring.tile_plan.forward))
             found.append((min(counts), max(counts)))
         assert found == expected
 

@@ -45,9 +45,9 @@ from cp_dtensor.spec.masks import Batched, Mask
 def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
     """SDPA of DTensors (B, H, S, D); None unless q, k or v is one that is sharded along the sequence.
 
-    The output is placed as `plan_placements` says: as q, and sharded along the sequence wherever q, k or v are.
-    Gradients have the placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts
-    as not sharded, and is redistributed.
+    The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
+    placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
+    is redistributed.
 
     Args:
         mask: the mask of the open context, besides that of the call.
@@ -106,13 +106,13 @@ def dtensor_attention(
     check_qkv(q, k, v, enable_gqa)
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
     by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
-    plan = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), mesh.mesh_dim_names)
-    local_q = _to_local(q, plan.q, plan.q)
-    local_k, local_v = _to_local(k, plan.kv, plan.grad_kv), _to_local(v, plan.kv, plan.grad_kv)
-    modifiers = local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, plan)
-    groups = [mesh.get_group(axis) for axis in plan.axes]
+    placed = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), mesh.mesh_dim_names)
+    local_q = _to_local(q, placed.q, placed.q)
+    local_k, local_v = _to_local(k, placed.kv, placed.grad_kv), _to_local(v, placed.kv, placed.grad_kv)
+    modifiers = local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, placed)
+    groups = [mesh.get_group(axis) for axis in placed.axes]
     if method == "auto":
-        method = "ring" if plan.ulysses_axis is None else "hybrid"
+        method = "ring" if placed.ulysses_axis is None else "hybrid"
     elif len(groups) != {"ulysses": 1, "hybrid": 2}.get(method, len(groups)):
         axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
         raise ValueError(
@@ -122,23 +122,23 @@ def dtensor_attention(
     config = AttentionConfig(
         # Without such an axis each rank is alone; its plans are cached for any of its groups.
         SequenceRanks.over(groups or [mesh.get_group(0)]), Contiguous(), method, transport_by_name(rotate_method),
-        deterministic, placed=placed_partition(q.size(2), k.size(2), local_q.size(0), plan, mesh),
+        deterministic, placed=placed_partition(q.size(2), k.size(2), local_q.size(0), placed, mesh),
     )  # fmt: skip
     out, lse = attend(
-        local_q, local_k, local_v, config, mask=_of_local_rows(mask, q, plan, local_q.size(0)), scale=scale,
+        local_q, local_k, local_v, config, mask=_of_local_rows(mask, q, placed, local_q.size(0)), scale=scale,
         modifiers=modifiers, lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
     )  # fmt: skip
-    wrapped_lse = from_local(lse, mesh, plan.q, tuple(q.shape[:3])) if needs_lse else None
-    return from_local(out, mesh, plan.q, (*q.shape[:3], v.size(3))), wrapped_lse
+    wrapped_lse = from_local(lse, mesh, placed.q, tuple(q.shape[:3])) if needs_lse else None
+    return from_local(out, mesh, placed.q, (*q.shape[:3], v.size(3))), wrapped_lse
 
 
-def _of_local_rows(mask: Mask, q: DTensor, plan: AttentionPlacements, rows: int) -> Mask:
+def _of_local_rows(mask: Mask, q: DTensor, placed: AttentionPlacements, rows: int) -> Mask:
     """The mask of this rank's batch rows; `rows` is their number."""
     if mask.batch_size is None or rows == q.size(0):
         return mask
     if mask.batch_size != q.size(0):
         raise ValueError(f"expected a mask for {q.size(0)} batch rows, got one for {mask.batch_size}: {mask}")
-    first, _ = first_of(q, plan)
+    first, _ = first_of(q, placed)
     return Batched([mask.of_batch_row(first + row) for row in range(rows)]) if rows else mask.of_batch_row(0)
 
 
@@ -160,34 +160,34 @@ class PlacedPartition(CachedHash, SequencePartition):
     q_len: int
     kv_len: int
     batch_size: int
-    plan: AttentionPlacements
+    placed: AttentionPlacements
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
 
     __hash__ = CachedHash.__hash__
 
     def groups(self) -> tuple[GroupSegments, ...]:
-        places = list(product(*(range(self.mesh_shape[axis]) for axis in self.plan.axes)))
+        places = list(product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)))
         q_by_rank, kv_by_rank = (
             tuple(self._rows(length, placements, place) for place in places)
-            for length, placements in ((self.q_len, self.plan.q), (self.kv_len, self.plan.kv))
+            for length, placements in ((self.q_len, self.placed.q), (self.kv_len, self.placed.kv))
         )
         return (GroupSegments((0, self.batch_size), q_by_rank, kv_by_rank),)
 
     def _rows(self, length: int, placements: tuple[Placement, ...], place: tuple[int, ...]) -> tuple[Segment, ...]:
         coordinate = list(self.coordinate)
-        for axis, index in zip(self.plan.axes, place, strict=True):
+        for axis, index in zip(self.placed.axes, place, strict=True):
             coordinate[axis] = index
         return (local_segment(length, placements, self.mesh_shape, coordinate),)
 
 
 def placed_partition(
-    q_len: int, kv_len: int, batch_size: int, plan: AttentionPlacements, mesh: DeviceMesh
+    q_len: int, kv_len: int, batch_size: int, placed: AttentionPlacements, mesh: DeviceMesh
 ) -> PlacedPartition:
-    """The partition of DTensors that are placed as `plan` says; lengths are global, `batch_size` is local."""
+    """The partition of DTensors with these placements; lengths are global, `batch_size` is local."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    return PlacedPartition(q_len, kv_len, batch_size, plan, tuple(mesh.shape), tuple(coordinate))
+    return PlacedPartition(q_len, kv_len, batch_size, placed, tuple(mesh.shape), tuple(coordinate))
 
 
 def from_local(
@@ -234,31 +234,35 @@ def local_only_sdpa(
 ) -> torch.Tensor | None:
     """SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
 
-    Returns None if the mesh shares more ranks with the context, or the context has a single rank.
+    Returns None if the mesh shares more ranks with the context. DTensors that are not sharded (or replicated) alike
+    over batch or heads: None if the context has a single rank, which has the whole sequence.
 
     Raises:
-        NotImplementedError: such DTensors that are not sharded (or replicated) alike over batch or heads.
+        NotImplementedError: such DTensors in a context of several ranks.
     """
     q, k, v = _on_one_mesh(call.q, call.k, call.v)
     with _torch.no_modes():  # the mesh's tensor is real, also where other tensors are traced
         shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
-    if len(shared_ranks) > 1 or len(ring_ranks) == 1:
+    is_one_rank = len(ring_ranks) == 1
+    if len(shared_ranks) > 1 or (is_one_rank and q.dim() != 4):
         return None
     if q.dim() != 4:
         raise NotImplementedError(f"inside of context_parallel, DTensors must have four dims, got {tuple(q.shape)}")
-    plan = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
-    if is_seq_sharded(plan.q) or not q.placements == k.placements == v.placements == plan.q:
+    placed = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
+    if is_seq_sharded(placed.q) or not q.placements == k.placements == v.placements == placed.q:
+        if is_one_rank:
+            return None
         raise NotImplementedError(
             "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike "
             f"over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
             f"q {q.placements}, k {k.placements}, v {v.placements}"
         )
-    mask = local_bias(q, call.attn_mask, plan) if isinstance(call.attn_mask, DTensor) else call.attn_mask
-    local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local(), attn_mask=mask, first=first_of(q, plan))
-    return from_local(plain_sdpa(local), q.device_mesh, plan.q, (*q.shape[:3], v.size(3)))
+    mask = local_bias(q, call.attn_mask, placed) if isinstance(call.attn_mask, DTensor) else call.attn_mask
+    local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local(), attn_mask=mask, first=first_of(q, placed))
+    return from_local(plain_sdpa(local), q.device_mesh, placed.q, (*q.shape[:3], v.size(3)))
 
 
-# Modifiers of attention on DTensors
+# Modifiers
 
 
 def local_modifiers(
@@ -267,7 +271,7 @@ def local_modifiers(
     attn_mask: torch.Tensor | None,
     dropout_p: float,
     sinks: torch.Tensor | None,
-    plan: AttentionPlacements,
+    placed: AttentionPlacements,
 ) -> Modifiers:
     """The modifiers of a rank's queries. With dropout, a collective of the whole mesh.
 
@@ -277,7 +281,7 @@ def local_modifiers(
         attn_mask: a DTensor on the same mesh that broadcasts to (B, H, S, kv_len), placed in any way.
         sinks: a DTensor (H,) on the same mesh, placed in any way.
         dropout_p: the pattern depends on global batch rows, heads and positions, not on placements.
-        plan: the placements of the computation.
+        placed: the placements of the computation.
 
     Raises:
         ValueError, TypeError: a mask that does not fit, or is no DTensor on the mesh of q.
@@ -285,12 +289,12 @@ def local_modifiers(
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p and sinks is None:
         return NO_MODIFIERS
-    bias = None if attn_mask is None else local_bias(q, attn_mask, plan)
+    bias = None if attn_mask is None else local_bias(q, attn_mask, placed)
     check_bias(q, bias, (q.size(2), kv_len))
-    of_heads = None if sinks is None else local_sinks(q, sinks, plan)
+    of_heads = None if sinks is None else local_sinks(q, sinks, placed)
     if not dropout_p:
         return Modifiers(bias, sinks=of_heads)
-    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, plan), of_heads)
+    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *first_of(q, placed), of_heads)
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -304,18 +308,18 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return seed
 
 
-def first_of(q: DTensor, plan: AttentionPlacements) -> tuple[int, int]:
+def first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
     """The first of a rank's batch rows, and of its query heads."""
     coordinate = q.device_mesh.get_coordinate()
     assert coordinate is not None
     batch, head = (
-        local_segment(q.size(dim), plan.q, tuple(q.device_mesh.shape), coordinate, dim).start
+        local_segment(q.size(dim), placed.q, tuple(q.device_mesh.shape), coordinate, dim).start
         for dim in (BATCH_DIM, HEAD_DIM)
     )
     return batch, head
 
 
-def local_bias(q: DTensor, attn_mask: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
+def local_bias(q: DTensor, attn_mask: torch.Tensor, placed: AttentionPlacements) -> torch.Tensor:
     """The part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1).
 
     Raises:
@@ -323,17 +327,17 @@ def local_bias(q: DTensor, attn_mask: torch.Tensor, plan: AttentionPlacements) -
     """
     _check_on_mesh("attn_mask", attn_mask, q)
     mask = four_dims_of_mask(attn_mask, q)
-    return _beside_queries(mask, plan, lambda dim: dim if mask.size(dim) > 1 else None)
+    return _beside_queries(mask, placed, lambda dim: dim if mask.size(dim) > 1 else None)
 
 
-def local_sinks(q: DTensor, sinks: torch.Tensor, plan: AttentionPlacements) -> torch.Tensor:
+def local_sinks(q: DTensor, sinks: torch.Tensor, placed: AttentionPlacements) -> torch.Tensor:
     """The sinks of a rank's query heads, (local heads,).
 
     Raises:
         ValueError, TypeError: sinks that do not fit, or are no DTensor on the mesh of q.
     """
     _check_on_mesh("sinks", sinks, q)
-    return _beside_queries(checked_sinks(sinks, q), plan, lambda dim: 0 if dim == HEAD_DIM else None)
+    return _beside_queries(checked_sinks(sinks, q), placed, lambda dim: 0 if dim == HEAD_DIM else None)
 
 
 def _check_on_mesh(name: str, tensor: torch.Tensor, q: DTensor) -> None:
@@ -346,7 +350,7 @@ def _check_on_mesh(name: str, tensor: torch.Tensor, q: DTensor) -> None:
 
 
 def _beside_queries(
-    tensor: torch.Tensor, plan: AttentionPlacements, dim_of: Callable[[int], int | None]
+    tensor: torch.Tensor, placed: AttentionPlacements, dim_of: Callable[[int], int | None]
 ) -> torch.Tensor:
     """The local part of a DTensor that belongs to a rank's queries.
 
@@ -355,7 +359,7 @@ def _beside_queries(
     """
     placements: list[Placement] = []
     of_gradient: list[Placement] = []
-    for placement in plan.q:
+    for placement in placed.q:
         dim = dim_of(placement.dim) if isinstance(placement, Shard) else None
         placements.append(Replicate() if dim is None else Shard(dim))
         is_partial = isinstance(placement, Shard) and dim is None

@@ -60,23 +60,18 @@ def plan_placements(
     ones; K/V that are replicated stay so. Batch and heads: all three sharded alike (heads only if every rank gets whole
     groups of query heads with their key head). Anything else: replicated.
     """
-    plan_q: list[Placement] = []
-    plan_kv: list[Placement] = []
-    grad_kv: list[Placement] = []
+    by_axis: list[tuple[Placement, Placement, Placement]] = []  # of q, K/V, and gradients of K/V
     ring_axis = None
     head_shards = 1
     ulysses_axis = _ulysses_axis(q, k, v, axis_names)
     for axis, (on_q, on_k, on_v) in enumerate(zip(q, k, v, strict=True)):
         kv_on_seq = on_seq(on_k) or on_seq(on_v)
         if on_seq(on_q) or kv_on_seq:
-            plan_q.append(Shard(SEQ_DIM))
             if axis == ulysses_axis or (kv_on_seq and ring_axis is None):
                 ring_axis = ring_axis if axis == ulysses_axis else axis
-                plan_kv.append(Shard(SEQ_DIM))
-                grad_kv.append(Shard(SEQ_DIM))
+                by_axis.append((Shard(SEQ_DIM),) * 3)
             else:
-                plan_kv.append(Replicate())
-                grad_kv.append(Partial())
+                by_axis.append((Shard(SEQ_DIM), Replicate(), Partial()))
             continue
         choice: Placement = Replicate()
         if any(_on(BATCH_DIM, placement) for placement in (on_q, on_k, on_v)):
@@ -86,10 +81,9 @@ def plan_placements(
             if q_heads == kv_heads or (q_heads % shards == 0 and kv_heads % shards == 0):
                 head_shards = shards
                 choice = Shard(HEAD_DIM)
-        plan_q.append(choice)
-        plan_kv.append(choice)
-        grad_kv.append(choice)
-    return AttentionPlacements(tuple(plan_q), tuple(plan_kv), tuple(grad_kv), ring_axis, ulysses_axis)
+        by_axis.append((choice,) * 3)
+    of_q, of_kv, of_grad_kv = zip(*by_axis, strict=True)
+    return AttentionPlacements(of_q, of_kv, of_grad_kv, ring_axis, ulysses_axis)
 
 
 def _ulysses_axis(

@@ -338,7 +338,7 @@ def _flex_attention(
         return _traced_flex(call, token)
     context = current_context()
     assert context is not None
-    return _flex_of_shards(call, context.settings)
+    return _flex_of_shards(call, context.config)
 
 
 @_torch.constant_in_trace
@@ -346,19 +346,19 @@ def _context_token() -> str:
     """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
     of_module = _torch.traced_scope()
     if of_module is not None:
-        check_context_mask(call_spec_of(of_module).settings().mask)
+        check_context_mask(call_spec_of(of_module).config().mask)
         return of_module
     context = current_context()
     if context is None:
         return ""
-    check_context_mask(context.settings.mask)
+    check_context_mask(context.config.mask)
     refuse_sinks(context.sinks is not None, "FlexAttention")
     if attends_alone(context):
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
             "F.scaled_dot_product_attention"
         )
-    return context.ambient.key
+    return context.key
 
 
 def _check_captured() -> None:

@@ -23,7 +23,7 @@ from cp_dtensor.spec.masks import Full, Mask
 @constant_in_trace
 def world_size(token: str) -> int:
     """The number of ranks that share the sequence."""
-    return call_spec_of(token).settings().ranks.size
+    return call_spec_of(token).config().ranks.size
 
 
 @constant_in_trace
@@ -52,8 +52,8 @@ def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | No
 
 def _ranks_and_layout(token: str, found: RuntimeValues | None = None) -> tuple[SequenceRanks, Layout]:
     """The ranks that share the sequence, and the layout: the one found at run time, if any."""
-    settings = call_spec_of(token).settings()
-    return settings.ranks, settings.layout if found is None or found.layout is None else found.layout
+    config = call_spec_of(token).config(None if found is None else found.context)
+    return config.ranks, config.layout
 
 
 def _kv_gather(token: str, found: RuntimeValues | None, seq_len: int, rows: int) -> KVGather:
@@ -82,8 +82,8 @@ def _keys(
     compared = known if declared or call_spec.debug else None  # debugging, ranks compare the lengths of their masks
     lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
     check_mask_lengths(lengths, known)
-    if found.of_context is not None:
-        check_context_mask(found.of_context.mask)
+    if found.context is not None:
+        check_context_mask(found.context.mask)
     ranks, layout = _ranks_and_layout(token, found)
     if call_spec.reads_context and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(

@@ -50,7 +50,7 @@ class Stage(AttentionPlan):
         q, k, v = map(torch.empty_like, saved)
         return q, k, v
 
-    def saved_again(self, *tensors: Any) -> Any:
+    def remake_saved(self, *tensors: Any) -> Any:
         self.rank.use(*tensors[:4])  # lse is a copy of what came with out
         return ()
 
@@ -104,7 +104,7 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         out, lse, _ = plan.forward(q, k, v, NO_MODIFIERS, backward, one_axis, 1.0)
         rank.use(out)
         if backward:
-            plan.saved_again(q, k, v, out, lse, one_axis)  # as compiled code does in graphs
+            plan.remake_saved(q, k, v, out, lse, one_axis)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
             rank.use(*plan.backward(*tensors(rank, 1), NO_MODIFIERS, saved, None, one_axis, 1.0))
 
