@@ -186,7 +186,7 @@ def test_long_triangles_are_computed_in_parts(
 ) -> None:
     """As in causal attention to very long shards. Triangles have up to 8 parts; some are merged, some only placed."""
     monkeypatch.setattr(plans, "LONGEST_TRIANGLE", 5)
-    monkeypatch.setattr(planning, "_plan", planning._plan.__wrapped__)  # plans are cached
+    monkeypatch.setattr(planning, "_tile_plan", planning._tile_plan.__wrapped__)  # plans are cached
     problem = Problem(31, 31, batch=2, q_heads=4, kv_heads=2, is_causal=True, dtype=dtype)
     tensors = problem.draw(seed=0)
     expected = reference(problem, *tensors)
