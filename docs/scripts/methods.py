@@ -54,7 +54,7 @@ PANELS = (
     Panel(
         'Ulysses over 2 inside of a ring of 2, method="hybrid": K/V travel between 0 and 2, 1 and 3', "hybrid", (2, 2)
     ),
-    Panel('Ring of 2 rings of 2, method="ring" over two axes: 0 and 1 are a node, 2 and 3 another', "ring", (2, 2)),
+    Panel('Nested ring of 2 x 2, method="ring" over two axes: 0 and 1 are a node, 2 and 3 another', "ring", (2, 2)),
 )
 
 
