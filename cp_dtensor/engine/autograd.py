@@ -10,7 +10,7 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
-from cp_dtensor._torch.tensors import no_autocast, on_device_of
+from cp_dtensor._torch.tensors import no_autocast, on_device_of, wide_dtype
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -128,7 +128,7 @@ class Attention(torch.autograd.Function):
 
 def new_grad_bias(bias: torch.Tensor) -> torch.Tensor:
     """Zeros to which tiles add their shares of the gradient of a bias."""
-    return torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+    return torch.zeros_like(bias, dtype=wide_dtype(bias))
 
 
 def gradient_of_sinks(

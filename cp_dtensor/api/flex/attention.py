@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.api.active_context import (
     CAPTURED_BEFORE,
     attends_alone,
@@ -143,7 +144,7 @@ class FlexCall(NamedTuple):
         # FlexAttention takes no empty queries; but this rank, too, takes part in the backward of gathering K/V.
         heads = k.size(1)
         out = (self.q.unflatten(1, (heads, -1)).flatten(2, 3) @ k.mT @ v).reshape(*self.q.shape[:3], v.size(3))
-        lse = out.new_zeros(out.shape[:3], dtype=torch.promote_types(out.dtype, torch.float32))
+        lse = out.new_zeros(out.shape[:3], dtype=wide_dtype(out))
         if self.options.get("return_aux") is not None:
             return out, AuxOutput(lse=lse, max_scores=lse)
         return (out, lse) if self.options.get("return_lse") else out

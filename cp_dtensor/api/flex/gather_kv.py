@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error, differentiated_once, refuse_batches
-from cp_dtensor._torch.tensors import in_words, on_device_of
+from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
 from cp_dtensor.api.flex.block_mask import cached, shard_lengths
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
@@ -162,7 +162,7 @@ def _row_index(
 
 def _sum_over_ranks(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
     """(ranks, ...) of each rank to this rank's (...), summed over the ranks in float32 or wider."""
-    wide = torch.promote_types(blocks.dtype, torch.float32)
+    wide = wide_dtype(blocks)
     blocks = blocks.unflatten(0, (ranks.outer.size(), ranks.inner_size))
     if ranks.inner is None:
         blocks = blocks.squeeze(1)
