@@ -193,7 +193,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor stands for a batch, under `torch.vmap` or the older vmap of autograd."""
+    """Returns True if the tensor is a batch of tensors, under `torch.vmap` or the older vmap of autograd."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 

@@ -200,7 +200,7 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
 
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in a context of the configuration that `token` stands for."""
+    """`function`, run in a context with the configuration of the key `token`."""
     return functools.partial(_run_captured, ActiveContext(call_spec_of(token).config()), function)
 
 

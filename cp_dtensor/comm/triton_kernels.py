@@ -94,7 +94,7 @@ _WARP = 32
 def pass_flags_kernel(signalled_ptr, awaited_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
     """Sets the flags at addresses `signalled_ptr`, waits until those at `awaited_ptr` are 1, and resets them to 0.
 
-    An address of 0 stands for no flag.
+    An address of 0 is skipped.
 
     Example: signalled [0x10, 0], awaited [0x20, 0x24]: the word at 0x10 becomes 1; when the words at 0x20 and 0x24 are
     1, they become 0.

@@ -269,7 +269,7 @@ def imbalance_of(work: Sequence[int]) -> float:
 def print_mask(mask: Mask, q_len: int, kv_len: int | None = None) -> None:
     """Prints a mask: █ where a query sees a key, · where it does not.
 
-    Of more than 40 tokens, a cell stands for several pairs: the darker, the more of them the mask allows.
+    With more than 40 tokens, each cell is several pairs; darker cells have more allowed pairs.
 
     >>> from cp_dtensor import Documents, PrefixLM
     >>> print_mask(Documents([0, 2, 5], within=PrefixLM(2)), 5)

@@ -121,7 +121,7 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
 
 
 def positive(text: str) -> int:
-    """Returns the positive integer that an argument of a command stands for."""
+    """Returns the positive integer of a command-line argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return int(text)

@@ -161,7 +161,7 @@ def deterministic_or_not(rank: int) -> None:
             for deterministic in (True, False, True):
                 inputs = shards.inputs()
                 try:
-                    planner._plans.clear()  # or nobody asks about what has been decided
+                    planner._plans.clear()  # a cached plan would not be made again
                     torch.use_deterministic_algorithms(deterministic)
                     with hooks:
                         out = function(*inputs)

@@ -89,7 +89,7 @@ def test_hybrids_have_the_same_stages_whoever_shares_memory(
 
 
 def test_attention_of_dtensors_by_heads_is_planned_once() -> None:
-    """What an exchange stores on a device belongs to a plan."""
+    """Each plan has an exchange of its own, with its own tables on the device."""
 
     def body(rank: int) -> list[int]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
