@@ -8,7 +8,7 @@ import torch
 
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
-from cp_dtensor.engine.planner import axes_of, masking_of
+from cp_dtensor.engine.planner import axes_of
 from cp_dtensor.engine.validation import (
     Mesh,
     axis_names,
@@ -19,7 +19,7 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
 )
 from cp_dtensor.plan.cost import Hardware
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, interval_sets_of

@@ -38,18 +38,16 @@ from cp_dtensor.plan.partition import (
     CallSpec,
     MergedPartition,
     OuterPartition,
-    Partition,
     SequencePartition,
     inner_partitions,
+    masking_of,
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.spec.masks import Full, Mask, as_plain, is_plain
+from cp_dtensor.spec.masks import Mask, as_plain
 
 _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
-_MOST_SHAPED_SEGMENTS = 16
-"""Most segments of a shard whose tiles are masked by shape: each pair of segments is a tile."""
 _MOST_PLANS = 1024
 """Plans cached for a group. Where there are more, lengths change at every call, and the cache is emptied."""
 _plans: WeakKeyDictionary[dist.ProcessGroup, dict[object, AttentionPlan]] = WeakKeyDictionary()
@@ -115,36 +113,6 @@ def call_spec(
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
-
-
-def masking_of(
-    partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
-    deterministic: bool = False,
-) -> Masking:  # fmt: skip
-    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
-
-    Args:
-        deterministic: the result of `is_deterministic`.
-    """
-    if has_bias:
-        return Masking.INTERVALS_UNBROKEN
-    if has_dropout:
-        return Masking.INTERVALS_IN_RUNS
-    # Few of torch's kernels on GPUs are deterministic, and those are slower than ours.
-    if deterministic or not is_plain(mask, *partition.lengths):
-        return Masking.INTERVALS
-    return Masking.BY_SHAPE if _has_simple_tiles(partition, mask == Full()) else Masking.INTERVALS
-
-
-def _has_simple_tiles(partition: Partition, is_full: bool) -> bool:
-    """True if few rectangles and triangles cover a plain mask.
-
-    Causal tiles between stripes of several tokens are neither.
-    """
-    group = partition.groups()[0]
-    shards = (*group.q_by_rank, *group.kv_by_rank)
-    has_stripes = any(not each.is_contiguous and each.block > 1 for segments in shards for each in segments)
-    return max(map(len, shards)) <= _MOST_SHAPED_SEGMENTS and (is_full or not has_stripes)
 
 
 def plan_call(

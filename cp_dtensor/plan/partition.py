@@ -16,7 +16,7 @@ from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.spec.masks import Full, Mask, is_plain
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of backward over FLOPs of forward: five matrix products instead of two."""
@@ -259,3 +259,37 @@ def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
         else:
             joined.append(here)
     return joined
+
+
+_MOST_SHAPED_SEGMENTS = 16
+"""Most segments of a shard whose tiles are masked by shape: each pair of segments is a tile."""
+
+
+def masking_of(
+    partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
+    deterministic: bool = False,
+) -> Masking:  # fmt: skip
+    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
+
+    Args:
+        deterministic: the result of `is_deterministic`.
+    """
+    if has_bias:
+        return Masking.INTERVALS_UNBROKEN
+    if has_dropout:
+        return Masking.INTERVALS_IN_RUNS
+    # Few of torch's kernels on GPUs are deterministic, and those are slower than ours.
+    if deterministic or not is_plain(mask, *partition.lengths):
+        return Masking.INTERVALS
+    return Masking.BY_SHAPE if _has_simple_tiles(partition, mask == Full()) else Masking.INTERVALS
+
+
+def _has_simple_tiles(partition: Partition, is_full: bool) -> bool:
+    """True if few rectangles and triangles cover a plain mask.
+
+    Causal tiles between stripes of several tokens are neither.
+    """
+    group = partition.groups()[0]
+    shards = (*group.q_by_rank, *group.kv_by_rank)
+    has_stripes = any(not each.is_contiguous and each.block > 1 for segments in shards for each in segments)
+    return max(map(len, shards)) <= _MOST_SHAPED_SEGMENTS and (is_full or not has_stripes)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_dtensor import Full, Layout, Mask, Striped, imbalance
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor import Layout, Mask, imbalance
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
 from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import GroupSegments, Masking
+from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.intervals import IntervalSets, count_pairs
-from cp_dtensor.spec.masks import interval_sets_of, is_plain
+from cp_dtensor.spec.masks import interval_sets_of
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, layout_by_name, mask_by_name, positive
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def assignment(
     owner, step, tiles = (np.full((seq_len, seq_len), NONE) for _ in range(3))
     times = np.zeros((seq_len, seq_len), dtype=int)
     key_owner, buffer_row = np.full(seq_len, NONE), np.full((ranks, seq_len), NONE)
-    masking = masking_of(layout, mask, seq_len)
     partition = LayoutPartition(layout, seq_len, seq_len, batch_size, ranks)
-    tiling = CallSpec(partition, mask, batch_size, 1, 1, 1, 1, "float32", masking).tiling
+    tiling = CallSpec(partition, mask, batch_size, 1, 1, 1, 1, "float32", masking_of(partition, mask)).tiling
     group = next(group for group in partition.groups() if group.batch[0] <= batch_row < group.batch[1])
     count = 0
     for rank in range(ranks):
@@ -109,13 +108,6 @@ def assignment(
 def _positions(group: GroupSegments, rank: int) -> list[int]:
     """Returns the positions of a rank's queries, and of its keys, in local order."""
     return [position for segment in group.kv_by_rank[rank] for position in segment.positions()]
-
-
-def masking_of(layout: Layout, mask: Mask, seq_len: int) -> Masking:
-    """Returns how the tiles of a layout with few segments a rank are masked, as calls without modifiers are."""
-    has_stripes_of_blocks = isinstance(layout, Striped) and layout.block > 1 and mask != Full()
-    by_shape = is_plain(mask, seq_len, seq_len) and not has_stripes_of_blocks
-    return Masking.BY_SHAPE if by_shape else Masking.INTERVALS
 
 
 def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarray:

@@ -30,10 +30,10 @@ from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.planner import plan_call
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition, masking_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.draw import NONE, key_positions, masking_of, seen_by
+from cp_dtensor.tools.draw import NONE, key_positions, seen_by
 
 HEADS = 4
 
@@ -111,7 +111,7 @@ def plans(
     panel: Panel, partition: LayoutPartition, transport: TransportMethod
 ) -> Iterator[tuple[SequenceRanks, AttentionPlan]]:
     """Yields every rank and its plan of a causal call of `HEADS` heads."""
-    masking = masking_of(partition.layout, Causal(), partition.q_len)
+    masking = masking_of(partition, Causal())
     spec = CallSpec(partition, Causal(), partition.batch_size, HEADS, HEADS, 1, 1, "float32", masking)
     for ranks in _every_rank(panel.shape):
         yield ranks, plan_call(spec, panel.method, transport, MathAttention(), ranks)
