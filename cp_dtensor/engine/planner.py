@@ -1,4 +1,4 @@
-"""Planner: the plan of a call, as a ring, by heads, by both, or as a nested ring. Plans are cached by `CallSpec`."""
+"""Planner: the plan of a call, as a ring, by heads, by both, or as a nested ring. Plans are cached."""
 
 from __future__ import annotations
 
@@ -68,31 +68,40 @@ def bound_call(
 ) -> BoundCall:
     """The call on checked local shards with these global (queries, keys).
 
-    A call like an earlier one costs two look-ups: of its `CallSpec`, and of the plan for this spec.
+    A call like an earlier one costs one look-up.
 
     Args:
         mask: the mask of the call and of `config` together.
         allowed: the backends that may be used; None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    spec = call_spec(
-        config.partition(lengths, q.size(0)), mask, q.shape, k.shape, v.shape, q.dtype, q.device,
+    ranks = config.ranks
+    properties = (
+        mask, q.shape, k.shape, v.shape, q.dtype, q.device,
         modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
     )  # fmt: skip
-    ranks = config.ranks
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
-    key = (spec, config.method, config.transport, allowed, ranks.rank, inner)
+    key = (
+        config.placed or config.layout,
+        lengths,
+        properties,
+        config.method,
+        config.transport,
+        allowed,
+        ranks.rank,
+        inner,
+    )
     plans = _plans.get(ranks.outer)
     if plans is None or len(plans) > _MOST_PLANS:
         plans = _plans[ranks.outer] = {}
     plan = plans.get(key)
     if plan is None:
+        spec = call_spec(config.partition(lengths, q.size(0)), *properties)
         backend = choose_backend(spec, allowed)
         plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
     return BoundCall(plan, ranks, scale)
 
 
-@lru_cache(maxsize=1024)
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
@@ -152,7 +161,7 @@ def plan_ring(
     own = None
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
-    return RingPlan(_tile_plan(chosen, spec, rank), spec, chosen, backend, own or backend, _state_dtype(spec))
+    return RingPlan(_tile_plan(chosen, spec, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
 
 
 def plan_ulysses(
@@ -205,13 +214,12 @@ def plan_nested_ring(
     # Direct hops between ranks with the same inner rank. All heads at once: each hop is a whole inner ring.
     partition = OuterPartition(spec.partition, inner_size, inner_rank)
     tile_plan = ring_plan(replace(spec, partition=partition).tiling, ranks.outer.rank(), spec.kv_heads)
-    outer = RingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, backend, _state_dtype(spec))
     by_step = [replace(spec, partition=each) for each in inner_partitions(spec.partition, tile_plan, inner_size)]
     inner = (
         plan_ring(inner_spec, transport, backend, ranks.inner, inner_rank) if _has_tiles(inner_spec) else None
         for inner_spec in by_step
     )
-    return NestedRingPlan(outer, tuple(inner))
+    return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), tuple(inner))
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,11 @@
-"""Ring attention on local shards: forward and backward of a plan."""
+"""Ring attention on local shards: the loop over a plan's steps, and rings over one axis."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,9 @@ from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.spec.layouts import Span
+
+GradientParts = tuple[list[Part], list[Part], list[Part]]
+"""Shares of dq, dk and dv."""
 
 
 class KeyValueGradients:
@@ -82,19 +87,45 @@ class KeyValueGradients:
             self._sum_v.add(step.heads, parts_v, step.is_last)
 
 
+class Pass(NamedTuple):
+    """What all tiles of a forward or backward share. Tensors: (B, H, S, ...), this rank's query rows."""
+
+    q: torch.Tensor
+    modifiers: Modifiers
+    ranks: SequenceRanks
+    scale: float
+    rows: Tensors = ()
+    """Of backward: grad_out, out and lse."""
+    delta: torch.Tensor | None = None
+    """Of backward, if backends of tiles take it: torch's kernels compute it themselves, for each tile."""
+    grad_bias: torch.Tensor | None = None
+    """Of backward: the gradient of the bias is added to it, unless it is None."""
+
+
 @dataclass(frozen=True)
-class RingPlan(AttentionPlan):
-    """A ring over one axis, in which queries stay and K/V travel; or attention of a rank that is alone."""
+class Ring(AttentionPlan):
+    """The loop over the steps of a ring: transfers, merges and sums. Subclasses compute a step."""
 
     tile_plan: TilePlan
     spec: CallSpec
     """The call that the plan was made for."""
     transport: KVTransport
     backend: AttentionBackend
-    own_backward: AttentionBackend
-    """The backend of backward for tiles whose keys are this rank's own."""
     state_dtype: torch.dtype
     """dtype of LSE and of everything that is accumulated: float64 for float64 inputs, else float32."""
+
+    @property
+    def computes_delta(self) -> bool:
+        """True if `gradients` takes the delta of all rows."""
+        return False
+
+    @abstractmethod
+    def results(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+        """Partial results `(out, lse)` of a step of forward, for some query heads; k and v are those of the step."""
+
+    @abstractmethod
+    def gradients(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
+        """Shares of dq, dk and dv of a step of backward, for some query heads; k and v are those of the step."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
@@ -105,24 +136,15 @@ class RingPlan(AttentionPlan):
             out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, backend, group, queries_per_key = self.tile_plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
-        intervals = backend if isinstance(backend, IntervalAttention) else None
+        plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
         with on_device_of(q), self.abandoned_on_error(group):
             result = output_accumulator(q, v.size(3), self.state_dtype)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
-            for step in plan.forward:
+            of = Pass(q, modifiers, ranks, scale)
+            for index, step in enumerate(plan.forward):
                 heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
-                step_k, step_v = keys_and_values(step, transfers, k, v)
-                parts = []
-                for tile in step.tiles:
-                    tile_q = cut(q, tile.batch, heads, tile.q)
-                    tile_k, tile_v = cut(step_k, tile.batch, None, tile.kv), cut(step_v, tile.batch, None, tile.kv)
-                    if intervals is not None:
-                        backend = _with_modifiers(intervals, tile, heads, modifiers, None)
-                    with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                        partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, scale)
-                    parts.append(Part(tile.batch, tile.q, partial))
-                    del tile_q, tile_k, tile_v, partial
+                step_k, step_v = self.keys_and_values(step, transfers, k, v)
+                parts = self.results(index, heads, step_k, step_v, of)
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
@@ -147,38 +169,18 @@ class RingPlan(AttentionPlan):
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
-        intervals = self.backend if isinstance(self.backend, IntervalAttention) else None
         with on_device_of(q), self.abandoned_on_error(group):
             grad_out = in_order_of(out, grad_out)
             grad_q = gradient_accumulator(q, self.state_dtype)
             grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
             grad_kv = KeyValueGradients(k, v, self.state_dtype, grad_transfers)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
-            # torch's kernels compute delta themselves, for each tile.
-            delta = None if intervals is None else attention_delta(grad_out, out)
-            for step in plan.backward:
+            delta = attention_delta(grad_out, out) if self.computes_delta else None
+            of = Pass(q, modifiers, ranks, scale, (grad_out, out, lse), delta, grad_bias)
+            for index, step in enumerate(plan.backward):
                 heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
-                step_k, step_v = keys_and_values(step, transfers, k, v)
-                backend = self.own_backward if step.transfer is None else self.backend
-                parts_q, parts_k, parts_v = [], [], []
-                for tile in step.tiles:
-                    batch, rows = tile.batch, tile.q
-                    inputs = (
-                        cut(grad_out, batch, heads, rows), cut(q, batch, heads, rows),
-                        cut(step_k, batch, None, tile.kv), cut(step_v, batch, None, tile.kv),
-                        cut(out, batch, heads, rows), cut(lse, batch, heads, rows), tile.mask, scale,
-                    )  # fmt: skip
-                    if intervals is not None:
-                        backend = _with_modifiers(intervals, tile, heads, modifiers, delta)
-                    with label("backward of tile {} x {}, heads {}", rows, tile.kv, heads):
-                        grads = backend.backward(*inputs)
-                        if grad_bias is not None:
-                            assert isinstance(backend, IntervalAttention)
-                            backend.add_bias_gradient(bias_part(grad_bias, batch, heads, rows), *inputs)
-                    parts_q.append(Part(batch, rows, grads[:1]))
-                    parts_k.append(Part(batch, tile.kv, grads[1:2]))
-                    parts_v.append(Part(batch, tile.kv, grads[2:]))
-                    del inputs, grads
+                step_k, step_v = self.keys_and_values(step, transfers, k, v)
+                parts_q, parts_k, parts_v = self.gradients(index, heads, step_k, step_v, of)
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
@@ -187,6 +189,17 @@ class RingPlan(AttentionPlan):
                     grad_q.add(heads, parts_q, step.is_last)
                 del parts_q, parts_k, parts_v  # the next step needs the memory
             return grad_q.result()[0], *grad_kv.result()
+
+    def keys_and_values(
+        self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a step's tiles: its heads of the own shard, or what its transfer brings, once received."""
+        if step.transfer is None:
+            return cut(k, None, step.heads, None), cut(v, None, step.heads, None)
+        assert transfers is not None
+        with label("wait for K/V"):
+            rows = transfers.receive()
+        return unpack_rows(rows, k, v, step.heads)
 
     def group(self, ranks: SequenceRanks) -> dist.ProcessGroup | None:
         """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
@@ -197,24 +210,55 @@ class RingPlan(AttentionPlan):
         return nullcontext() if group is None else cleaned_up_on_error(lambda: self.transport.abandon(group))
 
 
-def _with_modifiers(
-    backend: IntervalAttention, tile: Tile, heads: Span, modifiers: Modifiers, delta: torch.Tensor | None
-) -> IntervalAttention:
+@dataclass(frozen=True)
+class RingPlan(Ring):
+    """A ring over one axis, in which queries stay and K/V travel; or attention of a rank that is alone."""
+
+    own_backward: AttentionBackend
+    """The backend of backward for tiles whose keys are this rank's own."""
+
+    @property
+    def computes_delta(self) -> bool:
+        return isinstance(self.backend, IntervalAttention)
+
+    def results(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+        backend, parts = self.backend, []
+        for tile in self.tile_plan.forward[index].tiles:
+            tile_q = cut(of.q, tile.batch, heads, tile.q)
+            tile_k, tile_v = cut(k, tile.batch, None, tile.kv), cut(v, tile.batch, None, tile.kv)
+            if isinstance(self.backend, IntervalAttention):
+                backend = _with_modifiers(self.backend, tile, heads, of)
+            with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
+                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, of.scale)
+            parts.append(Part(tile.batch, tile.q, partial))
+        return parts
+
+    def gradients(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
+        step, (grad_out, out, lse) = self.tile_plan.backward[index], of.rows
+        backend = self.own_backward if step.transfer is None else self.backend
+        parts_q, parts_k, parts_v = [], [], []
+        for tile in step.tiles:
+            batch, span = tile.batch, tile.q
+            inputs = (
+                cut(grad_out, batch, heads, span), cut(of.q, batch, heads, span),
+                cut(k, batch, None, tile.kv), cut(v, batch, None, tile.kv),
+                cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, of.scale,
+            )  # fmt: skip
+            if isinstance(self.backend, IntervalAttention):
+                backend = _with_modifiers(self.backend, tile, heads, of)
+            with label("backward of tile {} x {}, heads {}", span, tile.kv, heads):
+                grads = backend.backward(*inputs)
+                if of.grad_bias is not None:
+                    assert isinstance(backend, IntervalAttention)
+                    backend.add_bias_gradient(bias_part(of.grad_bias, batch, heads, span), *inputs)
+            parts_q.append(Part(batch, span, grads[:1]))
+            parts_k.append(Part(batch, tile.kv, grads[1:2]))
+            parts_v.append(Part(batch, tile.kv, grads[2:]))
+        return parts_q, parts_k, parts_v
+
+
+def _with_modifiers(backend: IntervalAttention, tile: Tile, heads: Span, of: Pass) -> IntervalAttention:
     """The backend of interval-masked tiles, with the modifiers and the delta of one tile."""
-    return replace(
-        backend,
-        modifiers=modifiers.part(tile.batch, heads, tile.q) if modifiers.concern_tiles else modifiers,
-        delta=None if delta is None else cut(delta, tile.batch, heads, tile.q),
-    )
-
-
-def keys_and_values(
-    step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a step's tiles: its heads of the own shard, or what its transfer brings, once received."""
-    if step.transfer is None:
-        return cut(k, None, step.heads, None), cut(v, None, step.heads, None)
-    assert transfers is not None
-    with label("wait for K/V"):
-        rows = transfers.receive()
-    return unpack_rows(rows, k, v, step.heads)
+    modifiers = of.modifiers.part(tile.batch, heads, tile.q) if of.modifiers.concern_tiles else of.modifiers
+    delta = None if of.delta is None else cut(of.delta, tile.batch, heads, tile.q)
+    return replace(backend, modifiers=modifiers, delta=delta)

@@ -117,7 +117,7 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         by_heads = Stages(1, stages)
         plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
         tiles = Tiles(rank)
-        ring = RingPlan(plan, shape, SymmetricMemory(), tiles, tiles, torch.float32)
+        ring = RingPlan(plan, shape, SymmetricMemory(), tiles, torch.float32, tiles)
         group: Any = rank
         one_axis = SequenceRanks(group)
         q, k, v, grad_out = tensors(rank, 4)
