@@ -88,7 +88,7 @@ class KeyValueGradients:
 
 
 class Pass(NamedTuple):
-    """What all tiles of a forward or backward share. Tensors: (B, H, S, ...), this rank's query rows."""
+    """Values that all tiles of a forward or backward share. Tensors: (B, H, S, ...), this rank's query rows."""
 
     q: torch.Tensor
     modifiers: Modifiers
