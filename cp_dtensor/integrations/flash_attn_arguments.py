@@ -51,11 +51,14 @@ def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "b
     return packed.unbind(dim)
 
 
-def refuse_unsupported(softcap: float, alibi_slopes: torch.Tensor | None) -> None:
-    """Refuses options of flash-attn that attention over sequence shards cannot compute.
+def supported_window(
+    window_size: Sequence[int], softcap: float, alibi_slopes: torch.Tensor | None
+) -> tuple[int | None, int | None]:
+    """Returns flash-attn's `window_size` as (left, right), with None for -1.
 
     Raises:
-        NotImplementedError: a soft cap or ALiBi slopes.
+        ValueError: not a pair of numbers of keys.
+        NotImplementedError: a soft cap or ALiBi slopes, which attention over sequence shards cannot compute.
     """
     if softcap:
         raise NotImplementedError(
@@ -66,14 +69,6 @@ def refuse_unsupported(softcap: float, alibi_slopes: torch.Tensor | None) -> Non
         raise NotImplementedError(
             f"ALiBi is not supported on sequence shards yet: got alibi_slopes, {received}, expected None"
         )
-
-
-def window_of(window_size: Sequence[int]) -> tuple[int | None, int | None]:
-    """Returns flash-attn's `window_size` as (left, right), with None for -1.
-
-    Raises:
-        ValueError: not a pair of numbers of keys.
-    """
     ends = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(ends) != 2 or not all(is_integer(end) and end >= -1 for end in ends):
         raise ValueError(

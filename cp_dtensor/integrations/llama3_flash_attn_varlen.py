@@ -31,8 +31,7 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     PackedForms,
     check_longest,
     group_or_default,
-    refuse_unsupported,
-    window_of,
+    supported_window,
 )
 
 _PREPARE = "llama3_flash_attn_prepare_cu_seqlens"
@@ -174,16 +173,11 @@ class _Llama3(PackedForms):
                 `llama3_flash_attn_prepare_cu_seqlens`, the very tensors. The maxima may be larger.
             heads_k_stride: a divisor of Hkv, in ring-flash-attention the key heads to gather at a time. Not used here,
                 since the planner chooses the stages.
-            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
-            softmax_scale: factor of the logits, 1 / sqrt(D) if None.
             causal: True if query i sees keys j <= i of its document.
             window_size: (left, right), numbers of keys to the left and right of its own position in the document that
                 a query sees, -1 for no limit. With `causal`, right is 0.
-            alibi_slopes: None; other values are refused.
-            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
-            return_attn_probs: True to return the log-sum-exp too.
-            group: the ranks that share the sequence, as for the functions without documents.
-            softcap: 0.0; other values are refused.
+            dropout_p, softmax_scale, alibi_slopes, deterministic, return_attn_probs, group, softcap: as for
+                `ring_flash_attn_func`.
             debug: True to compare between ranks all arguments that must agree.
 
         Returns:
@@ -196,8 +190,7 @@ class _Llama3(PackedForms):
             NotImplementedError: options refused above, before any collective.
         """
         heads_first_of_packed(q, k, v)
-        refuse_unsupported(softcap, alibi_slopes)
-        window = window_of(window_size)
+        window = supported_window(window_size, softcap, alibi_slopes)
         if heads_k_stride < 1 or k.size(1) % heads_k_stride:
             raise ValueError(f"expected heads_k_stride to divide the {k.size(1)} key heads, got {heads_k_stride}")
         mesh = group_or_default(group)
