@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.cases import Case, Heads, Source
 from cp_dtensor.tools.bench.command import Progress, start
 from cp_dtensor.tools.bench.errors import NAMES
-from cp_dtensor.tools.bench.inputs import Source
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.results import IDEAL, MEASURED, OURS_PREFIX, Results, Row

@@ -29,11 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.cases import Attention, Case, Heads, Inputs, Source, all_tokens
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import whole_mask
-from cp_dtensor.tools.bench.inputs import Inputs, Source, all_tokens
-from cp_dtensor.tools.bench.method import Attention
 from cp_dtensor.tools.bench.varlen import varlen_on_one_gpu
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import positive

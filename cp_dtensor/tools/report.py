@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_dtensor.tools.bench.cases import PASS_TITLES, Case
+from cp_dtensor.tools.bench.cases import PASSES, Case
 from cp_dtensor.tools.bench.errors import NAMES
 from cp_dtensor.tools.bench.results import MEASURED, Results, Row
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
@@ -82,7 +82,7 @@ def title(case: Case, pass_name: str) -> str:
     words = [
         f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}",
         case.mask,
-        PASS_TITLES[pass_name],
+        PASSES[pass_name],
     ]
     words += [f"batch {case.batch}"] if case.batch > 1 else []
     words += [case.dtype, case.layout]

@@ -14,12 +14,9 @@ import torch.nn.functional as F
 from support.masked_problems import shown
 
 from cp_dtensor.tools.bench import measure
-from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.cases import AllTokens, ByLayout, Case, Heads, Method, Select, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, reference_head, relative_errors, seen_keys
-from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout, Select, Source, all_tokens
-from cp_dtensor.tools.bench.measure import Device, Effort
-from cp_dtensor.tools.bench.method import Method
-from cp_dtensor.tools.bench.ranks import Failed, Ranks
+from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
 from cp_dtensor.tools.bench.results import Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name

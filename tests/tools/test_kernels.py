@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.masked_problems import shown
 
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.inputs import Source, all_tokens
+from cp_dtensor.tools.bench.cases import Case, Heads, Source, all_tokens
 from cp_dtensor.tools.kernels import MASKS, Problem, main, ready_kernels, relative_error
 
 LENGTH = 256

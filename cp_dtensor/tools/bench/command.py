@@ -15,11 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import PASSES, Heads, grid
-from cp_dtensor.tools.bench.inputs import Source
-from cp_dtensor.tools.bench.measure import Device, Effort
+from cp_dtensor.tools.bench.cases import PASSES, Heads, Source, grid
+from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.ranks import Failed, Ranks
 from cp_dtensor.tools.bench.results import MEASURED, Results, Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment

@@ -10,9 +10,8 @@ import torch
 
 from cp_dtensor import Mask
 from cp_dtensor.spec.masks import clipped_interval_sets
-from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.inputs import Select, Source
-from cp_dtensor.tools.bench.ranks import Ranks
+from cp_dtensor.tools.bench.cases import Case, Select, Source
+from cp_dtensor.tools.bench.measure import Ranks
 
 K = TypeVar("K", bound=Hashable)
 NAMES = ("out", "dq", "dk", "dv")

@@ -22,9 +22,7 @@ from cp_dtensor import (
     context_parallel_flex_attention,
 )
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
-from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.inputs import ByLayout, Select, Shards, shard_of
-from cp_dtensor.tools.bench.method import Attention, Method
+from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
 from cp_dtensor.tools.bench.results import OURS_PREFIX
 from cp_dtensor.tools.parsing import LAYOUTS
 

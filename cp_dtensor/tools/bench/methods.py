@@ -19,11 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cp_dtensor import context_parallel_attention, explain
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
-from cp_dtensor.tools.bench.cases import Case
+from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import flex_methods
-from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout
-from cp_dtensor.tools.bench.method import Attention, Method
 from cp_dtensor.tools.bench.results import IDEAL, OURS_PREFIX
 from cp_dtensor.tools.bench.torch_experimental import torch_methods
 from cp_dtensor.tools.bench.varlen import varlen_methods

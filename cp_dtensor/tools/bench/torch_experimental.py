@@ -15,10 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dtensor import Documents
-from cp_dtensor.tools.bench.cases import Case
+from cp_dtensor.tools.bench.cases import Attention, Case, Method, Select, Shards
 from cp_dtensor.tools.bench.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
-from cp_dtensor.tools.bench.inputs import Select, Shards
-from cp_dtensor.tools.bench.method import Attention, Method
 from cp_dtensor.tools.bench.results import TORCH_PREFIX
 
 Backend = Callable[[Case, torch.device], AbstractContextManager[None]]

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout
-from cp_dtensor.tools.bench.method import Attention, Method
+from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
 from cp_dtensor.tools.bench.results import IDEAL
 
 _STAGES = 4
