@@ -32,10 +32,10 @@ from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, at
 from cp_dtensor.tools.bench.cases import Attention, Case, Heads, Inputs, Source, all_tokens
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import whole_mask
-from cp_dtensor.tools.bench.varlen import varlen_on_one_gpu
+from cp_dtensor.tools.bench.report import markdown_table
+from cp_dtensor.tools.bench.torch_methods import varlen_on_one_gpu
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import positive
-from cp_dtensor.tools.report import markdown_table
 
 LENGTHS = (16384, 65536)
 MASKS = ("causal", "full", "window 4096", "documents 2048", "prefix")  # the prefix is a quarter of the sequence

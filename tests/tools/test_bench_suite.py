@@ -17,7 +17,7 @@ from cp_dtensor.tools.bench import measure
 from cp_dtensor.tools.bench.cases import AllTokens, ByLayout, Case, Heads, Method, Select, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, reference_head, relative_errors, seen_keys
 from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
-from cp_dtensor.tools.bench.results import Row
+from cp_dtensor.tools.bench.report import Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name
 

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from cp_dtensor.tools.bench.cases import PASSES, Heads, Source, grid
 from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.results import MEASURED, Results, Row
+from cp_dtensor.tools.bench.report import MEASURED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, mask_by_name, positive
-from cp_dtensor.tools.report import draw, markdown
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the

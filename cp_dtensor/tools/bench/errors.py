@@ -12,9 +12,9 @@ from cp_dtensor import Mask
 from cp_dtensor.spec.masks import clipped_interval_sets
 from cp_dtensor.tools.bench.cases import Case, Select, Source
 from cp_dtensor.tools.bench.measure import Ranks
+from cp_dtensor.tools.bench.report import ERRORS
 
 K = TypeVar("K", bound=Hashable)
-NAMES = ("out", "dq", "dk", "dv")
 _BLOCK_ELEMENTS = 2**25
 """Logits of a block, 8 bytes each; about six such arrays exist at once."""
 _MOST_ROWS = 1024
@@ -26,7 +26,7 @@ class Outcome:
     """Results of a method on this rank."""
 
     tensors: tuple[torch.Tensor, ...]
-    """(B, heads, S, D) each; the first of `NAMES`."""
+    """(B, heads, S, D) each; the first of `ERRORS`."""
     select: Select
     """Selects the tokens of the results."""
 
@@ -66,10 +66,10 @@ def _squares(
 ) -> tuple[dict[tuple[K, str], float], dict[str, float]]:
     """Returns sums of squares: of this rank's differences by key and name, and of the whole reference by name."""
     differences: dict[tuple[K, str], float] = {}
-    truths = dict.fromkeys(NAMES, 0.0)
+    truths = dict.fromkeys(ERRORS, 0.0)
     for name, head, truth in _reference_heads(case, source):
         truths[name] += truth.square().sum().item()
-        index = NAMES.index(name)
+        index = ERRORS.index(name)
         for key, outcome in outcomes.items():
             if index < len(outcome.tensors):
                 difference = outcome.tensors[index][:, head].double() - outcome.select(truth)

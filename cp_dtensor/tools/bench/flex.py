@@ -23,7 +23,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
-from cp_dtensor.tools.bench.results import OURS_PREFIX
+from cp_dtensor.tools.bench.report import OURS_PREFIX
 from cp_dtensor.tools.parsing import LAYOUTS
 
 BLOCK = 128

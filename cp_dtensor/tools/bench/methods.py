@@ -22,9 +22,8 @@ from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import flex_methods
-from cp_dtensor.tools.bench.results import IDEAL, OURS_PREFIX
-from cp_dtensor.tools.bench.torch_experimental import torch_methods
-from cp_dtensor.tools.bench.varlen import varlen_methods
+from cp_dtensor.tools.bench.report import IDEAL, OURS_PREFIX
+from cp_dtensor.tools.bench.torch_methods import torch_methods, varlen_methods
 from cp_dtensor.tools.parsing import LAYOUTS
 
 GRAPH_SUFFIX = " graph"

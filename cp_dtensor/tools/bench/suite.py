@@ -16,7 +16,7 @@ from cp_dtensor import Causal
 from cp_dtensor.tools.bench.cases import AllTokens, Case, Inputs, Method, Select, Shards, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, relative_errors
 from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Measurement, Ranks, Work, measure, write_trace
-from cp_dtensor.tools.bench.results import ERROR, MEASURED, REFUSED, Row
+from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Row
 
 Tensors = tuple[torch.Tensor, ...]
 """out, or out, dq, dk and dv."""

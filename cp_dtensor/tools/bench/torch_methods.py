@@ -1,23 +1,28 @@
-"""torch's experimental context parallel, of SDPA and of FlexAttention; the only tool that uses private torch names."""
+"""Methods of torch: its experimental context parallel of SDPA and FlexAttention, and varlen attention.
+
+The only tool that uses private torch names: torch's own context parallel can only be measured through them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
-from cp_dtensor import Documents
-from cp_dtensor.tools.bench.cases import Attention, Case, Method, Select, Shards
+from cp_dtensor import Causal, Documents, SlidingWindow
+from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method, Select, Shards
 from cp_dtensor.tools.bench.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
-from cp_dtensor.tools.bench.results import TORCH_PREFIX
+from cp_dtensor.tools.bench.report import IDEAL, TORCH_PREFIX
 
 Backend = Callable[[Case, torch.device], AbstractContextManager[None]]
 Sdpa = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,9 +31,7 @@ Sdpa = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def torch_methods(backend: Backend, sdpa: Sdpa) -> tuple[list[Method], list[Method]]:
     """Returns a method for each rotation of torch's rings, and one for each load balancer of FlexAttention.
 
-    Args:
-        backend: allows the backend of a case only.
-        sdpa: computes attention of a case.
+    `backend` allows the backend of a case only; `sdpa` computes attention of a case.
     """
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
@@ -174,3 +177,135 @@ def _flex_compiled(name: str, case: Case, device: torch.device) -> Attention:
 @lru_cache
 def _mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+# FlashAttention-2 over packed documents: on one GPU, and on ranks that gather all K/V (Llama 3)
+
+_STAGES = 4
+"""Groups of K/V heads that are gathered one after the other, if there are as many heads."""
+Span = tuple[int, int]
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def varlen_methods() -> tuple[Method, Method]:
+    """Returns the method of one GPU and the method of all ranks."""
+    return (
+        Method(
+            f"{IDEAL}-varlen", varlen_on_one_gpu, shards=AllTokens(), suits=lambda case: not case.is_plain,
+            refusal=_varlen_refusal,
+        ),
+        Method(
+            "llama3-varlen", _gathered, shards=ByLayout("Contiguous"), suits=lambda case: case.mask != "full",
+            refusal=_varlen_refusal, by_default=False,
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class VarlenArguments:
+    """Arguments of varlen attention for contiguous queries."""
+
+    keys: Span
+    """Range of the keys that are passed."""
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+
+    @classmethod
+    def of(cls, documents: Sequence[Span], queries: Span) -> VarlenArguments:
+        """Pairs each document's queries with its keys up to the last query: the kernel aligns them at their ends.
+
+        >>> VarlenArguments.of([(0, 4), (4, 9)], (2, 6))
+        VarlenArguments(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
+        """
+        first, last = queries
+        mine = [span for span in documents if max(span[0], first) < min(span[1], last)]
+        q = [min(stop, last) - max(start, first) for start, stop in mine]
+        k = [min(stop, last) - start for start, stop in mine]
+        return cls((mine[0][0], last), tuple(accumulate(q, initial=0)), tuple(accumulate(k, initial=0)))
+
+
+def _documents(case: Case) -> tuple[list[Span], Span]:
+    """Returns the documents of a mask, and the window in each: keys before and after a query, -1 for all."""
+    match case.mask_value:
+        case Documents(cu_seqlens, _, Causal()):
+            return list(pairwise(cu_seqlens)), (-1, 0)
+        case SlidingWindow(left, 0) if left is not None:
+            return [(0, case.seq_len)], (left, 0)
+        case Causal():
+            return [(0, case.seq_len)], (-1, 0)
+    raise NotImplementedError(f"no varlen attention for {case.mask}")
+
+
+def _varlen_refusal(case: Case, world_size: int) -> str | None:
+    if case.batch != 1:
+        return "the method is for one batch row"
+    return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
+
+
+@contextmanager
+def varlen_on_one_gpu(case: Case, device: torch.device) -> Iterator[Attention]:
+    """Opens attention of a case with a batch of one, of documents or a window."""
+    documents, window = _documents(case)
+    attend = _varlen(VarlenArguments.of(documents, (0, case.seq_len)), window, device)
+    yield lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
+
+
+@contextmanager
+def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
+    documents, window = _documents(case)
+    group = dist.group.WORLD
+    assert group is not None
+    length = case.seq_len // group.size()
+    arguments = VarlenArguments.of(documents, (group.rank() * length, (group.rank() + 1) * length))
+    attend = _varlen(arguments, window, device)
+    keys = slice(*arguments.keys)
+    stages = min(_STAGES, case.heads.kv)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        by_stage = [torch.tensor_split(_tokens_first(x), stages, 1) for x in (q, k, v)]
+        works: list[Any] = []
+        started = [[_Gathered.apply(x, group, works) for x in stage] for stage in zip(*by_stage[1:], strict=True)]
+        outs = []
+        for stage, (q, (k, v)) in enumerate(zip(by_stage[0], started, strict=True)):
+            for work in works[2 * stage : 2 * stage + 2]:  # of the stage's K and V
+                work.wait()
+            outs.append(attend(q, k[keys], v[keys]))
+        return _tokens_last(torch.cat(outs, 1))
+
+    yield attention
+
+
+def _varlen(arguments: VarlenArguments, window: Span, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Returns attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
+    edges = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    cu_seqlens = [torch.tensor(each, dtype=torch.int32, device=device) for each in edges]
+    longest = [max(stop - start for start, stop in pairwise(each)) for each in edges]
+    attend: Any = varlen_attn  # which returns out alone
+    return lambda q, k, v: attend(q, k, v, *cu_seqlens, *longest, window_size=window, **_GQA)
+
+
+class _Gathered(torch.autograd.Function):
+    """All-gather of (S, heads, D), complete when the work is; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> torch.Tensor:
+        ctx.group = group
+        whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
+        works.append(dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        mine = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
+        return mine, None, None
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Returns (1, H, S, D) as (S, H, D)."""
+    return x[0].transpose(0, 1)
+
+
+def _tokens_last(x: torch.Tensor) -> torch.Tensor:
+    """Returns (S, H, D) as (1, H, S, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
