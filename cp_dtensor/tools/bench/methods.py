@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import context_parallel_attention, explain
-from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
+from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
 from cp_dtensor.tools.bench.errors import seen_keys
@@ -117,26 +117,29 @@ def allowed_backend(case: Case, device: torch.device) -> AbstractContextManager[
 @contextmanager
 def _kernels(case: Case, device: torch.device) -> Iterator[Attention]:
     lo, hi = seen_keys(case.mask_value, case.seq_len).to(device, torch.int32)
-    mask = RowMask(lo=lo, hi=hi)
-    yield lambda q, k, v: _Kernels.apply(q, k, v, mask, case.head_dim**-0.5)
+    yield kernel_attention(RowMask(lo=lo, hi=hi))
+
+
+def kernel_attention(mask: RowMask, dropout: Dropout | None = None) -> Attention:
+    """Returns attention by the library's masked kernels on one device."""
+    return lambda q, k, v: _Kernels.apply(q, k, v, mask, dropout)
 
 
 class _Kernels(torch.autograd.Function):
-    """The library's masked attention kernels on one device."""
-
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask, scale: float
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask, dropout: Dropout | None
     ) -> torch.Tensor:
-        out, lse = attention_forward(q, k, v, mask, scale)
+        out, lse = attention_forward(q, k, v, mask, q.size(3) ** -0.5, dropout=dropout)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask, ctx.scale = mask, scale
+        ctx.mask, ctx.dropout = mask, dropout
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = attention_backward(grad_out, q, k, v, out, lse, ctx.mask, ctx.scale)
+        scale = q.size(3) ** -0.5
+        dq, dk, dv = attention_backward(grad_out, q, k, v, out, lse, ctx.mask, scale, dropout=ctx.dropout)
         return dq, dk, dv, None, None
 
 
