@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor.tools.bench.cases import Case, Heads, Source
-from cp_dtensor.tools.bench.command import Progress, start
+from cp_dtensor.tools.bench.command import progress, start
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("--device cuda: torch sees no GPU")
     ranks, device = start("accuracy", use_gpu, 300)
     measured = cases(options.seq_len, use_gpu, options.quick)
-    progress = Progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
-    suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, progress.row)
+    show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
+    suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, show)
     rows: list[Row] = []
     for case, transports in measured:
         methods = methods_by_name([IDEAL, *(OURS_PREFIX + name for name in transports)])

@@ -36,7 +36,7 @@ from cp_dtensor.tools.bench.methods import kernel_attention
 from cp_dtensor.tools.bench.report import markdown_table
 from cp_dtensor.tools.bench.torch_methods import varlen_on_one_gpu
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.parsing import argument, positive
 
 LENGTHS = (16384, 65536)
 MASKS = ("causal", "full", "window 4096", "documents 2048", "prefix")  # the prefix is a quarter of the sequence
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, help="JSON file to write")
     parser.add_argument("--seq-len", type=positive, nargs="+", default=LENGTHS)
     parser.add_argument("--masks", nargs="+", default=MASKS, choices=MASKS)
-    parser.add_argument("--heads", type=Heads.parse, default=Heads(32, 8), metavar="Q:KV")
+    parser.add_argument("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV")
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation takes a minute")
     parser.add_argument("--dropout", type=float, metavar="P", help="each kernel without dropout, and with it")

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -107,19 +108,14 @@ class Case:
 
 
 def grid(
-    seq_lens: Sequence[int],
-    heads: Sequence[Heads],
-    masks: Sequence[str],
-    backends: Sequence[str],
-    *,
-    head_dim: int,
-    batch: int,
-    dtype: str,
-    layout: str,
+    seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str], **fixed: Any
 ) -> tuple[Case, ...]:
-    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case."""
+    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case.
+
+    `fixed` are the other fields of all cases.
+    """
     cases = [
-        Case(seq_len, each, head_dim, batch, dtype, mask, layout, backend)
+        Case(seq_len, each, mask=mask, backend=backend, **fixed)
         for each, mask, backend, seq_len in itertools.product(heads, masks, backends, seq_lens)
     ]
     return tuple(sorted(cases, key=lambda case: case.seq_len * case.heads.kv))

@@ -7,8 +7,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import MEASURED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, mask_by_name, positive
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, argument, mask_by_name, positive
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
@@ -120,19 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_heads = argument(Heads.parse)
+
+
+@argument
 def _mask(text: str) -> str:
-    try:
-        mask_by_name(text, seq_len=1)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    mask_by_name(text, seq_len=1)  # refuses other names
     return text
-
-
-def _heads(text: str) -> Heads:
-    try:
-        return Heads.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # Run
@@ -187,11 +182,11 @@ def _measure(
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
     total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.methods)
-    progress = Progress(total, visible=ranks.rank == 0)
+    show = progress(total, visible=ranks.rank == 0)
 
     def report(row: Row) -> None:
         current.append(row)
-        progress.row(row)
+        show(row)
         if ranks.rank == 0:  # so that a run that ends early keeps its rows
             rows = (*finished, *current)
             _write(Results(environment(), command, ranks.world_size, rows), options, final=False)
@@ -223,22 +218,20 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
             draw(results, options.output / "bench.png")
 
 
-class Progress:
-    """Progress of a run: a line on stderr for each row.
+def progress(total: int, visible: bool) -> Callable[[Row], None]:
+    """Returns a function that prints a line on stderr for each finished row.
 
     Args:
         total: number of rows to come.
         visible: False on all ranks but one.
     """
+    numbers = count(1)
 
-    def __init__(self, total: int, visible: bool) -> None:
-        self._total, self._visible, self._done = total, visible, 0
-
-    def row(self, row: Row) -> None:
-        """Prints that a row is finished."""
-        self._done += 1
-        if self._visible:
+    def report(row: Row) -> None:
+        if visible:
             outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
             case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
-            text = f"[{self._done}/{self._total}] {case}, {row.pass_name}, {row.method}: {outcome}"
+            text = f"[{next(numbers)}/{total}] {case}, {row.pass_name}, {row.method}: {outcome}"
             print(text, file=sys.stderr, flush=True)
+
+    return report

@@ -263,18 +263,6 @@ class Effort:
         return max(min(self.repeats, affordable), min(self.repeats, _FEWEST_REPEATS))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Numbers of one method, of the ranks that took part."""
-
-    samples_ms: tuple[tuple[float, ...], ...]
-    """Every timed call of every rank."""
-    cpu_us: float | None
-    """Median host time of a launch on the slowest rank."""
-    extra_bytes: int | None
-    """Peak memory above the inputs, on the rank that needs most."""
-
-
 def measure(
     work: Work | None,
     device: Device,
@@ -283,8 +271,8 @@ def measure(
     workspace_bytes: Callable[[], int],
     *,
     captured: bool,
-) -> Measurement:
-    """Measures repeated calls; afterwards `work` has the results of the last call.
+) -> dict[str, Any]:
+    """Returns the numbers of repeated calls, fields of a `Row`; afterwards `work` has the results of the last call.
 
     Args:
         work: work of this rank; None if only rank 0 works.
@@ -297,8 +285,7 @@ def measure(
     Raises:
         Failed: on every rank, if the work raised on any rank.
     """
-    call: Call = _nothing if work is None else work
-    release: Call = _nothing if work is None else work.release
+    call: Any = work  # called on ranks that have work only
     alone = not all(ranks.gather(work is not None))
 
     def together(function: Callable[[], T]) -> list[T]:
@@ -313,12 +300,12 @@ def measure(
     # Launch and wait are separate, so that all ranks learn of a failed launch before any rank waits for that rank.
     together(call)
     together(device.synchronize)
-    together(release)
+    together(lambda: call.release())
     if captured:
         replay: list[Call] = []
         # A replay allocates nothing: the graph's own pool is filled at the capture.
         extra = together(lambda: device.extra_bytes(lambda: replay.append(device.captured(call))))
-        call = replay[0] if replay else call
+        call = replay[0] if replay else None
     else:
         extra = together(lambda: device.extra_bytes(call))
     first_ms = max(together(timed))
@@ -329,11 +316,7 @@ def measure(
     cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
     workspaces = together(workspace_bytes)
     needed = [None if peak is None else peak + more for peak, more in zip(extra, workspaces, strict=True)]
-    return Measurement(tuple(samples), _largest(cpu_us), _largest(needed))
-
-
-def _nothing() -> None:
-    pass
+    return {"samples_ms": tuple(samples), "cpu_us": _largest(cpu_us), "extra_bytes": _largest(needed)}
 
 
 def _largest(values: Sequence[N | None]) -> N | None:

@@ -15,7 +15,7 @@ import torch
 from cp_dtensor import Causal
 from cp_dtensor.tools.bench.cases import AllTokens, Case, Inputs, Method, Select, Shards, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, relative_errors
-from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Measurement, Ranks, Work, measure, write_trace
+from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks, Work, measure, write_trace
 from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Row
 
 Tensors = tuple[torch.Tensor, ...]
@@ -137,7 +137,11 @@ class Suite:
         failures: list[Failed] = []
         for expand_kv in (False, True) if case.enable_gqa and method.may_expand_kv else (False,):
             try:
-                measurement, results = self._measured(trial, inputs, expand_kv)
+                with ExitStack() as stack:
+                    work = self._prepared(trial, inputs, expand_kv, stack)
+                    held = partial(method.workspace_bytes, self.device.torch_device)
+                    numbers = measure(work, self.device, self.ranks, self.effort, held, captured=method.captured)
+                    results = work.results() if work is not None and self._checks(case) else None
             except Failed as failure:
                 failures.append(failure)
                 if not failure.alike:
@@ -146,16 +150,9 @@ class Suite:
             else:
                 note = f"K/V repeated to {case.heads.q} heads; with shared ones {failures[0]}" if expand_kv else ""
                 predicted = method.predicted_ms(case, trial.pass_name, self.device.torch_device)
-                numbers = {**vars(measurement), "ranks": self.ranks.world_size, "predicted_ms": predicted}
-                return trial.row(MEASURED, note=note, **numbers), results
+                ranks = self.ranks.world_size
+                return trial.row(MEASURED, note=note, ranks=ranks, predicted_ms=predicted, **numbers), results
         return trial.failed_row(failures[0]), None
-
-    def _measured(self, trial: Trial, inputs: Inputs | None, expand_kv: bool) -> tuple[Measurement, Tensors | None]:
-        with ExitStack() as stack:
-            work = self._prepared(trial, inputs, expand_kv, stack)
-            held = partial(trial.method.workspace_bytes, self.device.torch_device)
-            measurement = measure(work, self.device, self.ranks, self.effort, held, captured=trial.method.captured)
-            return measurement, work.results() if work is not None and self._checks(trial.case) else None
 
     def _prepared(self, trial: Trial, inputs: Inputs | None, expand_kv: bool, stack: ExitStack) -> Work | None:
         """Returns the work, usable while the stack is open; None if this rank does not take part."""
