@@ -71,8 +71,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
         raise ValueError(f"expected cu_seqlens to begin with 0, got {list(edges)}")
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank of world_size={world_size}, got rank={rank}")
-    starts = [_part(edges[-1], each, world_size)[0] for each in range(world_size)]
-    start, stop = _part(edges[-1], rank, world_size)
+    parts = [Contiguous().segments(edges[-1], each, world_size)[0] for each in range(world_size)]
+    start, stop = parts[rank].start, parts[rank].start + parts[rank].length
     queries, keys = [], []  # spans of positions, by document of this rank
     for first, last in pairwise(edges):
         if first < stop and (last > start or first == start):
@@ -82,19 +82,13 @@ def llama3_flash_attn_prepare_cu_seqlens(
     max_seqlen_q, max_seqlen_k = (max((last - first for first, last in each), default=0) for each in (queries, keys))
     documents = _Documents(
         edges, rank, world_size, stop - start, keys_of_rank, (max_seqlen_q, max_seqlen_k),
-        leaves_out_keys=bool(causal) and not {*starts} <= {*edges},
+        leaves_out_keys=bool(causal) and not {part.start for part in parts} <= {*edges},
     )  # fmt: skip
     cu_seqlens_q = cu_seqlens.new_tensor([0, *(last - start for _, last in queries)])
     cu_seqlens_k = cu_seqlens.new_tensor([0, *(last - keys_of_rank[0] for _, last in keys)])
     for tensor in (cu_seqlens_q, cu_seqlens_k):
         setattr(tensor, _NOTE, (documents, version_of(tensor)))
     return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, slice(*keys_of_rank)
-
-
-def _part(seq_len: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the positions of a rank."""
-    (segment,) = Contiguous().segments(seq_len, rank, world_size)
-    return segment.start, segment.start + segment.length
 
 
 @dataclass(frozen=True)
@@ -116,11 +110,7 @@ class _Documents:
 
 
 def _documents_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> _Documents:
-    """Returns the documents that two tensors were prepared from.
-
-    Raises:
-        ValueError: other tensors, copies, or tensors written to since.
-    """
+    """Returns the documents that two tensors were prepared from; refuses copies, and tensors written to since."""
     found: list[_Documents] = []
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         documents, version = getattr(tensor, _NOTE, (None, None))

@@ -322,11 +322,7 @@ def set_seq_parallel_pg(
 
 
 def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
-    """Returns the layout of a mesh's ranks.
-
-    Raises:
-        TypeError, ValueError: an unknown type; a mesh without the two axes.
-    """
+    """Returns the layout of a mesh's ranks."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a DeviceMesh, as from set_seq_parallel_pg; got {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,62 +157,47 @@ class UlyssesAttnMode(_AttnMode):
         return mesh, "ulysses"
 
 
-def ulysses_attn_func(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-) -> torch.Tensor:
-    """`cp_dtensor.ulysses_attention` with the arguments of `F.scaled_dot_product_attention`.
+@dataclass(frozen=True)
+class _AttnFunc:
+    attention: Callable[..., Any]
 
-    Args:
-        query, key, value: (B, H, S, D), this rank's shards.
-        attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
-        dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
-        mesh: the context-parallel axis, the default group if None.
-        layout: which rank owns which tokens, `Contiguous()` if None.
+    def func(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        mesh: Mesh | None = None,
+        layout: Layout | None = None,
+    ) -> torch.Tensor:
+        """`cp_dtensor.ulysses_attention` or `ring_attention` with the arguments of `F.scaled_dot_product_attention`.
 
-    Returns:
-        (B, H, S, Dv).
+        Args:
+            query, key, value: (B, H, S, D), this rank's shards.
+            attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
+            dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
+            mesh: the context-parallel axis, the default group if None.
+            layout: which rank owns which tokens, `Contiguous()` if None.
 
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `context_parallel_attention`.
-    """
-    out = ulysses_attention(
-        query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p,
-        scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
-    )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out
+        Returns:
+            (B, H, S, Dv).
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `context_parallel_attention`.
+        """
+        return self.attention(
+            query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask,
+            dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
+        )  # fmt: skip
 
 
-def ring_attn_func(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-) -> torch.Tensor:
-    """`cp_dtensor.ring_attention` with the arguments of `ulysses_attn_func`."""
-    out = ring_attention(
-        query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p,
-        scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
-    )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out
+ring_attn_func = _AttnFunc(ring_attention).func
+ulysses_attn_func = _AttnFunc(ulysses_attention).func
 
 
 def init_context_parallel_mesh(

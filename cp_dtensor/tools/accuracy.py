@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     use_gpu = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not use_gpu:
         parser.error("--device cuda: torch sees no GPU")
-    ranks, device = start("accuracy", use_gpu, 300)
+    ranks, device, command = start("accuracy", arguments, use_gpu, 300)
     measured = cases(options.seq_len, use_gpu, options.quick)
     show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
     suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, show)
@@ -55,7 +55,6 @@ def main(arguments: Sequence[str]) -> None:
     for case, transports in measured:
         methods = methods_by_name([IDEAL, *(OURS_PREFIX + name for name in transports)])
         rows += suite.run(case, ("fwdbwd",), methods)
-    command = f"torchrun --nproc-per-node {ranks.world_size} -m cp_dtensor accuracy {' '.join(arguments)}".strip()
     text, failed = report(Results(environment(), command, ranks.world_size, tuple(rows)), options.limit)
     if ranks.rank == 0:
         print(text)

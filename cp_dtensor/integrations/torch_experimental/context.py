@@ -116,9 +116,6 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
 
     A DTensor does not record a load balancer: `_context_parallel_shard` records that sequences of this length are
     reordered.
-
-    Raises:
-        NotImplementedError: an order that no layout has; placements that differ, or several axes over the sequence.
     """
     tensors = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
     if not call.is_causal or not tensors or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):

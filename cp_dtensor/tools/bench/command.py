@@ -136,8 +136,7 @@ def _mask(text: str) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Runs the benchmark of the command line; rank 0 writes and prints the results."""
     options = parse_options(arguments)
-    ranks, device = start("bench", options.use_gpu, options.timeout)
-    command = _command(arguments, ranks)
+    ranks, device, command = start("bench", arguments, options.use_gpu, options.timeout)
     with torch.autograd.set_multithreading_enabled(not options.one_thread):
         rows, lost = _measure(options, ranks, device, command)
     if ranks.rank == 0:
@@ -150,8 +149,12 @@ def main(arguments: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def start(command: str, use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device]:
-    """Joins the ranks that torchrun started; exits with a message without torchrun."""
+def start(command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device, str]:
+    """Joins the ranks that torchrun started; exits with a message without torchrun.
+
+    Returns:
+        the ranks, the device of this rank, and the whole command line.
+    """
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun: torchrun --nproc-per-node N -m cp_dtensor {command} ...")
     store, rank, world_size = next(dist.rendezvous("env://"))
@@ -166,13 +169,10 @@ def start(command: str, use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, D
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device.torch_device if use_gpu else None,
     )
-    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device
-
-
-def _command(arguments: Sequence[str], ranks: Ranks) -> str:
-    nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {ranks.world_size // nodes}"
-    return f"{launch} -m cp_dtensor bench {shlex.join(arguments)}".strip()
+    nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {world_size // nodes}"
+    line = f"{launch} -m cp_dtensor {command} {shlex.join(arguments)}".strip()
+    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device, line
 
 
 def _measure(

@@ -115,11 +115,7 @@ def _refusal(shards: ByLayout | InBlocks, case: Case, world_size: int) -> str | 
 
 
 def mask_mod(case: Case, device: torch.device) -> MaskMod:
-    """Returns the mask of a case as a function of positions.
-
-    Raises:
-        NotImplementedError: the mask is not measured with FlexAttention.
-    """
+    """Returns the mask of a case as a function of positions."""
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()) as documents:
             lengths = torch.tensor(documents.lengths)
@@ -140,9 +136,7 @@ def mask_mod(case: Case, device: torch.device) -> MaskMod:
 def whole_mask(case: Case, device: torch.device) -> BlockMask:
     """Returns the block mask of `create_block_mask`, which would hold all pairs in memory or have to be compiled.
 
-    Args:
-        case: case of a length that is a multiple of `BLOCK`.
-        device: device of the tables.
+    The length of the case is a multiple of `BLOCK`.
     """
     is_seen, position = mask_mod(case, device), torch.arange(case.seq_len, device=device)
     none = torch.zeros((), dtype=torch.int64, device=device)
