@@ -79,7 +79,7 @@ class AttnType(Enum):
         return cls(s)
 
 
-_EXACT = (AttnType.AITER, AttnType.FA, AttnType.FA3, AttnType.FLASHINFER, AttnType.TORCH)
+_EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch")
 
 
 class LongContextAttention(nn.Module):
@@ -211,8 +211,8 @@ def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:
 
 def _check_kernel(attn_type: Enum | str, attn_processor: nn.Module | None) -> None:
     name = attn_type.value if isinstance(attn_type, Enum) else attn_type
-    if name not in {kernel.value for kernel in _EXACT}:
-        expected = ", ".join(repr(kernel.value) for kernel in _EXACT)
+    if name not in _EXACT:
+        expected = ", ".join(map(repr, _EXACT))
         raise NotImplementedError(f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}")
     if attn_processor is not None:
         received = type(attn_processor).__name__

@@ -36,14 +36,8 @@ def relative_errors(
 ) -> dict[K, dict[str, float]]:
     """Returns relative Frobenius errors of the whole tensors, by name; a collective.
 
-    Args:
-        case: the problem.
-        source: source of its inputs.
-        outcomes: results of this rank. Ranks may have different keys, for methods that run on some ranks only.
-        ranks: all ranks.
-
-    Returns:
-        the errors of every key that any rank has.
+    `outcomes` are the results of this rank; ranks may have different keys, for methods that run on some ranks only. The
+    result has every key that any rank has.
 
     Raises:
         Failed: on every rank, for example out of memory.
@@ -127,14 +121,8 @@ def reference_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of one head and its gradients; all tensors are (B, S, D) of one dtype.
 
-    Args:
-        q, k, v, grad_out: the whole sequence.
-        dk, dv: sums to which the gradients of this head are added.
-        seen: result of `seen_keys`.
-        block_elements: approximate number of logits of a block.
-
-    Returns:
-        out and dq.
+    The gradients of keys and values are added to dk and dv. `seen` is the result of `seen_keys`, `block_elements` the
+    approximate number of logits of a block. Returns out and dq.
     """
     batch, seq_len, head_dim = q.shape
     scale = head_dim**-0.5

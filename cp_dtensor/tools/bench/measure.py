@@ -54,13 +54,7 @@ class Failed(Exception):
 
 
 class Ranks:
-    """This rank, and its exchange of values with the other ranks.
-
-    Args:
-        store: shared by all ranks.
-        rank: rank of this process.
-        world_size: number of ranks.
-    """
+    """This rank, and its exchange of values with the other ranks through a store."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -275,10 +269,7 @@ def measure(
     """Returns the numbers of repeated calls, fields of a `Row`; afterwards `work` has the results of the last call.
 
     Args:
-        work: work of this rank; None if only rank 0 works.
-        device: device of this rank.
-        ranks: all ranks.
-        effort: number of calls.
+        work: work of this rank on `device`; None if only rank 0 works.
         workspace_bytes: returns the memory in use that the device does not count.
         captured: True to run the work as a CUDA graph.
 
