@@ -270,11 +270,11 @@ _RING_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 
-def _ring_layout(ring_impl_type: str) -> Layout:
+def _ulysses_cut(ring_impl_type: str, ulysses_degree: int) -> UlyssesCut:
     if ring_impl_type not in _RING_LAYOUTS:
         expected = ", ".join(map(repr, _RING_LAYOUTS))
         raise ValueError(f"expected ring_impl_type to be one of {expected}; got {ring_impl_type!r}")
-    return _RING_LAYOUTS[ring_impl_type]
+    return UlyssesCut(_RING_LAYOUTS[ring_impl_type], ulysses_degree)
 
 
 def set_seq_parallel_pg(
@@ -328,7 +328,7 @@ def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
     names = mesh.mesh_dim_names or ()
     if sorted(names) != ["ring", "ulysses"]:
         raise ValueError(f'expected a mesh with the axes "ring" and "ulysses", got {names or "one without names"}')
-    return UlyssesCut(_ring_layout(ring_impl_type), mesh.size(names.index("ulysses")))
+    return _ulysses_cut(ring_impl_type, mesh.size(names.index("ulysses")))
 
 
 def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
@@ -366,7 +366,7 @@ def _extract_local(
 ) -> torch.Tensor:
     if rd * ud != world_size:
         raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
-    return take_shard(value, dim, UlyssesCut(_ring_layout(ring_impl_type), ud), rank, world_size)
+    return take_shard(value, dim, _ulysses_cut(ring_impl_type, ud), rank, world_size)
 
 
 EXTRACT_FUNC_DICT: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import Contiguous, HeadTail, Layout, context_parallel_shard
+from cp_dtensor import Contiguous, HeadTail, Layout, PerDocument, context_parallel_shard
 from cp_dtensor import context_parallel_unshard as unshard
 from cp_dtensor.api.extension import sequence_ranks
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
@@ -210,13 +211,8 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
                 f"expected documents whose lengths are multiples of {2 * self.world_size}, twice the number of ranks; "
                 f"got {uneven}"
             )
-        by_document = []  # (ranks, tokens of a rank)
-        start = 0
-        for length in lengths:
-            order = start + _layout_positions(HeadTail(), length, self.world_size, self.device)
-            by_document.append(order.view(self.world_size, -1))
-            start += length
-        return torch.cat(by_document, dim=1).flatten()
+        layout = PerDocument([0, *accumulate(lengths)])
+        return _layout_positions(layout, layout.seq_len, self.world_size, self.device)
 
 
 class _PTRRLoadBalancer(_LoadBalancer):

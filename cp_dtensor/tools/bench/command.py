@@ -150,11 +150,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def start(command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device, str]:
-    """Joins the ranks that torchrun started; exits with a message without torchrun.
-
-    Returns:
-        the ranks, the device of this rank, and the whole command line.
-    """
+    """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line."""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun: torchrun --nproc-per-node N -m cp_dtensor {command} ...")
     store, rank, world_size = next(dist.rendezvous("env://"))
@@ -219,12 +215,7 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
 
 
 def progress(total: int, visible: bool) -> Callable[[Row], None]:
-    """Returns a function that prints a line on stderr for each finished row.
-
-    Args:
-        total: number of rows to come.
-        visible: False on all ranks but one.
-    """
+    """Returns a function that prints a line on stderr for each finished row of `total`, if `visible`."""
     numbers = count(1)
 
     def report(row: Row) -> None:

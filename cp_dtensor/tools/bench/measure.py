@@ -194,11 +194,7 @@ class Device:
 class Work:
     """One pass of a method over this rank's inputs; keeps the results of the last call.
 
-    Args:
-        attention: the function to measure.
-        inputs: inputs of this rank.
-        pass_name: "fwd" or "fwdbwd".
-        kv_heads: K/V heads of the case; `inputs` may have more, repeated for methods that cannot share them.
+    `kv_heads` are those of the case; `inputs` may have more, repeated for methods that cannot share them.
     """
 
     def __init__(self, attention: Attention, inputs: Inputs, pass_name: str, kv_heads: int) -> None:

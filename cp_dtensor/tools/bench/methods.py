@@ -31,12 +31,9 @@ COMPILED_SUFFIX = " compiled"
 
 
 def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False) -> tuple[Method, ...]:
-    """Returns the methods of these names in a fixed order; with None, those that are measured by default.
+    """Returns the methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
-    Args:
-        names: names such as "ideal" or "ours-auto Balanced".
-        graph: True to add this library's methods as CUDA graphs.
-        compiled: True to add this library's methods under torch.compile.
+    With `graph` and `compiled`, this library's methods are added as CUDA graphs and under torch.compile.
 
     Raises:
         ValueError: no method has one of the names.
