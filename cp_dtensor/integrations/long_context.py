@@ -116,7 +116,16 @@ class LongContextAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_dims(scatter_idx, gather_idx, heads_dim=2)
-        _check_kernel(attn_type, attn_processor)
+        name = attn_type.value if isinstance(attn_type, Enum) else attn_type
+        if name not in _EXACT:
+            expected = ", ".join(map(repr, _EXACT))
+            raise NotImplementedError(
+                f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}"
+            )
+        if attn_processor is not None:
+            raise NotImplementedError(
+                f"expected attn_processor=None, since kernels here are torch's own; got {type(attn_processor).__name__}"
+            )
         self.layout = layout_of(ring_impl_type, mesh)
         self.mesh = mesh
 
@@ -207,16 +216,6 @@ def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:
             f"expected scatter_idx={heads_dim} and gather_idx=1, the dims of heads and of the sequence; got "
             f"scatter_idx={scatter_idx} and gather_idx={gather_idx}"
         )
-
-
-def _check_kernel(attn_type: Enum | str, attn_processor: nn.Module | None) -> None:
-    name = attn_type.value if isinstance(attn_type, Enum) else attn_type
-    if name not in _EXACT:
-        expected = ", ".join(map(repr, _EXACT))
-        raise NotImplementedError(f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}")
-    if attn_processor is not None:
-        received = type(attn_processor).__name__
-        raise NotImplementedError(f"expected attn_processor=None, since kernels here are torch's own; got {received}")
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,7 @@ def ready_kernels(problem: Problem) -> dict[str, Attention]:
         kernels["FlashAttention-2"] = partial(_sdpa, problem, SDPBackend.FLASH_ATTENTION)
         kernels["cuDNN"] = partial(_sdpa, problem, SDPBackend.CUDNN_ATTENTION)
     elif problem.dropout is None and not problem.case.mask.startswith("prefix"):
-        with varlen_on_one_gpu(problem.case, problem.inputs.q.device) as attention:
-            kernels["FlashAttention-2"] = attention
+        kernels["FlashAttention-2"] = varlen_on_one_gpu(problem.case, problem.inputs.q.device)
     return kernels
 
 

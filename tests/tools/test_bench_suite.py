@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -115,11 +114,7 @@ def test_ranks_fail_together() -> None:
 
 
 def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Method:
-    @contextmanager
-    def opened(case: Case, device: torch.device) -> Iterator[Any]:
-        yield attention
-
-    return Method(name, opened, **settings)
+    return Method(name, lambda case, device: attention, **settings)
 
 
 def run_suite(monkeypatch: pytest.MonkeyPatch, *methods: Method) -> list[list[Row]]:

@@ -24,9 +24,6 @@ from cp_dtensor.integrations.torch_experimental.rings import (
 __all__ = ["flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings"]
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
-_ALL_NAMES = ("_attention", "_context_parallel", "_context_parallel._attention")
-_BALANCERS = "_context_parallel._load_balancer"
-_PUBLIC = ""  # torch.distributed.tensor.experimental itself
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -46,9 +43,9 @@ class _Redirection:
         ours = importlib.import_module(__package__ or "")
         names = {name: getattr(ours, name) for name in ours.__all__ if name != "redirect_imports"}
         chosen = {
-            _PUBLIC: {"context_parallel": names["context_parallel"]},
-            **dict.fromkeys(_ALL_NAMES, names),
-            _BALANCERS: {name: value for name, value in names.items() if name.endswith("LoadBalancer")},
+            "": {"context_parallel": names["context_parallel"]},
+            **dict.fromkeys(("_attention", "_context_parallel", "_context_parallel._attention"), names),
+            "_context_parallel._load_balancer": {name: names[name] for name in names if name.endswith("LoadBalancer")},
         }
         for name, replaced in chosen.items():
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,14 @@ class Case:
             ValueError: the layout does not fit the mask.
         """
         return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
+
+    def layout_refusal(self, name: str | None = None) -> str | None:
+        """Returns the reason why there is no such layout; None if there is."""
+        try:
+            self.layout_value(name)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def flops(self, pass_name: str) -> float:
         """Returns the floating point operations of a pass over the whole sequence; masked pairs do not count.
@@ -222,12 +230,14 @@ class Method:
     """One way of computing attention: this library's, torch's, or one GPU's."""
 
     name: str
-    attention: Callable[[Case, torch.device], AbstractContextManager[Attention]]
-    """Returns a context manager of the attention of a case; forward and backward both run inside."""
+    attention: Callable[[Case, torch.device], Attention]
+    """Returns the attention of a case."""
     refusal: Callable[[Case, int], str | None] = lambda case, world_size: None
     """Returns the reason why a case on so many ranks is not measured; None if it is."""
     workspace_bytes: Callable[[torch.device], int] = lambda device: 0
     """Returns the bytes that the method holds outside of torch's allocator."""
+    context: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
+    """Returns the context in which the attention is made and runs, forward and backward."""
     shards: Shards = field(default_factory=ByLayout)
     """Tokens of each rank. With `AllTokens`, rank 0 works alone."""
     suits: Callable[[Case], bool] = lambda case: True

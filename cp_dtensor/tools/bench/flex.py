@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -37,7 +36,7 @@ def flex_methods() -> list[Method]:
     shards.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     return [
         Method(
-            OURS_PREFIX + name, partial(_ours, each), partial(_refusal, each), allocated_bytes, shards=each,
+            OURS_PREFIX + name, partial(_compiled, each), partial(_refusal, each), allocated_bytes, shards=each,
             suits=lambda case: case.mask != "full", by_default=False,
         )
         for name, each in shards.items()
@@ -57,11 +56,6 @@ def _layout(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> La
     if isinstance(shards, ByLayout):
         return case.layout_value(shards.name)
     return BalancedBlocks(whole_mask(case, device))
-
-
-@contextmanager
-def _ours(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Iterator[Attention]:
-    yield _compiled(shards, case, device)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
@@ -103,12 +97,7 @@ def check_device(device: torch.device) -> None:
 def _refusal(shards: ByLayout | InBlocks, case: Case, world_size: int) -> str | None:
     if case.seq_len % BLOCK:
         return f"the length is not a multiple of {BLOCK}"
-    if isinstance(shards, ByLayout):
-        try:
-            case.layout_value(shards.name)
-        except ValueError as error:
-            return str(error)
-    return None
+    return case.layout_refusal(shards.name) if isinstance(shards, ByLayout) else None
 
 
 # Masks

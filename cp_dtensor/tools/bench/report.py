@@ -163,9 +163,7 @@ _COLUMNS = (
     "CPU us", "extra MiB",
 )  # fmt: skip
 _NOTHING = "-"
-_PICTURE_COLUMNS = 2
 _MARKERS = "osv^DPX<>*"
-_FEWEST_FOR_LINES = 3
 _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
 `ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks; of several
@@ -287,12 +285,12 @@ def draw(results: Results, path: Path) -> None:
     if not shown:
         return
     methods = list(dict.fromkeys(row.method for row in results.rows if _percent(results, row)))
-    columns = min(_PICTURE_COLUMNS, len(shown))
+    columns = min(2, len(shown))
     lines = -(-len(shown) // columns)
     figure = Figure(figsize=(8 * columns, 5 * lines + 1), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis, (title, rows) in zip(axes.flat, shown, strict=False):
-        if len({row.case.seq_len for row in rows}) < _FEWEST_FOR_LINES:
+        if len({row.case.seq_len for row in rows}) < 3:
             _bars(axis, results, title, rows)
         else:
             _lines(axis, results, title, rows, methods)

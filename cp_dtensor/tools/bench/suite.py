@@ -162,7 +162,8 @@ class Suite:
             self.device.free_unused()
             used = inputs.with_expanded_kv() if expand_kv else inputs
             used = used.contiguous() if trial.method.contiguous else used
-            attention = stack.enter_context(trial.method.attention(trial.case, self.device.torch_device))
+            stack.enter_context(trial.method.context(trial.case, self.device.torch_device))
+            attention = trial.method.attention(trial.case, self.device.torch_device)
             return Work(attention, used, trial.pass_name, trial.case.heads.kv)
 
         return self.ranks.on_each(prepare, inputs is not None)

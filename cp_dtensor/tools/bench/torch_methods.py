@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -24,27 +26,21 @@ from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, M
 from cp_dtensor.tools.bench.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
 from cp_dtensor.tools.bench.report import IDEAL, TORCH_PREFIX
 
-Backend = Callable[[Case, torch.device], AbstractContextManager[None]]
-Sdpa = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-
-def torch_methods(backend: Backend, sdpa: Sdpa) -> tuple[list[Method], list[Method]]:
-    """Returns a method for each rotation of torch's rings, and one for each load balancer of FlexAttention.
-
-    `backend` allows the backend of a case only; `sdpa` computes attention of a case.
-    """
+def torch_methods() -> tuple[list[Method], list[Method]]:
+    """Returns a method for each rotation of torch's rings, and one for each load balancer of FlexAttention."""
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     rings = [
         Method(
-            TORCH_PREFIX + name, partial(_ring, backend, sdpa, name), _ring_refusal, suits=lambda case: case.is_plain,
-            contiguous=True, may_expand_kv=True,
+            TORCH_PREFIX + name, sdpa, _ring_refusal, context=partial(_ring, name),
+            suits=lambda case: case.is_plain, contiguous=True, may_expand_kv=True,
         )
         for name in ("allgather", "alltoall")
     ]  # fmt: skip
     flex = [
         Method(
-            f"{TORCH_PREFIX}flex {name}", partial(_flex, name), partial(_flex_refusal, name),
+            f"{TORCH_PREFIX}flex {name}", partial(_flex_compiled, name), partial(_flex_refusal, name),
             shards=Rearranged(name), suits=suits, by_default=False, contiguous=True,
         )
         for name, suits in {
@@ -59,19 +55,46 @@ def torch_methods(backend: Backend, sdpa: Sdpa) -> tuple[list[Method], list[Meth
 # SDPA
 
 
+def sdpa(case: Case, device: torch.device) -> Attention:
+    """Returns torch's attention under a plain mask."""
+    is_causal = case.mask == "causal"
+    # The attribute is looked up at each call, since torch's context parallel replaces it.
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
+    )
+
+
+def allowed_backend(case: Case, device: torch.device) -> AbstractContextManager[None]:
+    """Allows the backend of the case only; "auto" is cuDNN on GPUs that have it, since it is the fastest."""
+    if case.backend != "auto":
+        return sdpa_kernel(SDPBackend.__members__[case.backend])
+    half = case.dtype in ("bfloat16", "float16")
+    if device.type == "cuda" and half and torch.cuda.get_device_capability(device) >= (8, 0):
+        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    return nullcontext()
+
+
+@lru_cache
+def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh:
+    """Returns the mesh of all ranks, of two axes if the size of the inner one is given."""
+    world_size = dist.get_world_size()
+    if inner_size is None:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
+    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
+
+
 @contextmanager
-def _ring(backend: Backend, sdpa: Sdpa, rotate_method: str, case: Case, device: torch.device) -> Iterator[Attention]:
+def _ring(rotate_method: str, case: Case, device: torch.device) -> Iterator[None]:
     from torch.distributed.tensor.experimental import context_parallel  # takes a second
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # The context refuses to work without a buffer; the buffer's length tells whether the load can be balanced.
     buffer = torch.zeros(case.seq_len, device=device)
     balanced = case.mask == "causal" and case.layout == "HeadTail"
-    with backend(case, device), _ring_settings(rotate_method, balanced):
-        context = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
+    with allowed_backend(case, device), _ring_settings(rotate_method, balanced):
+        context = context_parallel(mesh_of_ranks(device.type), buffers=[buffer], buffer_seq_dims=[0])
         context.__enter__()
         try:
-            yield partial(sdpa, case)
+            yield
         finally:
             # With an exception as argument, the context of some versions leaves SDPA patched.
             context.__exit__(None, None, None)
@@ -144,18 +167,13 @@ def _lengths(case: Case) -> tuple[int, ...]:
     return mask.lengths
 
 
-@contextmanager
-def _flex(name: str, case: Case, device: torch.device) -> Iterator[Attention]:
-    yield _flex_compiled(name, case, device)
-
-
 @lru_cache(maxsize=1)  # compiled once for both passes
 def _flex_compiled(name: str, case: Case, device: torch.device) -> Attention:
     from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
     from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 
     torch.compiler.reset()
-    mesh = _mesh(device.type)
+    mesh = mesh_of_ranks(device.type)
     group = mesh.get_group().group_name
     takes_block_size = "BLOCK_SIZE" in inspect.signature(_create_cp_block_mask).parameters  # from 2.15 on
     blocks = _create_cp_block_mask(
@@ -172,11 +190,6 @@ def _flex_compiled(name: str, case: Case, device: torch.device) -> Attention:
         return out
 
     return with_gradients(attention)
-
-
-@lru_cache
-def _mesh(device_type: str) -> DeviceMesh:
-    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 # FlashAttention-2 over packed documents: on one GPU, and on ranks that gather all K/V (Llama 3)
@@ -242,16 +255,14 @@ def _varlen_refusal(case: Case, world_size: int) -> str | None:
     return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
 
 
-@contextmanager
-def varlen_on_one_gpu(case: Case, device: torch.device) -> Iterator[Attention]:
-    """Opens attention of a case with a batch of one, of documents or a window."""
+def varlen_on_one_gpu(case: Case, device: torch.device) -> Attention:
+    """Returns attention of a case with a batch of one, of documents or a window."""
     documents, window = _documents(case)
     attend = _varlen(VarlenArguments.of(documents, (0, case.seq_len)), window, device)
-    yield lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
+    return lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
 
 
-@contextmanager
-def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
+def _gathered(case: Case, device: torch.device) -> Attention:
     documents, window = _documents(case)
     group = dist.group.WORLD
     assert group is not None
@@ -272,7 +283,7 @@ def _gathered(case: Case, device: torch.device) -> Iterator[Attention]:
             outs.append(attend(q, k[keys], v[keys]))
         return _tokens_last(torch.cat(outs, 1))
 
-    yield attention
+    return attention
 
 
 def _varlen(arguments: VarlenArguments, window: Span, device: torch.device) -> Callable[..., torch.Tensor]:
