@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -20,7 +19,14 @@ from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, M
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import flex_methods
 from cp_dtensor.tools.bench.report import IDEAL, OURS_PREFIX
-from cp_dtensor.tools.bench.torch_methods import allowed_backend, mesh_of_ranks, sdpa, torch_methods, varlen_methods
+from cp_dtensor.tools.bench.torch_methods import (
+    allowed_backend,
+    mesh_of_ranks,
+    sdpa,
+    torch_methods,
+    varlen_on_one_gpu,
+    varlen_refusal,
+)
 from cp_dtensor.tools.parsing import LAYOUTS
 
 
@@ -62,14 +68,13 @@ def _all_methods() -> list[Method]:
         )
         for name, split in splits
     ]  # fmt: skip
-    is_plain = operator.attrgetter("is_plain")
+    is_plain, is_masked = (lambda case: case.is_plain), (lambda case: not case.is_plain)
     one_gpu = [
         Method(IDEAL, sdpa, context=allowed_backend, shards=AllTokens(), may_expand_kv=True, suits=is_plain),
-        Method(f"{IDEAL}-kernels", _kernels, shards=AllTokens(), suits=lambda case: not case.is_plain),
+        Method(f"{IDEAL}-kernels", _kernels, shards=AllTokens(), suits=is_masked),
+        Method(f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, shards=AllTokens(), suits=is_masked),
     ]
-    one_gpu_varlen, gathered_varlen = varlen_methods()
-    torch_sdpa, torch_flex = torch_methods()
-    return [*one_gpu, one_gpu_varlen, *ours, *torch_sdpa, gathered_varlen, *flex_methods(), *torch_flex]
+    return [*one_gpu, *ours, *flex_methods(), *torch_methods()]
 
 
 def _compiled(eager: Callable[[Case, torch.device], Attention], case: Case, device: torch.device) -> Attention:

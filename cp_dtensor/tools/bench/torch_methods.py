@@ -22,13 +22,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method, Select, Shards
+from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards
 from cp_dtensor.tools.bench.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
-from cp_dtensor.tools.bench.report import IDEAL, TORCH_PREFIX
+from cp_dtensor.tools.bench.report import TORCH_PREFIX
 
 
-def torch_methods() -> tuple[list[Method], list[Method]]:
-    """Returns a method for each rotation of torch's rings, and one for each load balancer of FlexAttention."""
+def torch_methods() -> list[Method]:
+    """Returns a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     rings = [
@@ -38,6 +38,10 @@ def torch_methods() -> tuple[list[Method], list[Method]]:
         )
         for name in ("allgather", "alltoall")
     ]  # fmt: skip
+    llama3 = Method(
+        "llama3-varlen", _gathered, varlen_refusal, shards=ByLayout("Contiguous"),
+        suits=lambda case: case.mask != "full", by_default=False,
+    )  # fmt: skip
     flex = [
         Method(
             f"{TORCH_PREFIX}flex {name}", partial(_flex_compiled, name), partial(_flex_refusal, name),
@@ -49,7 +53,7 @@ def torch_methods() -> tuple[list[Method], list[Method]]:
             "PTRR": lambda case: not case.is_plain,
         }.items()
     ]  # fmt: skip
-    return rings, flex
+    return [*rings, llama3, *flex]
 
 
 # SDPA
@@ -200,20 +204,6 @@ Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def varlen_methods() -> tuple[Method, Method]:
-    """Returns the method of one GPU and the method of all ranks."""
-    return (
-        Method(
-            f"{IDEAL}-varlen", varlen_on_one_gpu, shards=AllTokens(), suits=lambda case: not case.is_plain,
-            refusal=_varlen_refusal,
-        ),
-        Method(
-            "llama3-varlen", _gathered, shards=ByLayout("Contiguous"), suits=lambda case: case.mask != "full",
-            refusal=_varlen_refusal, by_default=False,
-        ),
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class VarlenArguments:
     """Arguments of varlen attention for contiguous queries."""
@@ -249,7 +239,8 @@ def _documents(case: Case) -> tuple[list[Span], Span]:
     raise NotImplementedError(f"no varlen attention for {case.mask}")
 
 
-def _varlen_refusal(case: Case, world_size: int) -> str | None:
+def varlen_refusal(case: Case, world_size: int) -> str | None:
+    """Returns the reason why varlen attention of a case is not measured; None if it is."""
     if case.batch != 1:
         return "the method is for one batch row"
     return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
