@@ -43,7 +43,7 @@ class _Redirection:
         ours = importlib.import_module(__package__ or "")
         names = {name: getattr(ours, name) for name in ours.__all__ if name != "redirect_imports"}
         chosen = {
-            "": {"context_parallel": names["context_parallel"]},
+            "": {"context_parallel": names["context_parallel"]},  # of torch.distributed.tensor.experimental itself
             **dict.fromkeys(("_attention", "_context_parallel", "_context_parallel._attention"), names),
             "_context_parallel._load_balancer": {name: names[name] for name in names if name.endswith("LoadBalancer")},
         }

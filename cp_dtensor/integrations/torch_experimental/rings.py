@@ -69,7 +69,7 @@ def _templated_ring_attention(
     group = axis_group(group)
     layout, fused_op = _checked_call(group, seq_dim, op, query, key, value, is_causal, kwargs)
     if fused_op is not None:
-        return _fused_forward(fused_op, group, layout, query, key, value, kwargs)
+        return _fused_forward(fused_op, query, key, value, _ring_arguments(group, layout, query, key, kwargs))
     merger = _SDPAMerger(_cp_options.convert_to_f32, seq_dim if layout is None else 2)
     rest: list[Any] = []
     length = query.size(2) * group.size()
@@ -123,7 +123,10 @@ def _templated_ring_attention_backward(
     group = axis_group(group)
     layout, fused_op = _checked_call(group, seq_dim, op, query, key, value, is_causal, kwargs)
     if fused_op is not None:
-        return _fused_backward(fused_op, group, layout, grad_out, query, key, value, out, logsumexp, kwargs)
+        arguments = _ring_arguments(group, layout, query, key, kwargs)
+        lse = _without_padding(logsumexp, out).contiguous()
+        grads = ring_attention_backward(_BACKENDS[fused_op], grad_out, query, key, value, out, lse, **arguments)
+        return (*grads, None) if fused_op == _EFFICIENT else grads
     rank, world_size = group.rank(), group.size()
     length = query.size(2) * world_size
     sum_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -233,18 +236,10 @@ _BACKENDS = {
 
 
 def _fused_forward(
-    name: str,
-    group: dist.ProcessGroup,
-    layout: Layout | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kwargs: dict[str, Any],
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Returns the results of a fused op; differentiable. There is no random state, since there is no dropout."""
-    out, lse = ring_attention_by_backend(
-        _BACKENDS[name], query, key, value, **_ring_arguments(group, layout, query, key, kwargs)
-    )
+    out, lse = ring_attention_by_backend(_BACKENDS[name], query, key, value, **arguments)
     if name == _CPU_FLASH:
         return out, lse
     state = query.new_empty(0, dtype=torch.int64)
@@ -253,25 +248,6 @@ def _fused_forward(
     if name == _CUDNN:
         lse = lse.unsqueeze(-1)
     return out, lse, None, None, query.size(2), key.size(2), state, state, query.new_empty(0)
-
-
-def _fused_backward(
-    name: str,
-    group: dist.ProcessGroup,
-    layout: Layout | None,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kwargs: dict[str, Any],
-) -> tuple[Any, ...]:
-    """Returns the results of a fused op's backward."""
-    lse = _without_padding(lse, out).contiguous()
-    arguments = _ring_arguments(group, layout, query, key, kwargs)
-    grads = ring_attention_backward(_BACKENDS[name], grad_out, query, key, value, out, lse, **arguments)
-    return (*grads, None) if name == _EFFICIENT else grads
 
 
 def _ring_arguments(
