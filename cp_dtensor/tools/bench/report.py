@@ -287,7 +287,7 @@ def draw(results: Results, path: Path) -> None:
     methods = list(dict.fromkeys(row.method for row in results.rows if _percent(results, row)))
     columns = min(2, len(shown))
     lines = -(-len(shown) // columns)
-    figure = Figure(figsize=(8 * columns, 5 * lines + 1), layout="constrained")
+    figure = Figure(figsize=(8 * columns, 5 * lines + 1))
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis, (title, rows) in zip(axes.flat, shown, strict=False):
         if len({row.case.seq_len for row in rows}) < 3:
@@ -300,9 +300,11 @@ def draw(results: Results, path: Path) -> None:
         label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     if handles:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncol=5, frameon=False)
+        figure.legend(handles.values(), handles, loc="lower center", ncol=5, frameon=False)
     place = results.environment.splitlines()[-1].removesuffix(" visible")
     figure.suptitle(f"Context-parallel attention on {results.world_size} ranks ({place})")
+    inch = 1 / (5 * lines + 1)
+    figure.tight_layout(rect=(0, 0.5 * inch if handles else 0, 1, 1 - 0.2 * inch))
     figure.savefig(path, dpi=100)
 
 
