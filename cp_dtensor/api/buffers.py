@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.sharding import put_shard, take_shard
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.lengths import odd_ones
 from cp_dtensor.spec.layouts import Layout
@@ -180,3 +180,46 @@ def _digest(buffer: Buffer) -> int:
     bits = tensor.contiguous().view(-1).view(torch.uint8).cpu().to(torch.int64)
     weights = torch.arange(len(bits), device="cpu") % 65521 + 1
     return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)} {buffer.dim} {int((bits * weights).sum())}".encode())
+
+
+# Shards of tensors
+
+
+def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, in local order; new and contiguous."""
+    parts = [
+        rows.index_select(dim, positions)
+        for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
+    ]
+    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
+
+
+def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
+    """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
+    whole, shard = _indexable(whole), _indexable(shard)
+    first = 0
+    for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
+        rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
+        first += rows.size(0)
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; or its bits as integers, if torch cannot index its dtype."""
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor
+
+
+def _rows_and_positions(
+    tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
+    groups = layout.batch_groups(tensor.size(0))
+    positions = [
+        positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
+    ]
+    if len(groups) == 1:
+        return [(tensor, positions[0])]
+    return [(tensor[start:stop], each) for (start, stop), each in zip(groups, positions, strict=True)]

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_of
-from cp_dtensor.api.inherited import inherited_mask, with_inherited, with_inherited_in_trace
+from cp_dtensor.api.active_context import config_around, with_inherited, with_inherited_in_trace
+from cp_dtensor.api.dtensor_attention import dtensor_attention, sequence_ranks_of
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
@@ -226,7 +226,9 @@ def _of_dtensors(
     q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, is_causal: bool, return_lse: bool, **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of DTensors; None as mask takes that of the context over their ranks."""
-    mask = inherited_mask("context_parallel_attention", sequence_ranks_of(q, k, v)) if mask is None else mask
+    if mask is None:
+        around = config_around("context_parallel_attention", sequence_ranks_of(q, k, v), mask=True)
+        mask = None if around is None else around.mask
     out, lse = dtensor_attention(q, k, v, mask=checked_mask(mask, is_causal), needs_lse=return_lse, **options)
     return out if lse is None else (out, lse)
 

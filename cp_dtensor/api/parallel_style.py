@@ -22,9 +22,10 @@ from cp_dtensor.api.active_context import (
     current_context,
     innermost_context,
     refuse_sinks,
+    with_inherited,
+    with_inherited_in_trace,
 )
-from cp_dtensor.api.flex.attention import flex_redirection
-from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
+from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.patches import entered
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name

@@ -22,16 +22,19 @@ from cp_dtensor.api.active_context import (
     current_context,
     innermost_context,
     listed_if_unseen,
-    sdpa_in_context,
-    sdpa_of_shards,
+    refuse_sinks,
 )
 from cp_dtensor.api.buffers import is_shard_now
-from cp_dtensor.api.dtensor.dispatcher import dispatcher_installation
-from cp_dtensor.api.flex.attention import flex_redirection
+from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
+from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
+from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
+from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
-from cp_dtensor.spec.masks import Causal
+from cp_dtensor.engine.config import check_batch_size
+from cp_dtensor.engine.validation import check_qkv, checked_mask
+from cp_dtensor.spec.masks import Causal, Mask
 
 
 @contextmanager
@@ -88,6 +91,81 @@ def _variant_of_compiled_code() -> str:
         return ""
     sinks, alone = ", sinks" * (context.sinks is not None), ", each rank alone" * attends_alone(context)
     return f"cp_dtensor: {context.key}{sinks}{alone}"
+
+
+# SDPA in contexts
+
+
+def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
+    """SDPA of this rank's shards, or of DTensors; None outside of contexts and where torch has a rule for DTensors."""
+    if call.q.is_meta:
+        return None
+    context = current_context()
+    if context is None:
+        return None
+    if call.under_vmap:
+        raise NotImplementedError(
+            "context_parallel takes no scaled_dot_product_attention under torch.vmap; it takes any number of "
+            "leading dims itself: call it on the whole batch"
+        )
+    if call.q.is_nested:
+        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
+    if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
+        # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
+        # DTensors over the ranks of the context have their own placements.
+        result = local_only_sdpa(call, context.config.ranks.global_ranks(), partial(sdpa_of_shards, context))
+        if result is not None:
+            return result
+        if context.sinks is not None:
+            raise NotImplementedError(
+                "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+                "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
+            )
+        result = dtensor_sdpa(call, context.config.mask, context.config.deterministic)
+        if result is None and context.config.mask is not None:
+            raise NotImplementedError(
+                f"the mask of this context ({context.config.mask}) applies to plain tensors and to DTensors that are "
+                "sharded along the sequence: got other DTensors over the ranks of the context"
+            )
+        return result
+    return sdpa_of_shards(context, call)
+
+
+def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
+    """SDPA of plain tensors, shards of the sequence; `mask` is combined with those of the call and the context."""
+    if call.q.dim() != 4 and len(context.config.layout.batch_groups(2)) > 1:
+        raise NotImplementedError(
+            f"{context.config.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+            f"sequence, head_dim); got {tuple(call.q.shape)}"
+        )
+    if _torch.is_traced(call.q):
+        refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
+    else:  # compiled code checks it when it runs
+        check_batch_size(call.q, context.config)
+    q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
+    check_qkv(q, k, v, call.enable_gqa)
+    out, _ = attend(
+        q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale,
+        modifiers=modifiers_of(q, _mask_for_four_dims(call), call.dropout_p, context.sinks, first=call.first),
+    )  # fmt: skip
+    return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
+
+
+def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., S, D) as (B, H, S, D)."""
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
+
+
+def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
+    """The mask (..., S, T) for queries of (B, H, S, D)."""
+    if call.attn_mask is None or call.q.dim() <= 4:
+        return call.attn_mask
+    if call.attn_mask.dim() > call.q.dim():
+        raise ValueError(
+            f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
+        )
+    mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
+    return mask.expand(*call.q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
 
 
 def _lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -19,17 +19,18 @@ from cp_dtensor.api.active_context import (
     current_context,
     innermost_context,
     refuse_sinks,
+    with_inherited,
+    with_inherited_in_trace,
 )
-from cp_dtensor.api.flex.block_mask import FULL, PARTIAL, LocalRows, Tables, cached_tables, mask_lengths
-from cp_dtensor.api.flex.custom_ops import (
+from cp_dtensor.api.flex_block_mask import FULL, PARTIAL, LocalRows, Tables, cached_tables, mask_lengths
+from cp_dtensor.api.flex_custom_ops import (
     check_context_mask,
     check_mask_lengths,
     layout_is_found,
     traced_tables,
     world_size,
 )
-from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
-from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
+from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of, made_of, parts_of

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error, differentiated_once, refuse_batches
 from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
-from cp_dtensor.api.flex.block_mask import cached, shard_lengths
+from cp_dtensor.api.flex_block_mask import cached, shard_lengths
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows

@@ -11,8 +11,8 @@ import torch
 
 from cp_dtensor._torch import constant_in_trace
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
-from cp_dtensor.api.flex.block_mask import LocalRows, Tables, local_tables, longest_seq_len, table_shapes
-from cp_dtensor.api.flex.gather_kv import KVGather
+from cp_dtensor.api.flex_block_mask import LocalRows, Tables, local_tables, longest_seq_len, table_shapes
+from cp_dtensor.api.flex_gather_kv import KVGather
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import RuntimeValues, call_spec_of, pending_backwards, runtime_numbers

@@ -1,0 +1,211 @@
+"""Process-wide switch of SDPA, and of torch's fused SDPA ops, of DTensors that are sharded along the sequence.
+
+`F.scaled_dot_product_attention` on DTensors is intercepted above autograd (`dtensor_sdpa`). Op handlers of DTensor
+serve code that calls the fused ops by name, or that runs below autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.api.dtensor_attention import LocalCall, dtensor_sdpa, from_local, is_seq_sharded, on_one_mesh, to_local
+from cp_dtensor.api.interception import SharedInstallation, intercepted, intercepted_sdpa
+from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_unsupported_sdpa, softmax_scale
+
+aten = torch.ops.aten
+
+# Torch's fused SDPA ops
+
+
+def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handler of a fused op. `out`, LSE (B, H, S) and the gradient of the query are DTensors placed as the query.
+
+    Gradients of keys and values are placed as these; Partial where ranks with different queries hold the same keys.
+    """
+    arguments = _torch.bound_arguments(op, args, kwargs)
+    backend, outputs = _FUSED_OPS[op]
+    inputs = [arguments[name] for name in ("query", "key", "value")]
+    on_seq = is_seq_sharded(*(x.placements for x in inputs if isinstance(x, DTensor)))
+    attn_mask = arguments.get("attn_mask", arguments.get("attn_bias"))
+    if not on_seq and inputs[0].device.type != "cpu":
+        return _torch.dispatched_by_default(op, args, kwargs)
+    if not on_seq and attn_mask is not None:
+        raise NotImplementedError(
+            f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention"
+        )
+    refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
+    if arguments.get("return_debug_mask"):
+        raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
+    if on_seq and callable(outputs):
+        _refuse_context_settings(op)
+    q, k, v = on_one_mesh(*inputs)
+    check_qkv(q, k, v, enable_gqa=True)
+    scale, lengths = softmax_scale(q, arguments["scale"]), (q.size(2), k.size(2))
+    if scale <= 0:
+        raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
+    with torch.no_grad(), no_autocast(q):
+        local, mask = LocalCall.of(q, k, v), checked_mask(None, arguments["is_causal"])
+        qkv, allowed = (local.q, local.k, local.v), only_backend(backend)
+        call = bound_call(*qkv, local.config, lengths, mask, NO_MODIFIERS, scale, allowed)
+        if callable(outputs):
+            out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
+            return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
+        of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
+        grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
+        lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
+        saved = call.plan.remake_saved(*qkv, out, lse, call.ranks)
+        grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
+    placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
+    shapes = (tuple(x.shape) for x in (q, k, v))
+    wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))
+    return (*wrapped, *outputs)
+
+
+def _refuse_context_settings(op: Any) -> None:
+    """Refuses settings of the open context that a fused op would leave out."""
+    context = innermost_context()
+    if context is None:
+        return
+    config = context.config
+    for name, is_set in (
+        ("mask", config.mask is not None), ("sinks", context.sinks is not None), ("deterministic", config.deterministic)
+    ):  # fmt: skip
+        if is_set:
+            raise NotImplementedError(
+                f"{op} on DTensors does not take the {name} of its context: use F.scaled_dot_product_attention, or "
+                "context_parallel_attention with DTensors"
+            )
+
+
+def _flash_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
+    debug_mask = torch.empty(0, dtype=out.dtype, device=out.device)
+    return out, lse, None, None, q_len, kv_len, rng_state, rng_state.new_zeros(()), debug_mask
+
+
+def _efficient_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    rng_state = torch.zeros((), dtype=torch.int64, device=out.device)
+    return out, lse, rng_state, rng_state.new_zeros(())
+
+
+def _cudnn_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    rng_state = torch.zeros((), dtype=torch.int64, device=out.device)
+    return out, lse, None, None, q_len, kv_len, rng_state, rng_state.new_zeros(()), None
+
+
+_FUSED_OPS: dict[Any, tuple[str, Callable[..., tuple[Any, ...]] | tuple[None, ...]]] = {
+    aten._scaled_dot_product_flash_attention.default: ("FLASH_ATTENTION", _flash_outputs),
+    aten._scaled_dot_product_flash_attention_backward.default: ("FLASH_ATTENTION", ()),
+    aten._scaled_dot_product_efficient_attention.default: ("EFFICIENT_ATTENTION", _efficient_outputs),
+    aten._scaled_dot_product_efficient_attention_backward.default: ("EFFICIENT_ATTENTION", (None,)),
+    aten._scaled_dot_product_cudnn_attention.default: ("CUDNN_ATTENTION", _cudnn_outputs),
+    aten._scaled_dot_product_cudnn_attention_backward.default: ("CUDNN_ATTENTION", ()),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ("FLASH_ATTENTION", lambda out, lse, *_: (out, lse)),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("FLASH_ATTENTION", ()),
+}
+"""Backends of the fused ops; outputs of a forward op as a function, further outputs of a backward op as they are."""
+
+# The switch
+
+
+def _sdpa_handler(_op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handler of `scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
+    return intercepted_sdpa(*args, **kwargs)
+
+
+def _parts() -> Iterator[AbstractContextManager[None]]:
+    yield intercepted(dtensor_sdpa)
+    yield _torch.dtensor_ops_handled(
+        {aten.scaled_dot_product_attention.default: _sdpa_handler, **dict.fromkeys(_FUSED_OPS, _fused_handler)}
+    )
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
+
+
+def _variant_of_compiled_code() -> str:
+    """Part of the cache key of compiled functions: attention of DTensors is intercepted, with the default transport."""
+    return f"cp_dtensor dispatcher, {transport_by_name(None).name}"
+
+
+dispatcher_installation = SharedInstallation(_parts)
+
+
+class _EnabledByUser:
+    """Number of calls of `enable` without their `disable`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._times = 0
+
+    def count(self, change: int) -> bool:
+        """Counts a call of enable (+1) or disable (-1); False, and nothing counted, if there is nothing to disable."""
+        with self._lock:
+            if self._times + change < 0:
+                return False
+            self._times += change
+            return True
+
+
+_enabled_by_user = _EnabledByUser()
+
+
+class DispatcherLease:
+    """Result of `enable_context_parallel_dispatcher`: a context manager that disables on exit."""
+
+    def __enter__(self) -> DispatcherLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        disable_context_parallel_dispatcher()
+
+
+def enable_context_parallel_dispatcher() -> DispatcherLease:
+    """From now on, SDPA on DTensors that are sharded along the sequence attends to the whole of it.
+
+    Results are those of `F.scaled_dot_product_attention` on the full tensors, whatever the mesh: a ring runs around
+    the axis with `Shard(2)`, or Ulysses over it if its name begins with "ulysses", or both over two; `Shard(0)` (data
+    parallel) and `Shard(1)` (tensor parallel over heads) on other axes stay local. DTensors that are not sharded along
+    the sequence are left to torch, except that on the CPU, where torch has no rule for its fused op, batch and head
+    shards are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward), when
+    called by name on DTensors, attend to the whole sequence as well, by the backend of the op. They take no masks and
+    no dropout there, and refuse contexts with a mask, sinks or `deterministic=True`.
+
+    May be called several times; each call needs its own `disable_context_parallel_dispatcher`. Or use it as
+    `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway.
+
+    K/V travel by the process default of `set_rotate_method`, inside of `context_parallel` as well.
+
+    DTensor's sequence shards are contiguous (`torch.chunk`), so a causal mask loads the ranks unevenly; for training
+    prefer `context_parallel` or `ContextParallel`, which balance the load.
+
+    Raises:
+        RuntimeError: inside of a `torch.compile`d function.
+    """
+    _torch.refuse_in_compiled_function("enable_context_parallel_dispatcher")
+    dispatcher_installation.acquire()
+    _enabled_by_user.count(+1)
+    return DispatcherLease()
+
+
+def disable_context_parallel_dispatcher() -> None:
+    """Reverts one `enable_context_parallel_dispatcher`; without one, does nothing.
+
+    After the last one, DTensor's tables and torch's dispatcher are as before.
+    """
+    if _enabled_by_user.count(-1):
+        dispatcher_installation.release()
