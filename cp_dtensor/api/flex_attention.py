@@ -22,15 +22,19 @@ from cp_dtensor.api.active_context import (
     with_inherited,
     with_inherited_in_trace,
 )
-from cp_dtensor.api.flex_block_mask import FULL, PARTIAL, LocalRows, Tables, cached_tables, mask_lengths
-from cp_dtensor.api.flex_custom_ops import (
-    check_context_mask,
+from cp_dtensor.api.flex_block_mask import (
+    FULL,
+    PARTIAL,
+    LocalRows,
+    TableCall,
+    Tables,
+    cached_tables,
     check_mask_lengths,
     layout_is_found,
+    mask_lengths,
     traced_tables,
-    world_size,
 )
-from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather
+from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather, check_context_mask
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of, made_of, parts_of
@@ -209,7 +213,7 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
     mask, of_mask = call.block_mask, mask_lengths(call.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
-    if world_size(token) == 1:
+    if _is_alone(token):
         return call.attend(call.k, call.v, call.score_mod, mask)
     declared = lengths is not None
     lengths = lengths or of_mask or (-1, -1)
@@ -229,9 +233,8 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
     if mask is not None and q_local:
         tables = Tables.of(mask)
         if of_mask is not None:
-            block_size = index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1])
-            with_q = mask.q_indices is not None
-            tables = traced_tables(tables, found, token, lengths, batch_size, q_local, block_size, with_q)
+            sizes = (*lengths, batch_size, q_local, index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1]))
+            tables = traced_tables(tables, found, TableCall(token, *sizes, mask.q_indices is not None))
         elif kv_total is not None and mask.full_kv_num_blocks is not None:
             raise NotImplementedError(
                 "in a compiled function, a block mask of one block that is full needs seq_len, since keys after the "
@@ -239,6 +242,11 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
             )
         mask = block_mask_of_rows(mask, tables, (q_local, keys.size(2)), positions, kv_total)
     return call.attend(keys, values, _local_score_mod(call.score_mod, positions, kv_total), mask)
+
+
+@_torch.constant_in_trace
+def _is_alone(token: str) -> bool:
+    return call_spec_of(token).config().ranks.size == 1
 
 
 def _mask_of_one_block(q: torch.Tensor) -> BlockMask:
