@@ -43,10 +43,10 @@ class ActiveContext(ActiveConfig):
     """(query heads,), logits of all SDPA inside."""
 
 
-def attends_alone(context: ActiveContext) -> bool:
-    """True if `local_sdpa` is open in this context: each rank then attends to its own keys."""
+def open_local_sdpa(context: ActiveContext) -> bool | None:
+    """The argument of the `local_sdpa` that is open in this context: each rank attends to its own keys; else None."""
     state = _torch.get_thread_state(LOCAL_SDPA)
-    return state is not None and state[0] is context
+    return state[1] if state is not None and state[0] is context else None
 
 
 def innermost_context() -> ActiveContext | None:

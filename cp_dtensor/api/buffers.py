@@ -217,9 +217,10 @@ def _rows_and_positions(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
     groups = layout.batch_groups(tensor.size(0))
-    positions = [
-        positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
+    return [
+        (
+            tensor if len(groups) == 1 else tensor[start:stop],
+            positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device),
+        )
+        for index, (start, stop) in enumerate(groups)
     ]
-    if len(groups) == 1:
-        return [(tensor, positions[0])]
-    return [(tensor[start:stop], each) for (start, stop), each in zip(groups, positions, strict=True)]

@@ -122,11 +122,7 @@ class LocalCall(NamedTuple):
         cls, q: DTensor, k: DTensor, v: DTensor, method: str = "auto", rotate_method: str | None = None,
         deterministic: bool = False,
     ) -> LocalCall:  # fmt: skip
-        """The part of q, k and v on one mesh, which are redistributed as far as necessary.
-
-        Raises:
-            ValueError: a method that the placements do not permit.
-        """
+        """Redistributes q, k and v of one mesh as far as necessary; refuses methods that placements do not permit."""
         mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
         by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
         names = mesh.mesh_dim_names
@@ -226,11 +222,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
-    """All as DTensors of one mesh.
-
-    Raises:
-        ValueError: plain tensors among DTensors, or different meshes.
-    """
+    """All as DTensors of one mesh; refuses plain tensors among DTensors, and different meshes."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if len(sharded) < len(tensors):
         raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
@@ -285,20 +277,10 @@ def local_only_sdpa(
 
 
 def _local_modifiers(
-    q: DTensor,
-    kv_len: int,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    sinks: torch.Tensor | None,
+    q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None,
     placed: AttentionPlacements,
-) -> Modifiers:
-    """The modifiers of a rank's queries. With dropout, a collective of the whole mesh.
-
-    The pattern of dropout depends on global batch rows, heads and positions, not on placements.
-
-    Raises:
-        ValueError, TypeError: an attn_mask or sinks that do not fit, or are no DTensors on the mesh of q.
-    """
+) -> Modifiers:  # fmt: skip
+    """The modifiers of a rank's queries. With dropout, a collective of the whole mesh."""
     dropout_p = checked_dropout_p(dropout_p)
     if attn_mask is None and not dropout_p and sinks is None:
         return NO_MODIFIERS

@@ -15,9 +15,9 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.api.active_context import (
     CAPTURED_BEFORE,
-    attends_alone,
     current_context,
     innermost_context,
+    open_local_sdpa,
     refuse_sinks,
     with_inherited,
     with_inherited_in_trace,
@@ -168,12 +168,7 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
-    """This rank's rows of `call.attention` of the whole sequence.
-
-    Args:
-        call: local q, k and v; score and mask of the whole sequence.
-        lengths: global numbers of queries and keys, if the caller passed them.
-    """
+    """This rank's rows of `call.attention` of the whole sequence; `lengths` are global, if the caller passed them."""
     call.check()
     check_batch_size(call.q, settings)
     ranks, layout, mask, of_mask = settings.ranks, settings.layout, call.block_mask, mask_lengths(call.block_mask)
@@ -274,12 +269,9 @@ def block_mask_of_rows(
     whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor,
     kv_total: torch.Tensor | None = None,
 ) -> BlockMask:  # fmt: skip
-    """The block mask of local rows.
+    """The block mask of local rows from their tables; `lengths` are those of local queries and gathered keys.
 
     Args:
-        whole: the block mask of the whole sequence.
-        tables: those of the local rows.
-        lengths: numbers of local queries and gathered keys.
         positions: global positions of the local rows, (rows,) or (batch, rows).
         kv_total: (1,), the global number of keys, if more may have been gathered.
     """
@@ -363,7 +355,7 @@ def _context_token() -> str:
         return ""
     check_context_mask(context.config.mask)
     refuse_sinks(context.sinks is not None, "FlexAttention")
-    if attends_alone(context):
+    if open_local_sdpa(context) is not None:
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
             "F.scaled_dot_product_attention"

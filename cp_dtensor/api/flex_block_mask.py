@@ -197,13 +197,8 @@ def table_shapes(
 ) -> list[Shape | None]:  # fmt: skip
     """The shapes of the tables that `local_tables` returns, None for those it leaves out.
 
-    Args:
-        mask_shape: the shape of the whole mask's `kv_indices`.
-        has_full: True if the whole mask lists full blocks apart.
-        lengths: global numbers of queries and keys.
-        batch: batch rows of the local tables.
-        local: the number of local rows.
-        block_size, with_q, unaligned: as for `local_tables`.
+    `mask_shape` is that of the whole mask's `kv_indices`, `lengths` are global, `batch` and `local` count batch rows of
+    the local tables and local queries.
     """
     q_blocks, kv_blocks = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
     first, local_blocks = (batch, mask_shape[1]), -(-local // block_size[0])
@@ -222,7 +217,6 @@ def local_tables(
 
     Args:
         mask: the tables of the whole sequence, of which those by blocks of queries are read.
-        block_size: queries and keys of a block.
         kv_len: global number of keys.
         rows: the local queries, one at least.
         with_q: True to also return tables by blocks of keys, which backward needs.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,11 +159,7 @@ def _split_kv(rows: torch.Tensor, width: int) -> Pair:
 def _row_index(
     layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int, to_shards: bool
 ) -> torch.Tensor:
-    """The rows to select of K/V in the order of positions, for the shards of all ranks, padded to one length; or back.
-
-    Returns:
-        (ranks * longest shard,) positions with `to_shards`, 0 for padding; else (positions,) rows of the shards.
-    """
+    """(ranks * longest shard,) positions of padded shards, 0 for padding, with `to_shards`; else (positions,) rows."""
     longest = max(shard_lengths(layout, seq_len, world_size))
     shards = [positions_of(layout.segments(seq_len, rank, world_size, group), device) for rank in range(world_size)]
     rows = torch.cat([torch.arange(each.numel(), device=device) + rank * longest for rank, each in enumerate(shards)])
@@ -208,19 +204,6 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
 # K/V in compiled code
 
 
-class _KeysCall(NamedTuple):
-    """Constants of the operator `flex_keys`, in the order of its schema."""
-
-    token: str
-    q_len: int
-    """Global number of queries; -1 if it is known only when the code runs."""
-    kv_len: int
-    declared: bool
-    """True if the caller passed the lengths; otherwise they are those of a mask."""
-    scale: float
-    needs_backward: bool
-
-
 def check_context_mask(mask: Mask | None) -> None:
     """Refuses contexts with a mask."""
     if mask is not None:
@@ -231,13 +214,13 @@ def check_context_mask(mask: Mask | None) -> None:
 
 
 def _keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *constants: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _KeysCall(*constants)
-    known = (call.q_len, call.kv_len) if call.q_len >= 0 else None
-    call_spec = call_spec_of(call.token)
-    compared = known if call.declared or call_spec.debug else None  # debugging, ranks compare the lengths of masks
-    lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, call.scale, compared)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, q_len: int, kv_len: int, declared: bool,
+    scale: float, needs_backward: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Lengths are -1 where they are known only when the code runs, and `declared` if the caller passed them."""
+    known, call_spec = (q_len, kv_len) if q_len >= 0 else None, call_spec_of(token)
+    compared = known if declared or call_spec.debug else None  # debugging, ranks compare the lengths of masks
+    lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
     check_mask_lengths(lengths, known)
     if found.context is not None:
         check_context_mask(found.context.mask)
@@ -253,21 +236,21 @@ def _keys(
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # Backward gets these numbers, so it needs neither the context nor communication.
     if call_spec.reads_context:
-        begun_in = pending_backwards.begin(found, call.needs_backward)
+        begun_in = pending_backwards.begin(found, needs_backward)
         numbers = torch.tensor([lengths[1], runtime_numbers.number_of(found), begun_in], device="cpu")
     else:
         numbers = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
     return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), numbers
 
 
-def _fake_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *constants: Any) -> tuple[torch.Tensor, ...]:
-    call = _KeysCall(*constants)
-    config, is_found = config_of(call.token), layout_is_found(call.token)
-    ranks, layout, rows = config.ranks, config.layout, call.kv_len
-    if rows < 0:
-        rows = longest_seq_len(layout, int(k.size(2)), ranks.rank, ranks.size)
+def _fake_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, q_len: int, kv_len: int, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    config, is_found = config_of(token), layout_is_found(token)
+    ranks, layout = config.ranks, config.layout
+    rows = kv_len if kv_len >= 0 else longest_seq_len(layout, int(k.size(2)), ranks.rank, ranks.size)
     per_row = () if is_found or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
-    numbers = 3 if is_found else 0 if call.q_len >= 0 else 1
+    numbers = 3 if is_found else 0 if q_len >= 0 else 1
     return (
         k.new_empty(*k.shape[:2], rows, k.size(3)),
         v.new_empty(*v.shape[:2], rows, v.size(3)),

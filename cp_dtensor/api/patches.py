@@ -18,10 +18,10 @@ from cp_dtensor import _torch
 from cp_dtensor.api.active_context import (
     LOCAL_SDPA,
     ActiveContext,
-    attends_alone,
     current_context,
     innermost_context,
     listed_if_unseen,
+    open_local_sdpa,
     refuse_sinks,
 )
 from cp_dtensor.api.buffers import is_shard_now
@@ -73,12 +73,15 @@ _installation = SharedInstallation(_patches)
 def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpointed function, run in the present context whenever it runs: also when recomputed after exit."""
     context = current_context()
-    return function if context is None else _run_inside(partial(entered, context), function)
+    if context is None:
+        return function
+    queries_are_shards = open_local_sdpa(context)
 
-
-def _run_inside(opened: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with opened():
+        with ExitStack() as stack:
+            stack.enter_context(entered(context))
+            if queries_are_shards is not None:
+                stack.enter_context(local_sdpa(queries_are_shards=queries_are_shards))
             return function(*args, **kwargs)
 
     return run
@@ -89,20 +92,31 @@ def _variant_of_compiled_code() -> str:
     context = innermost_context()
     if context is None:
         return ""
-    sinks, alone = ", sinks" * (context.sinks is not None), ", each rank alone" * attends_alone(context)
-    return f"cp_dtensor: {context.key}{sinks}{alone}"
+    sinks, is_alone = context.sinks is not None, open_local_sdpa(context) is not None
+    return f"cp_dtensor: {context.key}{', sinks' * sinks}{', each rank alone' * is_alone}"
 
 
 # SDPA in contexts
 
 
 def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards, or of DTensors; None outside of contexts and where torch has a rule for DTensors."""
+    """SDPA of this rank's shards, or of DTensors; torch's own in `local_sdpa`.
+
+    None outside of contexts and where torch has a rule for DTensors.
+    """
     if call.q.is_meta:
         return None
     context = current_context()
     if context is None:
         return None
+    queries_are_shards = open_local_sdpa(context)
+    if queries_are_shards is not None:
+        if queries_are_shards and call.is_causal:
+            raise NotImplementedError(
+                "is_causal is not supported between sharded queries and keys that every rank has whole: got "
+                "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
+            )
+        return call.attend_by_torch()
     if call.under_vmap:
         raise NotImplementedError(
             "context_parallel takes no scaled_dot_product_attention under torch.vmap; it takes any number of "
@@ -179,7 +193,7 @@ def _lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., to
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         context = current_context()
-        if context is None or attends_alone(context):
+        if context is None or open_local_sdpa(context) is not None:
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
             raise NotImplementedError(
@@ -226,37 +240,5 @@ def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
     if context is None:
         yield
         return
-    # Contexts outlive this installation, so its patches lie outside of theirs.
-    with _local_installation.held(), _torch.thread_state(LOCAL_SDPA, (context, queries_are_shards)):
+    with _torch.thread_state(LOCAL_SDPA, (context, queries_are_shards)):
         yield
-
-
-def _queries_are_shards() -> bool | None:
-    """The argument of the `local_sdpa` that is open in the current context; None if none is open."""
-    state = _torch.get_thread_state(LOCAL_SDPA)
-    return state[1] if state is not None and state[0] is current_context() else None
-
-
-def _local_sdpa(call: SdpaArguments) -> torch.Tensor | None:
-    queries_are_shards = _queries_are_shards()
-    if queries_are_shards is None:
-        return None
-    if queries_are_shards and call.is_causal:
-        raise NotImplementedError(
-            "is_causal is not supported between sharded queries and keys that every rank has whole: got "
-            "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
-        )
-    return call.attend_by_torch()
-
-
-def _bound_to_local_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpointed function, run under the present `local_sdpa`, inside of its binding to the active context."""
-    queries_are_shards = _queries_are_shards()
-    if queries_are_shards is None:
-        return function
-    return _run_inside(partial(local_sdpa, queries_are_shards=queries_are_shards), function)
-
-
-_local_installation = SharedInstallation(
-    lambda: [intercepted(_local_sdpa), _torch.checkpointed_functions_bound(_bound_to_local_sdpa)]
-)
