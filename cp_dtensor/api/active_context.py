@@ -128,9 +128,8 @@ def config_around(
 ) -> AttentionConfig | None:
     """The configuration of the innermost context or module of this thread, if it is over these ranks.
 
-    Raises:
-        RuntimeError: this is a backward, which may belong to the context or not, and the layout or mask of the context
-            (if the argument is True) is not the default.
+    Refuses a backward, which may belong to the context or not, if that has another layout or mask (where the argument
+    is True) than the default.
     """
     state = _torch.get_thread_state(CONTEXT_STATE)
     if state is None or not (layout or mask):

@@ -61,11 +61,7 @@ class InPlaceShard:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly.
-
-        Raises:
-            RuntimeError: on exit, if a shard that was entered later is still open.
-        """
+        """Makes the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly."""
         tensor, key = self.buffer.tensor, id(self.buffer.tensor)
         with _lock:
             shards = _open_shards.get(key, [])
@@ -125,13 +121,7 @@ class InPlaceShard:
 
 
 def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
-    """Refuses tensors that cannot be sharded in place.
-
-    Raises:
-        ValueError: a tensor whose autograd graph would break; a buffer of a context over these ranks that is open or
-            has left it sharded.
-        TypeError: a tensor whose data is in other tensors, which would not be exchanged.
-    """
+    """Refuses tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(
@@ -155,11 +145,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
 
 
 def refuse_different_buffers(buffers: list[Buffer], ranks: SequenceRanks) -> None:
-    """Compares the buffers of the ranks; a collective that reads all buffers.
-
-    Raises:
-        ValueError: on every rank alike, where they differ; names buffers and ranks.
-    """
+    """Refuses, on every rank alike, buffers that differ between ranks; a collective that reads all buffers."""
     device = buffers[0].tensor.device if buffers else torch.device("cpu")
     (counts, *_) = zip(*ranks.gather_integers([len(buffers)], device), strict=True)
     if len({*counts}) > 1:

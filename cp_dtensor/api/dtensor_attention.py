@@ -309,9 +309,7 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
     """The first of a rank's batch rows, and of its query heads."""
     shape, coordinate = tuple(q.device_mesh.shape), _coordinate(q.device_mesh)
-    batch, head = (
-        local_segment(q.size(dim), placed.q, shape, coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM)
-    )
+    batch, head = (local_segment(q.size(dim), placed.q, shape, coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM))
     return batch, head
 
 

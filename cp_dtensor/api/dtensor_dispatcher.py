@@ -44,9 +44,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not on_seq and inputs[0].device.type != "cpu":
         return _torch.dispatched_by_default(op, args, kwargs)
     if not on_seq and attn_mask is not None:
-        raise NotImplementedError(
-            f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention"
-        )
+        raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
     refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
     if arguments.get("return_debug_mask"):
         raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")

@@ -195,11 +195,7 @@ def ulysses_attention(
 def _refuse_of_shards_only(
     q: DTensor, k: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: tuple[int, int] | None, debug: bool
 ) -> None:  # fmt: skip
-    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths.
-
-    Raises:
-        ValueError, NotImplementedError: such arguments.
-    """
+    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths."""
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(
             "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
@@ -253,8 +249,6 @@ def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor
-    if not torch.is_autocast_enabled(tensor.device.type):
+    if not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:
         return tensor
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if tensor.is_floating_point() else tensor
