@@ -192,9 +192,8 @@ class PlacedPartition(CachedHash, SequencePartition):
         return (GroupSegments((0, self.batch_size), q_by_rank, kv_by_rank),)
 
     def _rows(self, length: int, placements: tuple[Placement, ...], place: tuple[int, ...]) -> tuple[Segment, ...]:
-        coordinate = list(self.coordinate)
-        for axis, index in zip(self.placed.axes, place, strict=True):
-            coordinate[axis] = index
+        at = dict(zip(self.placed.axes, place, strict=True))
+        coordinate = [at.get(axis, index) for axis, index in enumerate(self.coordinate)]
         return (local_segment(length, placements, self.mesh_shape, coordinate),)
 
 

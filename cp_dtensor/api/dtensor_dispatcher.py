@@ -6,10 +6,8 @@ serve code that calls the fused ops by name, or that runs below autograd.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -141,38 +139,11 @@ def _variant_of_compiled_code() -> str:
 dispatcher_installation = SharedInstallation(_parts)
 
 
-class _EnabledByUser:
-    """Number of calls of `enable` without their `disable`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._times = 0
-
-    def count(self, change: int) -> bool:
-        """Counts a call of enable (+1) or disable (-1); False, and nothing counted, if there is nothing to disable."""
-        with self._lock:
-            if self._times + change < 0:
-                return False
-            self._times += change
-            return True
+_enabled_by_user: list[None] = []
+"""An entry for each call of `enable` without its `disable`; its changes are atomic."""
 
 
-_enabled_by_user = _EnabledByUser()
-
-
-class DispatcherLease:
-    """Result of `enable_context_parallel_dispatcher`: a context manager that disables on exit."""
-
-    def __enter__(self) -> DispatcherLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        disable_context_parallel_dispatcher()
-
-
-def enable_context_parallel_dispatcher() -> DispatcherLease:
+def enable_context_parallel_dispatcher() -> ExitStack:
     """From now on, SDPA on DTensors that are sharded along the sequence attends to the whole of it.
 
     Results are those of `F.scaled_dot_product_attention` on the full tensors, whatever the mesh: a ring runs around
@@ -196,8 +167,10 @@ def enable_context_parallel_dispatcher() -> DispatcherLease:
     """
     _torch.refuse_in_compiled_function("enable_context_parallel_dispatcher")
     dispatcher_installation.acquire()
-    _enabled_by_user.count(+1)
-    return DispatcherLease()
+    _enabled_by_user.append(None)
+    lease = ExitStack()
+    lease.callback(disable_context_parallel_dispatcher)
+    return lease
 
 
 def disable_context_parallel_dispatcher() -> None:
@@ -205,5 +178,8 @@ def disable_context_parallel_dispatcher() -> None:
 
     After the last one, DTensor's tables and torch's dispatcher are as before.
     """
-    if _enabled_by_user.count(-1):
-        dispatcher_installation.release()
+    try:
+        _enabled_by_user.pop()
+    except IndexError:
+        return
+    dispatcher_installation.release()

@@ -140,11 +140,7 @@ def _inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
-    """`values` as a list.
-
-    Raises:
-        TypeError: a tensor or a string, or a value that cannot be iterated over.
-    """
+    """`values` as a list; refuses a tensor, a string and a value that cannot be iterated over."""
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
     return list(values)
