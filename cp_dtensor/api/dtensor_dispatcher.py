@@ -118,16 +118,12 @@ _FUSED_OPS: dict[Any, tuple[str, Callable[..., tuple[Any, ...]] | tuple[None, ..
 # The switch
 
 
-def _sdpa_handler(_op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handler of `scaled_dot_product_attention` itself, which reaches DTensor in inference mode."""
-    return intercepted_sdpa(*args, **kwargs)
-
-
 def _parts() -> Iterator[AbstractContextManager[None]]:
     yield intercepted(dtensor_sdpa)
-    yield _torch.dtensor_ops_handled(
-        {aten.scaled_dot_product_attention.default: _sdpa_handler, **dict.fromkeys(_FUSED_OPS, _fused_handler)}
-    )
+    handlers: dict[Any, Any] = dict.fromkeys(_FUSED_OPS, _fused_handler)
+    # In inference mode, SDPA itself reaches DTensor.
+    handlers[aten.scaled_dot_product_attention.default] = lambda _op, args, kwargs: intercepted_sdpa(*args, **kwargs)
+    yield _torch.dtensor_ops_handled(handlers)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
 
 

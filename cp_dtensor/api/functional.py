@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -133,19 +131,24 @@ def context_parallel_attention(
         return (out, lse) if return_lse else out
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
-        return _of_dtensors(
-            q, k, v, mask, is_causal, return_lse, attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks, scale=scale,
-            enable_gqa=enable_gqa, method=checked_method(method), rotate_method=rotate_method,
-            deterministic=bool(deterministic),
+        checked_method(method)
+        if mask is None:
+            around = config_around("context_parallel_attention", sequence_ranks_of(q, k, v), mask=True)
+            mask = None if around is None else around.mask
+        out, lse = dtensor_attention(
+            q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
+            scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
+            deterministic=bool(deterministic), needs_lse=return_lse,
         )  # fmt: skip
-    refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-    settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-    settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
-    out, lse = attend(
-        q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
-        modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+    else:
+        refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
+        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+        settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
+        out, lse = attend(
+            q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
+            modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
+        )  # fmt: skip
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def ring_attention(
@@ -216,17 +219,6 @@ def _refuse_of_shards_only(
         )
     if debug:
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
-
-
-def _of_dtensors(
-    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, is_causal: bool, return_lse: bool, **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of DTensors; None as mask takes that of the context over their ranks."""
-    if mask is None:
-        around = config_around("context_parallel_attention", sequence_ranks_of(q, k, v), mask=True)
-        mask = None if around is None else around.mask
-    out, lse = dtensor_attention(q, k, v, mask=checked_mask(mask, is_causal), needs_lse=return_lse, **options)
-    return out if lse is None else (out, lse)
 
 
 @_torch.constant_in_trace

@@ -103,7 +103,6 @@ class _Interceptors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
-        self._in_turn: tuple[Interceptor, ...] = ()  # each one once
         under_vmap = partial(self.sdpa, under_vmap=True)
         self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self.sdpa, under_vmap)])
 
@@ -112,21 +111,18 @@ class _Interceptors:
         """While open, calls of SDPA in all threads go to `interceptor` first, then to those that were there before."""
         with self._installation.held():
             with self._lock:
-                self._set((interceptor, *self._entered))
+                self._entered = (interceptor, *self._entered)
             try:
                 yield
             finally:
                 with self._lock:
                     place = self._entered.index(interceptor)
-                    self._set(self._entered[:place] + self._entered[place + 1 :])
-
-    def _set(self, entered: tuple[Interceptor, ...]) -> None:
-        self._entered, self._in_turn = entered, tuple(dict.fromkeys(entered))
+                    self._entered = self._entered[:place] + self._entered[place + 1 :]
 
     def sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """SDPA by the first interceptor that computes it, else by torch."""
         call = SdpaArguments(*args, **kwargs)
-        for interceptor in self._in_turn:
+        for interceptor in self._entered:
             result = interceptor(call)
             if result is not None:
                 return result
