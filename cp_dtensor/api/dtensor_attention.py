@@ -83,7 +83,7 @@ def dtensor_attention(
     rotate_method: str | None = None,
     deterministic: bool = False,
     needs_lse: bool = False,
-) -> tuple[DTensor, DTensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
     Args:
@@ -92,7 +92,7 @@ def dtensor_attention(
         attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
         method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
         rotate_method: None for the process default.
-        needs_lse: False if lse may be None.
+        needs_lse: False if lse may be empty.
 
     Raises:
         ValueError, TypeError: tensors that do not fit, or a method that the placements do not permit.
@@ -105,7 +105,7 @@ def dtensor_attention(
         call.q, call.k, call.v, call.config, mask=_of_local_rows(mask, q, call), scale=scale, modifiers=modifiers,
         lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
     )  # fmt: skip
-    return call.wrapped(out, q), call.wrapped(lse, q) if needs_lse else None
+    return call.wrapped(out, q), call.wrapped(lse, q) if needs_lse else lse
 
 
 class LocalCall(NamedTuple):

@@ -128,8 +128,7 @@ def context_parallel_attention(
         out, lse = traced_attention_by_keys(
             q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, reads_more=reads_more,
         )  # fmt: skip
-        return (out, lse) if return_lse else out
-    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
+    elif isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
         checked_method(method)
         if mask is None:
@@ -148,7 +147,7 @@ def context_parallel_attention(
             q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
             modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
         )  # fmt: skip
-    return out if lse is None or not return_lse else (out, lse)
+    return (out, lse) if return_lse else out
 
 
 def ring_attention(
