@@ -43,28 +43,37 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _torch.dispatched_by_default(op, args, kwargs)
     if not on_seq and attn_mask is not None:
         raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
-    refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
-    if arguments.get("return_debug_mask"):
-        raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
-    if on_seq and callable(outputs):
-        _refuse_context_settings(op)
     q, k, v = on_one_mesh(*inputs)
     check_qkv(q, k, v, enable_gqa=True)
-    scale, lengths = softmax_scale(q, arguments["scale"]), (q.size(2), k.size(2))
-    if scale <= 0:
-        raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
-    with torch.no_grad(), no_autocast(q):
-        local, mask = LocalCall.of(q, k, v), checked_mask(None, arguments["is_causal"])
-        qkv, allowed = (local.q, local.k, local.v), only_backend(backend)
-        call = bound_call(*qkv, local.config, lengths, mask, NO_MODIFIERS, scale, allowed)
+    scale, is_causal, lengths = softmax_scale(q, arguments["scale"]), arguments["is_causal"], (q.size(2), k.size(2))
+    if on_seq:
+        refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
+        if arguments.get("return_debug_mask"):
+            raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
+        if scale <= 0:
+            raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
         if callable(outputs):
-            out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
+            _refuse_context_settings(op)
+    with torch.no_grad(), no_autocast(q):
+        local = LocalCall.of(q, k, v)
+        qkv, call = (local.q, local.k, local.v), None
+        if on_seq:
+            mask, allowed = checked_mask(None, is_causal), only_backend(backend)
+            call = bound_call(*qkv, local.config, lengths, mask, NO_MODIFIERS, scale, allowed)
+        if callable(outputs):
+            if call is None:  # on a CPU, where torch has no rule for the op
+                out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
+            else:
+                out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
             return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
         of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
         grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
-        lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
-        saved = call.plan.remake_saved(*qkv, out, lse, call.ranks)
-        grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
+        if call is None:
+            grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
+        else:
+            lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
+            saved = call.plan.remake_saved(*qkv, out, lse, call.ranks)
+            grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
     shapes = (tuple(x.shape) for x in (q, k, v))
     wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))
