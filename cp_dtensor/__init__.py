@@ -1,9 +1,9 @@
 """Context-parallel attention for DTensor: `F.scaled_dot_product_attention` of sequences too long for one device."""
 
 from cp_dtensor.api.context import context_parallel
-from cp_dtensor.api.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
+from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.api.explain import explain
-from cp_dtensor.api.flex.attention import context_parallel_flex_attention
+from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.api.parallel_style import ContextParallel
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions

@@ -250,7 +250,7 @@ def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
     if starts_with(module, DOORS):
         return
     tree = parse(module)
-    may_call_attention = starts_with(module, ("attention.backends", "api.dtensor"))
+    may_call_attention = starts_with(module, ("attention.backends", "api.dtensor_dispatcher"))
     violations = []
     for line, name in torch_names(module, tree):
         private = name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))

@@ -15,9 +15,7 @@ from cp_dtensor._torch.compiler import (
     refuse_in_compiled_function, traced_inside, traced_scope,
 )
 from cp_dtensor._torch.cuda_graphs import is_before_capture, is_in_cuda_graph, prepared
-from cp_dtensor._torch.dtensor import (
-    OpHandler, bound_arguments, dtensor_tables, expand_strategies, mesh_of, propagated, run_locally, tensor_inputs,
-)
+from cp_dtensor._torch.dtensor import bound_arguments, dispatched_by_default, dtensor_ops_handled
 from cp_dtensor._torch.flex import (
     FLEX_ATTENTION_IS_KNOWN, WHOLE_BLOCK, captured_flex_attention_checked, flex_attention_is_redirected,
     flex_attention_redirected, original_flex_attention, with_write_order_like,

@@ -8,7 +8,7 @@ import torch
 
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
-from cp_dtensor.engine.planner import axes_of
+from cp_dtensor.engine.planner import axes_of, call_spec
 from cp_dtensor.engine.validation import (
     Mesh,
     axis_names,
@@ -19,10 +19,9 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
 )
 from cp_dtensor.plan.cost import Hardware
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
-from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, interval_sets_of
+from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks): the default of `explain` without GPUs."""
@@ -114,18 +113,8 @@ def explain(
     lengths = checked_seq_len(seq_len)
     partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    masking = masking_of(partition, shown)
-    shape = CallSpec(
-        partition=partition,
-        mask=as_plain(shown) if masking is Masking.BY_SHAPE else shown,
-        batch_size=batch_size,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        masking=masking,
-    )
+    q_shape, kv_shape = (torch.Size((batch_size, heads, 0, head_dim)) for heads in (q_heads, kv_heads))
+    shape = call_spec(partition, shown, q_shape, kv_shape, kv_shape, dtype, torch.device("cpu"))
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

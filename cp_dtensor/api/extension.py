@@ -9,9 +9,10 @@ import torch
 
 from cp_dtensor._torch import current_backward, never_compiled, version_of
 from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.buffers import take_shard
+from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.patches import local_sdpa
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence, take_shard
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
@@ -87,10 +88,7 @@ def ring_attention_backward(
         backend, q, k, v, mesh, mask, layout, scale, seq_len: as there.
 
     Returns:
-        (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v.
-
-    Raises:
-        as `ring_attention_by_backend`.
+        (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v. Raises as there.
     """
     with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
         leaf = q.detach().requires_grad_()

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context, refuse_sinks
-from cp_dtensor.api.deprecated import renamed_keywords
+from cp_dtensor.api.active_context import ActiveContext, current_context, open_local_sdpa, refuse_sinks
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.attend import attend_packed
 from cp_dtensor.engine.validation import Mesh
@@ -20,7 +19,6 @@ Window = tuple[int | None, int | None]
 """Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
-@renamed_keywords(window="window_size")
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
     is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
@@ -212,4 +210,4 @@ def _context_of(call: dict[str, Any]) -> ActiveContext | None:
     if call["query"].is_meta:
         return None
     context = current_context()
-    return None if context is None or attends_alone(context) else context
+    return None if context is None or open_local_sdpa(context) is not None else context

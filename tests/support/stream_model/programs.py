@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor.api.flex import gather_kv
-from cp_dtensor.api.flex.gather_kv import KVGather
+from cp_dtensor.api import flex_gather_kv as gather_kv
+from cp_dtensor.api.flex_gather_kv import KVGather
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
