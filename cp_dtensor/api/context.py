@@ -30,6 +30,7 @@ from cp_dtensor.api.active_context import (
     refuse_sinks,
 )
 from cp_dtensor.api.buffers import Buffer, InPlaceShard, check_in_place, is_shard_now, refuse_different_buffers
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
@@ -122,6 +123,7 @@ class context_parallel(ContextDecorator):
     `buffer_seq_dims` and `no_restore_buffers`.
     """
 
+    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self, mesh: Mesh, *, buffers: Sequence[torch.Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,

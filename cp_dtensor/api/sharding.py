@@ -13,6 +13,7 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor.api.active_context import config_around
 from cp_dtensor.api.buffers import put_shard, take_shard
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
@@ -20,6 +21,7 @@ from cp_dtensor.engine.validation import Mesh, checked_layout, checked_length, r
 from cp_dtensor.spec.layouts import HeadTail, Layout
 
 
+@renamed_keywords(seq_dims="buffer_seq_dims")
 def context_parallel_shard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None
 ) -> list[torch.Tensor]:
@@ -49,6 +51,7 @@ def context_parallel_shard(
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
+@renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None, *,

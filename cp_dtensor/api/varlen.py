@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.active_context import ActiveContext, current_context, open_local_sdpa, refuse_sinks
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.attend import attend_packed
 from cp_dtensor.engine.validation import Mesh
@@ -19,6 +20,7 @@ Window = tuple[int | None, int | None]
 """Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
+@renamed_keywords(window="window_size")
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
     is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
