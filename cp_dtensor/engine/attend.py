@@ -21,7 +21,7 @@ from cp_dtensor.engine.validation import (
     positive_scale,
     softmax_scale,
 )
-from cp_dtensor.spec.documents import PackedEdges, checked_lengths
+from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Mask, mask_intersection
 
 
@@ -91,7 +91,7 @@ def attend_packed(
     packed = PackedEdges.of(*cu_seqlens).in_rows(config.declared_lengths)
     q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
     check_batch_size(q, config)
-    out, lse = attend(q, k, v, config, mask=packed.mask(within), scale=scale, lengths=packed.lengths, needs_lse=True)
+    out, lse = attend(q, k, v, config, mask=packed_mask(packed, within), scale=scale, lengths=packed.lengths, needs_lse=True)
     return joined_rows(out, packed.rows), joined_rows(lse, packed.rows)
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.spec.layouts import Span, share
+from cp_dtensor.spec.layouts import Span, chunk
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class HeadPartition:
 
     def kv_groups(self, rank: int, stage: int | None = None) -> Span:
         """Returns the groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
-        span = share((0, self.kv_group_count), rank, self.world_size)
-        return span if stage is None else share(span, stage, self.stages)
+        span = chunk((0, self.kv_group_count), self.world_size, rank)
+        return span if stage is None else chunk(span, self.stages, stage)
 
     def query_heads(self, kv_groups: Span) -> Span:
         """Returns the query heads of some groups."""

@@ -15,8 +15,7 @@ from cp_dtensor.plan.interval_tiling import tiling_of
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
-from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
-from cp_dtensor.spec.masks import Full, Mask, is_plain
+from cp_dtensor.spec.masks import Full, Mask, is_plain, workload_by_rank
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of backward over FLOPs of forward: five matrix products instead of two."""
@@ -126,12 +125,7 @@ class CallSpec(CachedHash):
         segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
         if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
             return None
-        pairs = [0] * len(groups[0].q_by_rank)
-        for group in groups:
-            rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
-            workloads = workload_of(self.mask, q_len, group.batch)
-            for rank, workload in enumerate(workload_of_segments(group.q_by_rank, workloads)):
-                pairs[rank] += rows * workload
+        pairs = workload_by_rank([(group.batch, group.q_by_rank) for group in groups], self.mask, q_len)
         return pairs.index(max(pairs))
 
     @property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cp_dtensor.plan.tiles import Tile, without_long_triangles
 from cp_dtensor.plan.tiling import GatheredRows, Tiling
-from cp_dtensor.spec.layouts import Span, joined_spans, share
+from cp_dtensor.spec.layouts import Span, chunk, joined_spans
 
 LONGEST_TRIANGLE = 1 << 16
 """Most rows of a causal tile in forward: cuDNN is 7% slower on a longer one than on its parts (H200, docs/log.md)."""
@@ -238,7 +238,7 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     ((0, 3), (3, 6), (6, 8))
     """
     count = max(1, min(count, kv_heads))
-    return tuple(share((0, kv_heads), index, count) for index in range(count))
+    return tuple(chunk((0, kv_heads), count, index) for index in range(count))
 
 
 def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePlan:

@@ -1,4 +1,4 @@
-"""Interval sets: masks as bands of integers.
+"""Interval sets: masks as bands of integers, and the workload of queries under a mask.
 
 A band gives each query of a range one interval of keys, whose ends are fixed or move along with the query. An interval
 set is a tuple of bands over disjoint, ascending ranges of queries, so each query sees one interval of keys. A mask is a
@@ -9,7 +9,7 @@ bands, not of tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cp_dtensor.spec.layouts import Span
@@ -55,22 +55,41 @@ class IntervalBand(NamedTuple):
         return self.keys(self.first)[0], self.keys(self.last - 1)[1]
 
     @property
+    def lines(self) -> tuple[Line, ...]:
+        """Lines whose sum is the number of keys that each query of a clipped band sees."""
+        # min(hi, i + right + 1) - max(lo, i - left), each with one turn
+        upper = min(max(self.hi - self.right - 1, self.first), self.last)
+        lower = min(max(self.lo + self.left, self.first), self.last)
+        return (
+            Line(self.first, upper, self.right + 1, 1),
+            Line(upper, self.last, self.hi, 0),
+            Line(self.first, lower, -self.lo, 0),
+            Line(lower, self.last, self.left, -1),
+        )
+
+    @property
     def pairs(self) -> int:
         """Number of (query, key) pairs of a clipped band."""
-        queries = (self.first, self.last)
-        return _sum_of_smaller(queries, self.right + 1, self.hi) + _sum_of_smaller(queries, self.left, -self.lo, -1)
+        return sum(line.total for line in self.lines)
 
 
 IntervalSet = tuple[IntervalBand, ...]
 IntervalSets = tuple[IntervalSet, ...]
 
 
-def _sum_of_smaller(queries: Span, shift: int, limit: int, sign: int = 1) -> int:
-    """Sum over queries i of min(limit, sign * i + shift)."""
-    first, last = queries if sign > 0 else (1 - queries[1], 1 - queries[0])  # of sign * i, ascending
-    turn = min(max(limit - shift, first), last)  # below it, i + shift is the smaller one
-    moving = (first + turn - 1) * (turn - first) // 2 + shift * (turn - first)
-    return moving + limit * (last - turn)
+class Line(NamedTuple):
+    """Numbers that are linear in the query: constant + slope * i for first <= i < last."""
+
+    first: int
+    last: int
+    constant: int
+    slope: int
+
+    @property
+    def total(self) -> int:
+        """Sum over the queries."""
+        count = self.last - self.first
+        return self.constant * count + self.slope * ((self.first + self.last - 1) * count // 2)
 
 
 def clipped_bands(bands: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[IntervalBand]:
@@ -135,3 +154,66 @@ def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, In
             above.append(band._replace(first=turn, last=hidden.last, lo=max(band.lo, hidden.hi)))
         below.append(band._replace(first=reached))
     return without_empty(below), without_empty(above)
+
+
+class Workload:
+    """Prefix sums of the workload over queries; a range of queries takes the time of a binary search.
+
+    Between two edges of bands the number of keys that a query sees is linear in its position, so sums are polynomials.
+    Batch rows with masks of their own are added.
+
+    >>> workload = Workload([((IntervalBand(0, 4, 0, 4, right=0),),)])
+    >>> [workload.before(position) for position in range(5)]
+    [0, 1, 3, 6, 10]
+    """
+
+    def __init__(self, rows: Iterable[IntervalSets], counts: Sequence[int] = ()) -> None:
+        """From the interval sets of each batch row, or (with no rows) from the work of each query."""
+        self._rows = tuple(rows)
+        lines = [line for sets in self._rows for bands in sets for band in bands for line in band.lines]
+        lines += [Line(query, query + 1, count, 0) for query, count in enumerate(counts)]
+        changes: dict[int, list[int]] = {0: [0, 0]}  # position -> change of (constant, slope) of keys by query
+        for line in lines:
+            for edge, sign in ((line.first, 1), (line.last, -1)):
+                change = changes.setdefault(edge, [0, 0])
+                change[0] += sign * line.constant
+                change[1] += sign * line.slope
+        self._edges = sorted(changes)
+        self._lines: list[tuple[int, int, int]] = []  # from each edge on: workload before it, constant, slope
+        workload = constant = slope = reached = 0
+        for edge in self._edges:
+            workload += Line(reached, edge, constant, slope).total
+            constant += changes[edge][0]
+            slope += changes[edge][1]
+            reached = edge
+            self._lines.append((workload, constant, slope))
+
+    def before(self, position: int) -> int:
+        """Returns the number of pairs of the queries before `position`."""
+        index = bisect_right(self._edges, position) - 1
+        workload, constant, slope = self._lines[index]
+        return workload + Line(self._edges[index], position, constant, slope).total
+
+    def of(self, queries: Span) -> int:
+        """Returns the number of pairs of some queries."""
+        return self.before(queries[1]) - self.before(queries[0])
+
+    def reach_across(self, position: int) -> int:
+        """Returns about how many K/V rows must be sent because of a cut at `position`.
+
+        It is the distance from the first key that the query behind the cut sees, to the last key that the query before
+        the cut sees, where these are on the other side.
+
+        >>> Workload([((IntervalBand(0, 4, 0, 4, right=0),),)]).reach_across(3)  # causal
+        3
+        """
+        reach = 0
+        for sets in self._rows:
+            first_keys = [band.keys(position)[0] for band in _bands_at(sets, position)]
+            last_keys = [band.keys(position - 1)[1] for band in _bands_at(sets, position - 1)]
+            reach += max([position, *last_keys]) - min([position, *first_keys])
+        return reach
+
+
+def _bands_at(sets: IntervalSets, query: int) -> Iterator[IntervalBand]:
+    return (band for bands in sets for band in clipped_bands(bands, (query, query + 1)))
