@@ -88,11 +88,13 @@ def attend_packed(
         call_spec = CompiledCallSpec.of(config)
         q, scale = positive_scale(q, softmax_scale(q, scale))
         return traced_attention(q, k, v, NO_MODIFIERS, call_spec, within, scale, None, True, cu_seqlens)
-    packed = PackedEdges.of(*cu_seqlens).in_rows(config.declared_lengths)
-    q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
+    edges = PackedEdges.of(*cu_seqlens)
+    rows, lengths = edges.rows_and_lengths(config.declared_lengths)
+    q, k, v = (split_rows(x, rows) for x in (q, k, v))
     check_batch_size(q, config)
-    out, lse = attend(q, k, v, config, mask=packed_mask(packed, within), scale=scale, lengths=packed.lengths, needs_lse=True)
-    return joined_rows(out, packed.rows), joined_rows(lse, packed.rows)
+    mask = packed_mask(edges, rows, lengths, within)
+    out, lse = attend(q, k, v, config, mask=mask, scale=scale, lengths=lengths, needs_lse=True)
+    return joined_rows(out, rows), joined_rows(lse, rows)
 
 
 def modifiers_of(

@@ -28,7 +28,7 @@ from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.validation import check_bias
 from cp_dtensor.plan.partition import SequencePartition
-from cp_dtensor.spec.documents import PackedEdges
+from cp_dtensor.spec.documents import PackedEdges, packed_mask
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, mask_intersection
 
@@ -321,8 +321,8 @@ class CompiledCallSpec:
             config = self.config(context)
         rows = 1
         if edges is not None:
-            packed = edges.in_rows(config.declared_lengths)
-            rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
+            rows, known = edges.rows_and_lengths(config.declared_lengths)
+            mask = packed_mask(edges, rows, known, within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
             mask = mask if self.fixed_mask is None else mask_intersection(self.fixed_mask, mask)
         if context is not None and context.mask is not None:

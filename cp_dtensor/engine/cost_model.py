@@ -13,14 +13,17 @@ from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
-from cp_dtensor.plan.head_partition import (
-    DEFAULT_HEAD_STAGING,
+from cp_dtensor.plan.partition import (
+    CallSpec,
     HeadPartition,
+    MergedPartition,
+    OuterPartition,
+    head_stages,
     hides_exchanges,
+    inner_partitions,
     partition_heads,
     with_heads,
 )
-from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
@@ -100,7 +103,7 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
 
 def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
-    stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
+    stages = head_stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
     heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # Of the first rank, which has the most heads.

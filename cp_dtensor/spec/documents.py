@@ -218,8 +218,8 @@ class PackedEdges:
         queries = ascending(cu_seq_q, "varlen_attn", "cu_seq_q")
         return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
 
-    def in_rows(self, lengths: tuple[int, ...] | None) -> PackedRows:
-        """Returns the documents with the number of batch rows, which follows from the `lengths` that a row may have.
+    def rows_and_lengths(self, lengths: tuple[int, ...] | None) -> tuple[int, tuple[int, int]]:
+        """Returns the number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
 
         Refuses documents that fit no number of rows or several, and unknown lengths (None).
         """
@@ -251,7 +251,7 @@ class PackedEdges:
                 f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_len=the one"
             )
         rows, q_len = fitting[0]
-        return PackedRows(self, rows, (q_len, kv_total // rows))
+        return rows, (q_len, kv_total // rows)
 
 
 def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -265,20 +265,11 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
     return lengths
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Documents of `rows` batch rows, whose whole sequences have the `lengths` (queries, keys)."""
-
-    edges: PackedEdges
-    rows: int
-    lengths: tuple[int, int]
-
-
 @lru_cache(maxsize=64)
-def packed_mask(packed: PackedRows, within: Mask) -> Mask:
+def packed_mask(edges: PackedEdges, rows: int, lengths: tuple[int, int], within: Mask) -> Mask:
     """Returns the mask of each row's documents, with `within` inside; refuses a document that is in two rows."""
-    edges, (q_len, kv_len) = packed.edges, packed.lengths
-    if packed.rows == 1:
+    q_len, kv_len = lengths
+    if rows == 1:
         return Documents(edges.queries, edges.keys, within=within)
     by_row: list[list[tuple[Span, Span]]] = [[]]
     for queries, keys in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
