@@ -22,8 +22,7 @@ from cp_dtensor.api.dtensor.attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig
-from cp_dtensor.engine.config import check_batch_size
-from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensors
+from cp_dtensor.engine.config import check_batch_size, check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.spec.masks import Mask
 
 LOCAL_SDPA = "cp_dtensor_local_sdpa"

@@ -17,8 +17,7 @@ from cp_dtensor.api.buffers import Buffer, InPlaceShard, check_in_place, refuse_
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.patches import entered
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.validation import Mesh, checked_length, checked_mask, refuse_other_lengths
+from cp_dtensor.engine.config import AttentionConfig, Mesh, checked_length, checked_mask, refuse_other_lengths
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 

@@ -13,9 +13,8 @@ from cp_dtensor.api.inherited import inherited_mask, with_inherited, with_inheri
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     check_qkv,
     checked_mask,
@@ -25,6 +24,7 @@ from cp_dtensor.engine.validation import (
     refuse_dtensors,
     softmax_scale,
 )
+from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Mask, mask_intersection
 

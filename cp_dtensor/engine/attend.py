@@ -9,11 +9,9 @@ from cp_dtensor._torch.tensors import joined_rows, split_rows
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.custom_op import CuSeqlens, traced_attention
-from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
+    check_batch_size,
     check_bias,
     checked_dropout_p,
     checked_sinks,
@@ -21,6 +19,9 @@ from cp_dtensor.engine.validation import (
     positive_scale,
     softmax_scale,
 )
+from cp_dtensor.engine.custom_op import CuSeqlens, traced_attention
+from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Mask, mask_intersection
 

@@ -21,8 +21,8 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.autograd import BoundCall
+from cp_dtensor.engine.config import checked_mask, refuse_unsupported_sdpa, softmax_scale
 from cp_dtensor.engine.planner import call_spec, plan_ring
-from cp_dtensor.engine.validation import checked_mask, refuse_unsupported_sdpa, softmax_scale
 from cp_dtensor.plan.tiling import Masking
 
 aten = torch.ops.aten

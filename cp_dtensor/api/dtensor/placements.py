@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from cp_dtensor.engine.validation import is_ulysses_axis
+from cp_dtensor.engine.config import is_ulysses_axis
 from cp_dtensor.spec.layouts import Segment, TorchChunk
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2

@@ -57,7 +57,7 @@ def _ranks_and_layout(token: str, found: RuntimeValues | None = None) -> tuple[S
 
 
 def _kv_gather(token: str, found: RuntimeValues | None, seq_len: int, rows: int) -> KVGather:
-    return KVGather(*_ranks_and_layout(token, found), seq_len, rows, call_spec_of(token).transport)
+    return KVGather(*_ranks_and_layout(token, found), seq_len, rows, call_spec_of(token).fixed.transport)
 
 
 def _local_rows(token: str, found: RuntimeValues | None, seq_len: int, batch_size: int) -> LocalRows:
@@ -79,7 +79,9 @@ def _keys(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     known = (q_len, kv_len) if q_len >= 0 else None
     call_spec = call_spec_of(token)
-    compared = known if declared or call_spec.debug else None  # debugging, ranks compare the lengths of their masks
+    compared = (
+        known if declared or call_spec.fixed.debug else None
+    )  # debugging, ranks compare the lengths of their masks
     lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
     check_mask_lengths(lengths, known)
     if found.context is not None:
