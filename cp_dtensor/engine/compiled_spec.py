@@ -19,13 +19,10 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import split_rows
-from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.autograd import BoundCall
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size, check_bias
 from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges, packed_mask
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, mask_intersection
@@ -240,9 +237,8 @@ class CompiledCallSpec:
     @classmethod
     def of(cls, config: AttentionConfig) -> CompiledCallSpec:
         """The compiled call spec of a configuration."""
-        groups = tuple(
-            _torch.name_of_group(group) for group in (config.ranks.outer, config.ranks.inner) if group is not None
-        )
+        ranks = (config.ranks.outer, config.ranks.inner)
+        groups = tuple(_torch.name_of_group(group) for group in ranks if group is not None)
         # Process groups end before compiled code does. The partition of DTensors is the same whatever their lengths.
         no_ranks: Any = None
         placed = None if config.placed is None else config.placed.resized(0, 0, 0)
@@ -286,10 +282,9 @@ class CompiledCallSpec:
             if self.reads_context or reads_lengths:
                 is_recompute = _torch.current_backward() not in (None, entered_in)
                 context = _values_of_recompute() if is_recompute else _values_of(active)
+        config = self.config(context)
         if active is not None and context in (None, _values_of(active)):
             config = active.config
-        else:
-            config = self.config(context)
         rows = 1
         if edges is not None:
             rows, known = edges.rows_and_lengths(config.declared_lengths)
@@ -302,13 +297,6 @@ class CompiledCallSpec:
         lengths = global_lengths(q, k, v, config, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True)
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
         return lengths, RuntimeValues(mask, context, rows)
-
-    def bind(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, int], found: RuntimeValues,
-        modifiers: Modifiers, scale: float, allowed: Allowed,
-    ) -> BoundCall:  # fmt: skip
-        """The call on local shards; does not communicate, and gives the same in backward as in forward."""
-        return bound_call(q, k, v, self.config(found.context), lengths, found.mask, modifiers, scale, allowed)
 
     def config(self, context: ContextValues | None = None) -> AttentionConfig:
         """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""

@@ -74,9 +74,11 @@ def estimates(
             "ring": ring_estimate(shape, outer, transport_method),
             "ulysses": ulysses_estimate(shape, outer, None, transport_method),
         }
+    places = sorted({0, outer.size - 1})
+    nested = (nested_ring_estimate(shape, outer, inner, transport_method, place) for place in places)
     return {
         "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
-        "ring": nested_ring_estimate(shape, outer, inner, transport_method),
+        "ring": max(nested, key=lambda estimate: estimate.seconds),
     }
 
 
@@ -143,19 +145,12 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
     )
 
 
-def nested_ring_estimate(shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
-    """A ring over the outer axis of rings over the inner one."""
-    places = sorted({0, outer.size - 1})
-    found = (_nested_ring_at(place, shape, outer, inner, transport_method) for place in places)
-    return max(found, key=lambda estimate: estimate.seconds)
-
-
-def _nested_ring_at(
-    place: int, shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod
+def nested_ring_estimate(
+    shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod, outer_rank: int
 ) -> Estimate:
-    """Returns the estimate of the ranks with one rank of the outer axis."""
+    """A ring over the outer axis of rings over the inner one, on the ranks with that outer rank."""
     tiling = replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling
-    plan = ring_plan(tiling, place, shape.kv_heads)
+    plan = ring_plan(tiling, outer_rank, shape.kv_heads)
     forward = backward = _begun(inner)
     received = memory = 0.0
     name = "-"
@@ -185,9 +180,8 @@ def _nested_ring_at(
 
 def _transport(transport_method: TransportMethod, shape: CallSpec, axis: Axis) -> KVTransport:
     """Returns the KV transport that the method takes on an axis, without a collective."""
-    if axis.size == 1:
-        return AllGather()
-    if isinstance(transport_method, SymmetricMemory) and not axis.shares_memory:
+    needs_memory = isinstance(transport_method, SymmetricMemory)
+    if axis.size == 1 or (needs_memory and not axis.shares_memory):
         return AllGather()
     if isinstance(transport_method, KVTransport):
         return transport_method

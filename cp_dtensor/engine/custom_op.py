@@ -32,6 +32,7 @@ from cp_dtensor.engine.compiled_spec import (
     pending_backwards,
     runtime_numbers,
 )
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.masks import Mask
 
@@ -149,7 +150,7 @@ def _forward(
     mask = mask_keys.value_of(constant.mask)
     lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, gives_lse=gives_lse)
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-    call = spec.bind(q, k, v, lengths, found, modifiers, scale, backends)
+    call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
     with no_autocast(q), _torch.below_autograd():
         out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
@@ -191,9 +192,10 @@ def _backward(
         q, k, v, out, lse, grad_out = (split_rows(x, found.rows) for x in (q, k, v, out, lse, grad_out))
     modifiers = constant.modifiers(bias, seed, sinks)
     from_forward: SavedCall = getattr(numbers.untyped_storage(), _ATTRIBUTE, SavedCall())
-    call = from_forward.call or call_spec_of(constant.call_spec).bind(
-        q, k, v, lengths, found, modifiers, constant.scale, _backends(constant.backends)
-    )
+    call = from_forward.call
+    if call is None:  # the same as in forward, and found without communication
+        config, backends = call_spec_of(constant.call_spec).config(found.context), _backends(constant.backends)
+        call = bound_call(q, k, v, config, lengths, found.mask, modifiers, constant.scale, backends)
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None

@@ -34,16 +34,8 @@ def global_lengths(
     Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except in
     debug mode.
 
-    Args:
-        q, k, v: local shards.
-        settings: the ranks, the layout, declared lengths and debug mode.
-        mask, modifiers, scale: other facts that ranks compare if they exchange.
-        lengths: (queries, keys) that the caller passed, None if they were not passed.
-        gives_lse: True if the call returns the log-sum-exp.
-        compiled: True in compiled code.
-
-    Raises:
-        ValueError: lengths that do not fit the local shards; and, on every rank alike, calls that differ between ranks.
+    Refuses `lengths` of the caller that do not fit the local shards; and, on every rank alike, calls that differ
+    between ranks. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
     """
     layout, rank, world_size = settings.layout, settings.ranks.rank, settings.ranks.size
     if not settings.debug:

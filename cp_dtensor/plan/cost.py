@@ -56,15 +56,9 @@ class Hardware:
 def predicted_seconds(
     plan: TilePlan, shape: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool
 ) -> float:
-    """Returns the time of forward, or of backward, on the plan's rank, if the other ranks are in step.
+    """Returns the time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
 
-    Args:
-        plan: the plan of a KV transport.
-        shape: the facts of the call that the plan was made for.
-        hardware: speeds of every rank.
-        backward: True for the time of backward, False for that of forward.
-        slows_compute: True if transfers are kernels, which take multiprocessors (see `KVTransport.slows_compute`) and
-            another launch.
+    With `slows_compute`, transfers are kernels, which take multiprocessors and another launch.
     """
     steps = plan.backward if backward else plan.forward
     arrivals = [step.transfer for step in steps if step.transfer is not None]

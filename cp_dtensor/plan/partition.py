@@ -170,12 +170,8 @@ class MergedPartition(AxisPartition):
 
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
-        unbroken = all(
-            segment.is_contiguous
-            for group in whole
-            for segments in (*group.q_by_rank, *group.kv_by_rank)
-            for segment in segments
-        )
+        shards = [segments for group in whole for segments in (*group.q_by_rank, *group.kv_by_rank)]
+        unbroken = all(segment.is_contiguous for segments in shards for segment in segments)
         queries = self._merged([group.q_by_rank for group in whole], unbroken)
         keys = self._merged([group.kv_by_rank for group in whole], unbroken)
         return tuple(map(GroupSegments, (group.batch for group in whole), queries, keys))
@@ -215,14 +211,12 @@ class OuterPartition(AxisPartition):
     inner_rank: int
 
     def groups(self) -> tuple[GroupSegments, ...]:
-        def queries(by_rank: tuple[Segments, ...]) -> tuple[Segments, ...]:
-            outer_ranks = range(len(by_rank) // self.inner_size)
-            return tuple(tuple(chain.from_iterable(self._block(by_rank, outer))) for outer in outer_ranks)
-
-        return tuple(
-            GroupSegments(group.batch, queries(group.q_by_rank), group.kv_by_rank[self.inner_rank :: self.inner_size])
-            for group in self.whole.groups()
-        )
+        found = []
+        for group in self.whole.groups():
+            outer_ranks = range(len(group.q_by_rank) // self.inner_size)
+            queries = tuple(tuple(chain.from_iterable(self._block(group.q_by_rank, outer))) for outer in outer_ranks)
+            found.append(GroupSegments(group.batch, queries, group.kv_by_rank[self.inner_rank :: self.inner_size]))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -233,10 +227,9 @@ class InnerPartition(AxisPartition):
     source: int
 
     def groups(self) -> tuple[GroupSegments, ...]:
+        mine, source = self.outer_rank, self.source
         return tuple(
-            GroupSegments(
-                group.batch, self._block(group.q_by_rank, self.outer_rank), self._block(group.kv_by_rank, self.source)
-            )
+            GroupSegments(group.batch, self._block(group.q_by_rank, mine), self._block(group.kv_by_rank, source))
             for group in self.whole.groups()
         )
 
@@ -267,11 +260,7 @@ def masking_of(
     partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
     deterministic: bool = False,
 ) -> Masking:  # fmt: skip
-    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
-
-    Args:
-        deterministic: the result of `is_deterministic`.
-    """
+    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank."""
     if has_bias:
         return Masking.INTERVALS_UNBROKEN
     if has_dropout:
@@ -330,14 +319,8 @@ class HeadPartition:
 def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
     """Returns the partition with the fewest query heads on the busiest rank, and then the least replication.
 
-    If heads do not divide by the ranks, some ranks have fewer heads or none.
-
-    Args:
-        q_heads: query heads, a multiple of `kv_heads`.
-        kv_heads: key/value heads.
-        world_size: ranks of the axis.
-        stages: number of stages to aim for; K/V heads are replicated if ranks have fewer groups, and there are fewer
-            stages if that is not possible.
+    If heads do not divide by the ranks, some ranks have fewer heads or none. If ranks have fewer groups than `stages`,
+    K/V heads are replicated; there are fewer stages if that is not possible.
     """
     if kv_heads == 0:  # possible where heads are sharded unevenly over another axis
         return HeadPartition(q_heads, kv_heads, world_size, replication=1, stages=1)

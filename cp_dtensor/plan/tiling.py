@@ -14,17 +14,7 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
-from cp_dtensor.plan.tiles import (
-    CAUSAL_TILE,
-    FULL_TILE,
-    IntervalMask,
-    KeyRun,
-    Tile,
-    TileMask,
-    joined,
-    rows_before,
-    runs_of,
-)
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, Tile, TileMask, joined, runs_of
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSet, clipped_bands
 from cp_dtensor.spec.layouts import Segment, Span, joined_spans
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of
@@ -184,16 +174,15 @@ class ShapeTiling(Tiling):
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
         """See `Tiling`. Causal attention in a head-tail layout takes two tiles with any number of ranks."""
         rows = self.gathered_rows(rank)
-        by_group = (
-            [
+        found: list[Tile] = []
+        for group in self.groups:
+            found += joined(
                 replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
                 for source in range(self.world_size)
                 if source != rank
                 for tile in _tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask)
-            ]
-            for group in self.groups
-        )
-        return tuple(tile for tiles in by_group for tile in joined(tiles))
+            )
+        return tuple(found)
 
     def gathered_rows(self, rank: int) -> GatheredRows:
         return rows_in_order(self.groups[0].kv_by_rank)
@@ -255,11 +244,9 @@ def _shift(span: Span, offset: int) -> Span:
 
 def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
     """Returns rows of `source`'s shard as rows of the gathered buffer. A tile is within one part."""
-    for part in range(len(rows.lengths[source])):
-        start, stop = rows.local_span(source, part)
-        if start <= kv[0] < stop:
-            return _shift(kv, rows.starts[source][part] - start)
-    raise AssertionError(f"rows {kv} lie outside of the shard of rank {source}")
+    spans = (rows.local_span(source, part) for part in range(len(rows.lengths[source])))
+    part, (first, _) = next((part, span) for part, span in enumerate(spans) if kv[0] in range(*span))
+    return _shift(kv, rows.starts[source][part] - first)
 
 
 # Tiles of any mask
@@ -275,12 +262,8 @@ class IntervalTiling(Tiling):
     window and no more. It receives them in the order of their positions, without gaps, so they are one run of keys, and
     one tile for each interval set of the mask computes all of them.
 
-    Args:
-        groups: segments of all ranks, by batch groups.
-        mask: which query may see which key.
-        lengths: global lengths of queries and keys.
-        unbroken: True if the keys of a tile must have adjacent positions.
-        run: ranks receive whole multiples of `run` positions, and tiles begin at multiples of `run` rows and columns.
+    If `unbroken`, the keys of a tile have adjacent positions. Ranks receive whole multiples of `run` positions, and
+    tiles begin at multiples of `run` rows and columns.
     """
 
     def __init__(
@@ -332,7 +315,7 @@ class IntervalTiling(Tiling):
         for bands in sets:
             for row, segment, band in _bands_by_segment(queries, bands, run.positions):
                 lo, hi = map(run.rows_before, band.key_range)
-                first, last = rows_before(segment, band.first), rows_before(segment, band.last)
+                first, last = segment.rows_before(band.first), segment.rows_before(band.last)
                 if lo < hi and first < last:
                     rows += [row + first, row + last]
                     columns += [lo, hi]

@@ -320,18 +320,13 @@ class BalancedPartition:
     makes two cuts.
 
     Source: Goldberg and West, Bisection of circle colorings (1985); Alon, Splitting necklaces (1987).
-
-    Args:
-        workload: work by query.
-        length: tokens of the sequence.
-        ranks: number of ranks.
-        tolerance: how much more than the mean a rank may have, as a fraction of the mean, if that saves blocks.
     """
 
     workload: Workload
     length: int
     ranks: int
     tolerance: float
+    """How much more than the mean a rank may have, as a fraction of the mean, if that saves blocks."""
 
     @property
     def total(self) -> int:

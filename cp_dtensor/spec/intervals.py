@@ -35,8 +35,8 @@ class IntervalBand(NamedTuple):
         """Returns the interval of a query of the band; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
-    def clipped(self, queries: Span | None = None, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
-        """Returns the band within some queries (None: its own) and some keys, None if it is empty.
+    def clipped(self, queries: Span, keys: Span) -> IntervalBand | None:
+        """Returns the band within some queries and some keys, None if it is empty.
 
         Every query of the result sees at least one key, and the intervals of neighbours touch or overlap.
         """
@@ -44,9 +44,8 @@ class IntervalBand(NamedTuple):
         if lo >= hi or self.left + self.right < 0:
             return None
         # i + right + 1 > lo and i - left < hi; then the moving ends leave something too.
-        first, last = max(self.first, lo - self.right), min(self.last, hi + self.left)
-        if queries is not None:
-            first, last = max(first, queries[0]), min(last, queries[1])
+        first = max(self.first, lo - self.right, queries[0])
+        last = min(self.last, hi + self.left, queries[1])
         return IntervalBand(first, last, lo, hi, self.left, self.right) if first < last else None
 
     @property
@@ -92,19 +91,16 @@ class Line(NamedTuple):
         return self.constant * count + self.slope * ((self.first + self.last - 1) * count // 2)
 
 
-def clipped_bands(bands: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[IntervalBand]:
-    """Yields the bands of an interval set within some queries and keys."""
+def clipped_bands(
+    bands: Sequence[IntervalBand], queries: Span = (-FAR, FAR), keys: Span = (-FAR, FAR)
+) -> Iterator[IntervalBand]:
+    """Yields the bands of an interval set within some queries and keys, without empty ones."""
     index = max(bisect_right(bands, queries[0], key=lambda band: band.first) - 1, 0)
     while index < len(bands) and bands[index].first < queries[1]:
         band = bands[index].clipped(queries, keys)
         if band is not None:
             yield band
         index += 1
-
-
-def without_empty(bands: Iterable[IntervalBand]) -> IntervalSet:
-    """Returns all bands clipped, without empty ones."""
-    return tuple(clipped for band in bands if (clipped := band.clipped()) is not None)
 
 
 def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
@@ -115,15 +111,15 @@ def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> 
 def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
     """Returns the pairs that are in both."""
     found = (
-        without_empty(
+        [
             piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
             for band in one
             for piece in clipped_bands(other, (band.first, band.last), (band.lo, band.hi))
-        )
+        ]
         for one in ours
         for other in theirs
     )
-    return tuple(bands for bands in found if bands)
+    return tuple(clipped for bands in found if (clipped := tuple(clipped_bands(bands))))
 
 
 def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
@@ -153,7 +149,7 @@ def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, In
             above.append(band._replace(first=hidden.first, last=turn, left=left))
             above.append(band._replace(first=turn, last=hidden.last, lo=max(band.lo, hidden.hi)))
         below.append(band._replace(first=reached))
-    return without_empty(below), without_empty(above)
+    return tuple(clipped_bands(below)), tuple(clipped_bands(above))
 
 
 class Workload:

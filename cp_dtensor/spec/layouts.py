@@ -68,6 +68,15 @@ class Segment:
         """Returns the position of a local token (of a tensor of local tokens: their positions)."""
         return self.start + index // self.block * self.period + index % self.block
 
+    def rows_before(self, position: int) -> int:
+        """Returns the number of tokens whose position is smaller.
+
+        >>> [Segment(start=2, length=5, block=2, period=8).rows_before(position) for position in (2, 4, 10, 11, 99)]
+        [0, 2, 2, 3, 5]
+        """
+        blocks, rest = divmod(max(position - self.start, 0), self.period)
+        return min(blocks * self.block + min(rest, self.block), self.length)
+
     def positions(self) -> range | list[int]:
         """Returns the global positions in local order."""
         if self.is_contiguous:

@@ -17,10 +17,10 @@ from cp_dtensor.spec.intervals import (
     IntervalBand,
     IntervalSets,
     Workload,
+    clipped_bands,
     count_pairs,
     intersection,
     union,
-    without_empty,
 )
 from cp_dtensor.spec.layouts import Layout, Segment, Span
 
@@ -205,11 +205,7 @@ def _interval_sets_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[Interval
 
 
 def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[IntervalSets, ...]:
-    """Returns the interval sets of each batch row, or one entry if they are the same in all rows.
-
-    Raises:
-        ValueError: a mask that does not fit the lengths or the batch.
-    """
+    """Returns the interval sets of each batch row, or one entry if they are the same in all rows; checks the sizes."""
     if max(q_len, kv_len) >= _TOO_LONG:
         raise ValueError(
             f"masks count positions with 32 bits: expected fewer than 2^31 tokens, got {q_len} and {kv_len}"
@@ -221,20 +217,13 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
 
 @lru_cache(maxsize=64)
 def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
-    """Returns the workload of a mask over `seq_len` queries and keys, of all batch rows together or of some.
-
-    Raises:
-        ValueError: a mask that does not fit the length.
-    """
+    """Returns the workload of a mask over `seq_len` queries and keys, of all batch rows together or of some."""
     by_row = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
     return Workload(by_row if rows is None or mask.batch_size is None else by_row[slice(*rows)])
 
 
 def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]], mask: Mask, seq_len: int) -> list[int]:
-    """Returns the number of (query, key) pairs of each rank's queries, all batch rows together.
-
-    Args:
-        groups: the batch rows of each batch group, and the segments of all ranks.
+    """Returns the number of (query, key) pairs of each rank's queries; `groups`: batch rows, and segments by rank.
 
     >>> groups = [((0, 1), [[Segment.contiguous(0, 2)], [Segment.contiguous(2, 4)]])]
     >>> workload_by_rank(groups, Causal(), 4)
@@ -288,7 +277,7 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> floa
 
 def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
     """Returns the interval sets of a mask without empty bands."""
-    return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := without_empty(each)))
+    return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := tuple(clipped_bands(each))))
 
 
 def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
