@@ -12,7 +12,7 @@ from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_o
 from cp_dtensor.api.inherited import inherited_mask, with_inherited, with_inherited_in_trace
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
@@ -24,7 +24,7 @@ from cp_dtensor.engine.config import (
     refuse_dtensors,
     softmax_scale,
 )
-from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
+from cp_dtensor.engine.custom_op import CallKeys, keys_of, traced_attention
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Mask, mask_intersection
 
@@ -122,14 +122,12 @@ def context_parallel_attention(
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
         rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        token, backends, shown, reads_more = _constants(
+        keys = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
-        out, lse = traced_attention_by_keys(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, reads_more=reads_more,
-        )  # fmt: skip
+        out, lse = traced_attention(q, k, v, modifiers, keys, scale, lengths, return_lse)
         return (out, lse) if return_lse else out
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
@@ -235,8 +233,8 @@ def _of_dtensors(
 def _constants(
     mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
-) -> tuple[str, str, str, bool]:  # fmt: skip
-    """Keys of call spec, backends and mask, for compiled code; and True if each run reads or compares more."""
+) -> CallKeys:  # fmt: skip
+    """The keys of a call in compiled code."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
@@ -244,7 +242,7 @@ def _constants(
     call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
     if settings.mask is not None and not call_spec.reads_context:
         shown = mask_intersection(settings.mask, shown)
-    return key_of(call_spec), backends_key(), mask_keys.key_of(shown), debug or call_spec.reads_context
+    return keys_of(call_spec, shown)
 
 
 def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from cp_dtensor.engine.config import (
     positive_scale,
     softmax_scale,
 )
-from cp_dtensor.engine.custom_op import CuSeqlens, traced_attention
+from cp_dtensor.engine.custom_op import CuSeqlens, keys_of, traced_attention
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
@@ -53,7 +53,8 @@ def attend(
         call_spec = CompiledCallSpec.of(config)
         if config.mask is not None and not call_spec.reads_context:
             mask = mask_intersection(config.mask, mask)
-        return traced_attention(q, k, v, modifiers.drawn(q.device), call_spec, mask, scale, lengths, needs_lse)
+        keys = keys_of(call_spec, mask)
+        return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse)
     if config.mask is not None:
         mask = mask_intersection(config.mask, mask)
     needs_lse = needs_lse or modifiers.need_lse
@@ -86,9 +87,9 @@ def attend_packed(
     """
     if _torch.is_traced(q):
         checked_lengths(config.declared_lengths)
-        call_spec = CompiledCallSpec.of(config)
+        keys = keys_of(CompiledCallSpec.of(config), within)
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        return traced_attention(q, k, v, NO_MODIFIERS, call_spec, within, scale, None, True, cu_seqlens)
+        return traced_attention(q, k, v, NO_MODIFIERS, keys, scale, None, True, cu_seqlens)
     edges = PackedEdges.of(*cu_seqlens)
     rows, lengths = edges.rows_and_lengths(config.declared_lengths)
     q, k, v = (split_rows(x, rows) for x in (q, k, v))

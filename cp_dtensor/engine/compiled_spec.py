@@ -222,8 +222,7 @@ class ActiveConfig:
 class CompiledCallSpec:
     """An `AttentionConfig` with process groups by their names, valid in every process that has these groups.
 
-    Its `repr` is its key in compiled code. The lengths of a context's buffers, its mask, and a layout made for it are
-    not part of the spec, or code would be compiled for each context: they are read from the context when code runs.
+    Its `repr` is its key in compiled code. It has no lengths, mask or layout that belong to a single context.
     """
 
     groups: tuple[str, ...]

@@ -81,9 +81,8 @@ def axis_names(mesh: Mesh) -> tuple[str, ...]:
     """Returns the names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
     if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
         return ("the group",)
-    inner = inner_axis(mesh)
-    names = mesh.mesh_dim_names
-    return names if mesh.ndim == 1 else (names[1 - inner], names[inner])
+    names: tuple[str, ...] = mesh.mesh_dim_names
+    return names[::-1] if mesh.ndim == 2 and inner_axis(mesh) == 0 else names
 
 
 def inner_axis(mesh: DeviceMesh) -> int:

@@ -1,8 +1,4 @@
-"""Cost model of methods: time, bytes over each mesh axis and memory of a call. The same on every rank.
-
-The planner chooses the method by these estimates, and `explain` prints them; `tools.bench` compares them with
-measurements.
-"""
+"""Cost model of methods: time, bytes over each mesh axis and memory of a call. The same on every rank."""
 
 from __future__ import annotations
 
@@ -133,12 +129,11 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
-    forward, backward = times
     return Estimate(
         method="ulysses" if outer is None else "hybrid",
         transport="-" if outer is None else ring.name,
-        forward=forward,
-        backward=backward,
+        forward=times[0],
+        backward=times[1],
         outer_bytes=over_ring,
         inner_bytes=sent,
         memory=memory,

@@ -1,10 +1,8 @@
 """Operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
 
-Compiled code holds constants, not objects. So the operators take the key of a `CompiledCallSpec`; global lengths, and
-with them the plan, are found when they run, by the code of eager calls. Eager calls do not use the operators.
-
-Calls that read lengths or a mask at run time are the overload `found`, which Inductor leaves out of CUDA graphs: a
-replay would use the lengths and the mask of the capture.
+The operators take the key of a `CompiledCallSpec`; global lengths, and with them the plan, are found when they run, by
+the code of eager calls, which do not use the operators. Calls that read lengths or a mask at run time are the overload
+`found`, which Inductor leaves out of CUDA graphs: a replay would use those of the capture.
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ from cp_dtensor.spec.masks import Mask
 # Rows saved for backward
 #
 # Compiled code saves tensors whose shapes it can compute, which excludes those of exchanged heads. These are saved as
-# an attribute of the storage of an operator's result: autograd, AOTAutograd and checkpoint policies save that very
-# tensor or an alias of it, and all is freed with the last of these. A copy (of offloading hooks, say, or what a CUDA
-# graph has written) has no such attribute: backward then plans the call and exchanges the rows again.
+# an attribute of the storage of an operator's result, which autograd, AOTAutograd and checkpoint policies save. A copy
+# of it (by offloading or a CUDA graph) has no such attribute: backward then plans the call and exchanges rows again.
 
 _ATTRIBUTE = "_cp_dtensor_saved"
 """Attribute of the storage of `numbers`, an operator's last result: a `SavedCall`."""
@@ -67,11 +64,6 @@ def saves_rows(call: BoundCall, q: Tensor) -> bool:
 
 CuSeqlens = tuple[Tensor, Tensor]
 """Integers: the edges of packed documents among queries and among keys."""
-
-
-def backends_key() -> str:
-    """The key of the allowed backends: the enabled ones, their order, determinism. Dynamo recompiles on a change."""
-    return repr(tuple(allowed_backends()))
 
 
 @lru_cache(maxsize=64)
@@ -102,29 +94,25 @@ class _Constants(NamedTuple):
         return cu_seq_q is not None or unknown or call_spec_of(self.call_spec).reads_context
 
 
+CallKeys = tuple[str, str, str, bool]
+"""Keys of call spec, backends and mask; and True if each run reads the open context or compares values of the ranks."""
+
+
+def keys_of(call_spec: CompiledCallSpec, mask: Mask) -> CallKeys:
+    """The keys of a call, which are constants of compiled code."""
+    backends = repr(tuple(allowed_backends()))  # Dynamo recompiles on a change
+    return key_of(call_spec), backends, mask_keys.key_of(mask), call_spec.reads_context or call_spec.fixed.debug
+
+
 def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, call_spec: CompiledCallSpec, mask: Mask,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, keys: CallKeys, scale: float,
+    lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
 
     With `cu_seqlens`, of packed tokens: see `CompiledCallSpec.resolve`.
     """
-    return traced_attention_by_keys(
-        q, k, v, modifiers, key_of(call_spec), backends_key(), mask_keys.key_of(mask), scale, lengths, needs_lse,
-        reads_more=call_spec.reads_context or call_spec.fixed.debug, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-
-
-def traced_attention_by_keys(
-    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, call_spec: str, backends: str, mask: str,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, reads_more: bool,
-    cu_seqlens: CuSeqlens | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`traced_attention`, by the keys of call spec, backends and mask.
-
-    `reads_more`: True if each run reads the open context, or compares values of the ranks.
-    """
+    call_spec, backends, mask, reads_more = keys
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(

@@ -2,8 +2,7 @@
 
 The model follows the steps of a plan on three clocks: the host launches kernels, the GPU computes, the link transfers.
 A step starts when all three have reached it, and the next transfer starts with it. (With two transfers in flight
-predictions differ by 3% at most, where links are slow.) Predictions are good enough to choose between plans;
-`tools.bench` prints them beside measurements.
+predictions differ by 3% at most, where links are slow.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Execution plans: steps of a call on one rank, forward and backward, and the transfers that they wait for.
-
-A plan orders the tiles of a tiling, by groups of heads, so that the next transfer overlaps the current step. Integers
-only.
-"""
+"""Execution plans: the tiles of one rank in steps, forward and backward, and the transfers that steps wait for."""
 
 from __future__ import annotations
 

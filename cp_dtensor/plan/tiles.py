@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, clipped_bands, count_pairs
 from cp_dtensor.spec.layouts import Segment, Span
@@ -34,10 +34,6 @@ class KeyRun:
         """First row of each segment, then the number of rows."""
         return tuple(accumulate((segment.length for segment in self.segments), initial=0))
 
-    @cached_property
-    def _first_positions(self) -> list[int]:
-        return [segment.start for segment in self.segments]
-
     @property
     def positions(self) -> Span:
         """The range from the first to the last position."""
@@ -45,12 +41,12 @@ class KeyRun:
 
     def rows_before(self, position: int) -> int:
         """Returns the number of rows whose position is smaller."""
-        index = bisect_right(self._first_positions, position) - 1
+        index = bisect_right(self.segments, position, key=attrgetter("start")) - 1
         return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
 
     def meeting(self, positions: Span) -> Iterator[Segment]:
         """Yields the segments that overlap a range of positions."""
-        index = max(bisect_right(self._first_positions, positions[0]) - 1, 0)
+        index = max(bisect_right(self.segments, positions[0], key=attrgetter("start")) - 1, 0)
         while index < len(self.segments) and self.segments[index].start < positions[1]:
             if self.segments[index].last >= positions[0]:
                 yield self.segments[index]
@@ -184,22 +180,19 @@ class Tile:
 
 def joined(tiles: Iterable[Tile]) -> list[Tile]:
     """Returns fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
-    return sorted(_joined_along("q", _joined_along("kv", tiles)), key=attrgetter("q", "kv"))
-
-
-def _joined_along(dim: Literal["q", "kv"], tiles: Iterable[Tile]) -> list[Tile]:
-    other = "kv" if dim == "q" else "q"
-    found: list[Tile] = []
-    for tile in sorted(tiles, key=attrgetter(other, dim)):
-        last = found[-1] if found else tile
-        (start, end), (begin, stop) = getattr(last, dim), getattr(tile, dim)
-        is_adjacent = end == begin and getattr(last, other) == getattr(tile, other)
-        if is_adjacent and last.mask.is_full and tile.mask.is_full:
-            span: Any = {dim: (start, stop)}
-            found[-1] = replace(last, **span)
-        else:
-            found.append(tile)
-    return found
+    for dim, other in (("kv", "q"), ("q", "kv")):
+        found: list[Tile] = []
+        for tile in sorted(tiles, key=attrgetter(other, dim)):
+            last = found[-1] if found else tile
+            (start, end), (begin, stop) = getattr(last, dim), getattr(tile, dim)
+            is_adjacent = end == begin and getattr(last, other) == getattr(tile, other)
+            if is_adjacent and last.mask.is_full and tile.mask.is_full:
+                longer: Any = {dim: (start, stop)}
+                found[-1] = replace(last, **longer)
+            else:
+                found.append(tile)
+        tiles = found
+    return sorted(tiles, key=attrgetter("q", "kv"))
 
 
 def without_long_triangles(tiles: Iterable[Tile], longest: int) -> tuple[Tile, ...]:

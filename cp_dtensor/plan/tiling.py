@@ -1,7 +1,6 @@
 """Tiling: the tiles that each rank computes, and the K/V rows that it receives for them.
 
-Pure functions from layouts and masks to frozen `Tile`s. Over all ranks, tiles cover every allowed (query, key) pair
-exactly once and no other; the tests hold every tiling to this.
+Over all ranks, tiles cover every allowed (query, key) pair exactly once and no other.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class GatheredRows:
     """`starts[rank][part]`: first row of the part in the buffer; -1 if it is not there."""
 
     @staticmethod
-    def of(lengths: tuple[tuple[int, ...], ...], places: Iterable[tuple[int, int]]) -> GatheredRows:
-        """Returns a buffer of the parts at `places`, (rank, part) each, in this order."""
+    def of(lengths: tuple[tuple[int, ...], ...], positions: dict[tuple[int, int], int]) -> GatheredRows:
+        """Returns a buffer of the parts in `positions`, which has the first position of each (rank, part)."""
         starts = [[-1] * len(parts) for parts in lengths]
         row = 0
-        for rank, part in places:
+        for rank, part in sorted(positions, key=positions.__getitem__):
             starts[rank][part] = row
             row += lengths[rank][part]
         return GatheredRows(lengths, tuple(map(tuple, starts)))
@@ -93,8 +92,8 @@ class GatheredRows:
 def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
     """Returns a buffer of the rows of all ranks, with segments in the order of their positions."""
     lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
-    places = [(rank, part) for rank, segments in enumerate(by_rank) for part in range(len(segments))]
-    return GatheredRows.of(lengths, sorted(places, key=lambda place: by_rank[place[0]][place[1]].start))
+    starts = {(rank, part): each.start for rank, row in enumerate(by_rank) for part, each in enumerate(row)}
+    return GatheredRows.of(lengths, starts)
 
 
 def _with_first_rows(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]:
@@ -261,15 +260,15 @@ class IntervalTiling(Tiling):
     Shards are cut into parts where the keys that some rank attends to begin or end, so a rank receives the keys of its
     window and no more. It receives them in the order of their positions, without gaps, so they are one run of keys, and
     one tile for each interval set of the mask computes all of them.
-
-    If `unbroken`, the keys of a tile have adjacent positions. Ranks receive whole multiples of `run` positions, and
-    tiles begin at multiples of `run` rows and columns.
     """
 
     def __init__(
-        self, groups: tuple[GroupSegments, ...], mask: Mask, lengths: tuple[int, int], unbroken: bool, run: int = 1
+        self, groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]
     ) -> None:
-        self.groups, self._unbroken, self._run = groups, unbroken, run
+        self.groups = groups
+        self._unbroken = masking is Masking.INTERVALS_UNBROKEN
+        self._run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
+        """Ranks receive whole multiples of so many positions; tiles begin at multiples of it, in rows and columns."""
         by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
         count = max(map(len, by_row))
         padded = [(*sets, *[()] * (count - len(sets))) for sets in by_row]
@@ -390,15 +389,12 @@ class IntervalTiling(Tiling):
     @cached_property
     def _rows(self) -> list[GatheredRows]:
         lengths = tuple(tuple(stop - start for start, stop in pairwise(rows)) for rows in self._cuts)
-
-        def first_position(place: tuple[int, int]) -> int:
-            owner, part = place
-            return next((piece.start for piece in self._pieces[0][owner][part]), -1)
-
+        starts = [[pieces[0].start if pieces else -1 for pieces in parts] for parts in self._pieces[0]]
         by_reader = (
-            [(owner, part) for owner, parts in enumerate(received) for part in parts] for received in self._recv_parts
+            {(owner, part): starts[owner][part] for owner, parts in enumerate(received) for part in parts}
+            for received in self._recv_parts
         )
-        return [GatheredRows.of(lengths, sorted(places, key=first_position)) for places in by_reader]
+        return [GatheredRows.of(lengths, positions) for positions in by_reader]
 
 
 def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:
@@ -450,5 +446,4 @@ def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, l
     """Returns the tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
     if masking is Masking.BY_SHAPE:
         return ShapeTiling(groups, mask)
-    run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
-    return IntervalTiling(groups, mask, lengths, masking is Masking.INTERVALS_UNBROKEN, run)
+    return IntervalTiling(groups, mask, masking, lengths)

@@ -16,7 +16,7 @@ from warnings import warn
 from cp_dtensor.spec.documents import ascending
 from cp_dtensor.spec.intervals import Workload
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk, joined_spans
-from cp_dtensor.spec.masks import Mask, imbalance, is_integer, workload_of
+from cp_dtensor.spec.masks import Mask, is_integer, workload_of
 
 
 class OneLength(CachedHash, Layout):
@@ -134,8 +134,26 @@ def _causal_work(chunks: list[tuple[int, int]]) -> list[int]:
     return work
 
 
+class _EvenWork(OneLength):
+    """Base of layouts by a balanced partition."""
+
+    @abstractmethod
+    def _partition(self, world_size: int) -> BalancedPartition:
+        """The partition of tokens, or of blocks of tokens."""
+
+    def imbalance(self, world_size: int) -> float:
+        """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
+
+        >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).imbalance(2)
+        0.0
+        """
+        partition = self._partition(world_size)
+        busiest, total = partition.busiest(partition.blocks()), partition.total
+        return (busiest * world_size - total) / total if total else 0.0
+
+
 @dataclass(frozen=True)
-class Balanced(OneLength):
+class Balanced(_EvenWork):
     """Every rank owns equally many tokens and computes equally many (query, key) pairs of `mask`.
 
     A rank has one block if that is balanced already; otherwise n ranks own at most 2n - 1 blocks together, and no rank
@@ -171,18 +189,11 @@ class Balanced(OneLength):
         _checked_length("Balanced", self.seq_len, self.tolerance)
         workload_of(self.mask, self.seq_len)
 
+    def _partition(self, world_size: int) -> BalancedPartition:
+        return BalancedPartition(workload_of(self.mask, self.seq_len), self.seq_len, world_size, self.tolerance)
+
     def blocks(self, world_size: int) -> list[list[Span]]:
-        workload = workload_of(self.mask, self.seq_len)
-        return BalancedPartition(workload, self.seq_len, world_size, self.tolerance).blocks()
-
-    def imbalance(self, world_size: int) -> float:
-        """Returns by how much the pairs of the busiest rank exceed the mean, as a fraction of the mean.
-
-        >>> from cp_dtensor import Causal
-        >>> Balanced(Causal(), 8).imbalance(world_size=2)
-        0.0
-        """
-        return imbalance(self, self.mask, self.seq_len, world_size)
+        return self._partition(world_size).blocks()
 
 
 def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
@@ -195,7 +206,7 @@ def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
 
 
 @dataclass(frozen=True, init=False)
-class BalancedBlocks(OneLength):
+class BalancedBlocks(_EvenWork):
     """`Balanced` for FlexAttention: ranks own whole blocks of a block mask, equally many and of equal work.
 
     A rank's block mask then consists of rows of the whole block mask. The numbers of blocks differ by one at most, so
@@ -262,15 +273,6 @@ class BalancedBlocks(OneLength):
             for ranges in self._partition(world_size).blocks()
         ]
 
-    def imbalance(self, world_size: int) -> float:
-        """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
-
-        >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).imbalance(2)
-        0.0
-        """
-        partition = self._partition(world_size)
-        return partition.busiest(partition.blocks()) * world_size / partition.total - 1 if partition.total else 0.0
-
     def _partition(self, world_size: int) -> BalancedPartition:
         """The partition of blocks, not tokens. Cuts cost nothing, since FlexAttention gathers all keys."""
         return BalancedPartition(Workload((), self.work), len(self.work), world_size, self.tolerance)
@@ -326,7 +328,7 @@ class BalancedPartition:
     length: int
     ranks: int
     tolerance: float
-    """How much more than the mean a rank may have, as a fraction of the mean, if that saves blocks."""
+    """Excess over the mean that a rank may have, as a fraction of the mean, if that saves blocks."""
 
     @property
     def total(self) -> int:

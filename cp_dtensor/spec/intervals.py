@@ -35,7 +35,7 @@ class IntervalBand(NamedTuple):
         """Returns the interval of a query of the band; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
-    def clipped(self, queries: Span, keys: Span) -> IntervalBand | None:
+    def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
         """Returns the band within some queries and some keys, None if it is empty.
 
         Every query of the result sees at least one key, and the intervals of neighbours touch or overlap.
@@ -205,11 +205,8 @@ class Workload:
         """
         reach = 0
         for sets in self._rows:
-            first_keys = [band.keys(position)[0] for band in _bands_at(sets, position)]
-            last_keys = [band.keys(position - 1)[1] for band in _bands_at(sets, position - 1)]
-            reach += max([position, *last_keys]) - min([position, *first_keys])
+            behind = [band for bands in sets for band in clipped_bands(bands, (position, position + 1))]
+            before = [band for bands in sets for band in clipped_bands(bands, (position - 1, position))]
+            last = max([position, *(band.key_range[1] for band in before)])
+            reach += last - min([position, *(band.key_range[0] for band in behind)])
         return reach
-
-
-def _bands_at(sets: IntervalSets, query: int) -> Iterator[IntervalBand]:
-    return (band for bands in sets for band in clipped_bands(bands, (query, query + 1)))

@@ -1,8 +1,4 @@
-"""Layouts: the global token positions of each rank, in local order.
-
-A layout is a frozen value of integers, without tensors or process groups. Sharding, plans and positions for RoPE all
-read layouts through the methods of `Layout`.
-"""
+"""Layouts: the global token positions of each rank, in local order. Frozen values of integers."""
 
 from __future__ import annotations
 

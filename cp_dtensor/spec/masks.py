@@ -12,16 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, TypeGuard
 
-from cp_dtensor.spec.intervals import (
-    FAR,
-    IntervalBand,
-    IntervalSets,
-    Workload,
-    clipped_bands,
-    count_pairs,
-    intersection,
-    union,
-)
+from cp_dtensor.spec import intervals
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, Workload, clipped_bands, count_pairs
 from cp_dtensor.spec.layouts import Layout, Segment, Span
 
 _TOO_LONG = 1 << 31
@@ -37,7 +29,6 @@ class Mask(ABC):
 
     def of_batch_row(self, row: int) -> Mask:
         """Returns the mask of one batch row; most masks are the same in all rows."""
-        del row
         return self
 
     @property
@@ -53,7 +44,8 @@ class Mask(ABC):
 
     def pairs(self, q_len: int, kv_len: int) -> int:
         """Returns the number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
-        return _pairs(self, q_len, kv_len)
+        rows = _interval_sets_by_row(self, q_len, kv_len)
+        return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class Intersection(Mask):
     masks: tuple[Mask, ...]
 
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
-        return reduce(intersection, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
+        return reduce(intervals.intersection, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ class Union(Mask):
     masks: tuple[Mask, ...]
 
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
-        return reduce(union, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
+        return reduce(intervals.union, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True, init=False)
@@ -191,12 +183,6 @@ class Batched(Mask):
     @property
     def batch_size(self) -> int:
         return len(self.masks)
-
-
-@lru_cache(maxsize=64)
-def _pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    rows = _interval_sets_by_row(mask, q_len, kv_len)
-    return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
 
 
 @lru_cache(maxsize=64)
