@@ -201,7 +201,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
-    check = _refuse_unfit if _torch.is_traced(q) else _check_once  # sizes in a trace cannot be hashed
+    check = _refuse_unfit.__wrapped__ if _torch.is_traced(q) else _refuse_unfit  # sizes in a trace cannot be hashed
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
 
 
@@ -217,6 +217,7 @@ def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
             )
 
 
+@lru_cache(maxsize=1024)  # arguments that passed are not checked again
 def _refuse_unfit(
     shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], devices: tuple[torch.device, ...], enable_gqa: bool
 ) -> None:
@@ -240,9 +241,6 @@ def _refuse_unfit(
 def _expect(fits: bool, expected: str, received: str) -> None:
     if not fits:
         raise ValueError(f"expected {expected}; {received}")
-
-
-_check_once = lru_cache(maxsize=1024)(_refuse_unfit)  # arguments that passed are not checked again
 
 
 def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:

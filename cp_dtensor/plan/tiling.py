@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, Tile, TileMask, joined, runs_of
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSet, clipped_bands
@@ -172,14 +172,14 @@ class ShapeTiling(Tiling):
 
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
         """See `Tiling`. Causal attention in a head-tail layout takes two tiles with any number of ranks."""
-        rows = self.gathered_rows(rank)
         found: list[Tile] = []
         for group in self.groups:
             found += joined(
-                replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
-                for source in range(self.world_size)
+                replace(tile, batch=group.batch, kv=_shift(tile.kv, start))
+                for source, starts in enumerate(self.gathered_rows(rank).starts)
                 if source != rank
-                for tile in _tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask)
+                for segment, start in zip(group.kv_by_rank[source], starts, strict=True)
+                for tile in _tiles_between(group.q_by_rank[rank], (segment,), self.mask)
             )
         return tuple(found)
 
@@ -241,13 +241,6 @@ def _shift(span: Span, offset: int) -> Span:
     return (span[0] + offset, span[1] + offset)
 
 
-def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
-    """Returns rows of `source`'s shard as rows of the gathered buffer. A tile is within one part."""
-    spans = (rows.local_span(source, part) for part in range(len(rows.lengths[source])))
-    part, (first, _) = next((part, span) for part, span in enumerate(spans) if kv[0] in range(*span))
-    return _shift(kv, rows.starts[source][part] - first)
-
-
 # Tiles of any mask
 
 _MOST_PARTS = 64
@@ -270,9 +263,7 @@ class IntervalTiling(Tiling):
         self._run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
         """Ranks receive whole multiples of so many positions; tiles begin at multiples of it, in rows and columns."""
         by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
-        count = max(map(len, by_row))
-        padded = [(*sets, *[()] * (count - len(sets))) for sets in by_row]
-        self._sets: tuple[tuple[IntervalSet, ...], ...] = tuple(zip(*padded, strict=True))
+        self._sets: tuple[tuple[IntervalSet, ...], ...] = tuple(zip_longest(*by_row, fillvalue=()))
         """`_sets[index]`: the index-th interval set of every batch row, or one for all rows."""
 
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
@@ -404,17 +395,14 @@ def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, 
 
 def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segment]]:
     """Returns the segments of each part between two cuts."""
-    parts: list[list[Segment]] = [[] for _ in pairwise(cuts)]
-    for row, segment in _with_first_rows(segments):
-        stop = row + segment.length
-        part = bisect_right(cuts, row) - 1
-        while part < len(parts) and cuts[part] < stop:
-            first, last = max(cuts[part], row), min(cuts[part + 1], stop)
-            if (first, last) == (row, stop) and row < stop:
-                parts[part].append(segment)
-            elif first < last:
-                parts[part].append(Segment.contiguous(segment.start + first - row, segment.start + last - row))
-            part += 1
+    parts: list[list[Segment]] = []
+    for start, stop in pairwise(cuts):
+        parts.append([])
+        for row, segment in _with_first_rows(segments):
+            first, last = max(start - row, 0), min(stop - row, segment.length)
+            if first < last:  # stripes are not cut
+                cut = Segment.contiguous(segment.start + first, segment.start + last)
+                parts[-1].append(segment if last - first == segment.length else cut)
     return parts
 
 
