@@ -144,9 +144,12 @@ class _EvenWork(OneLength):
     def imbalance(self, world_size: int) -> float:
         """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
 
-        >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).imbalance(2)
-        0.0
+        >>> from cp_dtensor import Causal
+        >>> Balanced(Causal(), 8).imbalance(world_size=2), BalancedBlocks((1, 3), block=128, seq_len=256).imbalance(2)
+        (0.0, 0.5)
         """
+        if not is_integer(world_size) or world_size < 1:
+            raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
         partition = self._partition(world_size)
         busiest, total = partition.busiest(partition.blocks()), partition.total
         return (busiest * world_size - total) / total if total else 0.0
