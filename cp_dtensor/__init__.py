@@ -14,8 +14,7 @@ from cp_dtensor.plan.cost import Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.spec.load_balance import imbalance
-from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, imbalance
 
 __version__ = "0.1.0"
 

@@ -18,8 +18,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.buffers import InPlaceShard
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig, CompiledCallSpec, key_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.validation import refuse_dtensors
+from cp_dtensor.engine.config import AttentionConfig, refuse_dtensors
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
 from cp_dtensor.spec.masks import Full
 

@@ -39,9 +39,10 @@ from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
+    check_batch_size,
     check_qkv,
     checked_length,
     checked_mask,

@@ -19,8 +19,8 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     check_bias,
     check_qkv,
     checked_dropout_p,

@@ -21,8 +21,8 @@ from cp_dtensor.api.interception import SharedInstallation, intercepted, interce
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.config import check_qkv, checked_mask, refuse_unsupported_sdpa, softmax_scale
 from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_unsupported_sdpa, softmax_scale
 
 aten = torch.ops.aten
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
-from cp_dtensor.engine.planner import axes_of, call_spec
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
     Mesh,
     axis_names,
     checked_layout,
@@ -18,6 +16,8 @@ from cp_dtensor.engine.validation import (
     ranks_and_method,
     sequence_ranks,
 )
+from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
+from cp_dtensor.engine.planner import axes_of, call_spec
 from cp_dtensor.plan.cost import Hardware
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Layout

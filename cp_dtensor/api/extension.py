@@ -19,9 +19,8 @@ from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.autograd import Attention, BoundCall
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     check_qkv,
     positive_scale,
@@ -29,6 +28,7 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
     softmax_scale,
 )
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer

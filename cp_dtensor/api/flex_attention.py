@@ -38,9 +38,16 @@ from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather, check_context_mask
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of, made_of, parts_of
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
+from cp_dtensor.engine.config import (
+    AttentionConfig,
+    Mesh,
+    check_batch_size,
+    check_qkv,
+    checked_seq_len,
+    refuse_dtensors,
+    softmax_scale,
+)
 from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full
 

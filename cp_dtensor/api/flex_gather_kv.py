@@ -219,7 +219,7 @@ def _keys(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Lengths are -1 where they are known only when the code runs, and `declared` if the caller passed them."""
     known, call_spec = (q_len, kv_len) if q_len >= 0 else None, call_spec_of(token)
-    compared = known if declared or call_spec.debug else None  # debugging, ranks compare the lengths of masks
+    compared = known if declared or call_spec.fixed.debug else None  # debugging, ranks compare the lengths of masks
     lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
     check_mask_lengths(lengths, known)
     if found.context is not None:

@@ -10,10 +10,9 @@ from cp_dtensor.api.active_context import config_around, with_inherited, with_in
 from cp_dtensor.api.dtensor_attention import dtensor_attention, sequence_ranks_of
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     check_qkv,
     checked_mask,
@@ -23,6 +22,7 @@ from cp_dtensor.engine.validation import (
     refuse_dtensors,
     softmax_scale,
 )
+from cp_dtensor.engine.custom_op import CallKeys, keys_of, traced_attention
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Mask, mask_intersection
 
@@ -120,14 +120,12 @@ def context_parallel_attention(
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
         rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        token, backends, shown, reads_more = _constants(
+        keys = _constants(
             mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
         )
         q, scale = positive_scale(q, softmax_scale(q, scale))
         modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
-        out, lse = traced_attention_by_keys(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, reads_more=reads_more,
-        )  # fmt: skip
+        out, lse = traced_attention(q, k, v, modifiers, keys, scale, lengths, return_lse)
     elif isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
         checked_method(method)
@@ -224,8 +222,8 @@ def _refuse_of_shards_only(
 def _constants(
     mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
     mask: Parts | None, is_causal: bool,
-) -> tuple[str, str, str, bool]:  # fmt: skip
-    """Keys of call spec, backends and mask, for compiled code; and True if each run reads or compares more."""
+) -> CallKeys:  # fmt: skip
+    """The keys of a call in compiled code."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
@@ -233,7 +231,7 @@ def _constants(
     call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
     if settings.mask is not None and not call_spec.reads_context:
         shown = mask_intersection(settings.mask, shown)
-    return key_of(call_spec), backends_key(), mask_keys.key_of(shown), debug or call_spec.reads_context
+    return keys_of(call_spec, shown)
 
 
 def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     checked_layout,
     checked_length,

@@ -11,7 +11,7 @@ from cp_dtensor.api.active_context import ActiveContext, current_context, open_l
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.attend import attend_packed
-from cp_dtensor.engine.validation import Mesh
+from cp_dtensor.engine.config import Mesh
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow

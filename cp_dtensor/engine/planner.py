@@ -33,14 +33,17 @@ from cp_dtensor.engine.cost_model import Axis, estimates, fastest
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING, HeadPartition, partition_heads, with_heads
 from cp_dtensor.plan.partition import (
     CallSpec,
+    HeadPartition,
     MergedPartition,
     OuterPartition,
     SequencePartition,
+    head_stages,
     inner_partitions,
     masking_of,
+    partition_heads,
+    with_heads,
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
@@ -81,16 +84,8 @@ def bound_call(
         modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
     )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
-    key = (
-        config.placed or config.layout,
-        lengths,
-        properties,
-        config.method,
-        config.transport,
-        allowed,
-        ranks.rank,
-        inner,
-    )
+    split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner
+    key = split, lengths, properties, allowed
     plans = _plans.get(ranks.outer)
     if plans is None or len(plans) > _MOST_PLANS:
         plans = _plans[ranks.outer] = {}
@@ -174,7 +169,7 @@ def plan_ulysses(
     with on_device(device):
         obstacle = obstacle_to_shared_memory(spec, axis, device)
     # Not in a hybrid: all ranks of its ring need the same stages, and ranks of other groups may share no memory.
-    stage_count = DEFAULT_HEAD_STAGING.stages(spec, axis.size(), publishes=ring is None and obstacle is None)
+    stage_count = head_stages(spec, axis.size(), publishes=ring is None and obstacle is None)
     heads = partition_heads(spec.q_heads, spec.kv_heads, axis.size(), stage_count)
     merged = MergedPartition(spec.partition, axis.size())
     merged_spec = replace(spec, partition=merged)
@@ -195,7 +190,7 @@ def exchange_stages(
     heads: HeadPartition, merged: MergedPartition, ring_rank: int
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage the rows and heads of the ranks: of queries, and of keys and values."""
-    query_rows, key_rows = merged.query_rows(ring_rank), merged.key_rows(ring_rank)
+    query_rows, key_rows = merged.rows(ring_rank)
     by_stage = [
         tuple(heads.kv_groups(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)
     ]

@@ -22,7 +22,7 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
 from cp_dtensor.engine.autograd import AttentionPlan, new_grad_bias
-from cp_dtensor.plan.head_partition import HeadPartition
+from cp_dtensor.plan.partition import HeadPartition
 
 
 class StageBias:

@@ -21,8 +21,7 @@ from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.head_partition import partition_heads
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition, partition_heads
 from cp_dtensor.plan.plan import Stages, gathered_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, Layout
