@@ -1,4 +1,4 @@
-"""Autograd: functions that are differentiated once, clean-up after errors, and state that follows a backward."""
+"""Autograd: functions that are differentiated once, and state that follows a backward."""
 
 from __future__ import annotations
 
@@ -14,23 +14,6 @@ import torch
 from cp_dtensor._torch.tensors import is_batched
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class cleaned_up_on_error:
-    """Calls `clean_up` if the block raises, so that the next call works.
-
-    A class, since entering and leaving a generator takes several times as long.
-    """
-
-    def __init__(self, clean_up: Callable[[], None]) -> None:
-        self._clean_up = clean_up
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None:
-            self._clean_up()
 
 
 class _NoSecondDerivative(torch.autograd.Function):

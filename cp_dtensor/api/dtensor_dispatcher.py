@@ -64,7 +64,8 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             if call is None:  # on a CPU, where torch has no rule for the op
                 out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
             else:
-                out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
+                with call:
+                    out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
             return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
         of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
         grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
@@ -72,8 +73,9 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
         else:
             lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
-            saved = call.plan.remake_saved(*qkv, out, lse, call.ranks)
-            grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
+            with call:
+                saved = call.plan.remake_saved(*qkv, out, lse, call.ranks)
+                grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
     shapes = (tuple(x.shape) for x in (q, k, v))
     wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))

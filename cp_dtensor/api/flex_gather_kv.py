@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error, differentiated_once, refuse_batches
+from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
 from cp_dtensor.api.flex_block_mask import (
     LocalRows,
@@ -105,9 +105,12 @@ class KVGather:
         exchange = whole_heads((k, v), rows)
         if exchange is None:
             return None
-        with cleaned_up_on_error(lambda: exchange.abandon(group)):
-            heads = [x.flatten(0, 1).unsqueeze(1) for x in (k, v)]
+        heads = [x.flatten(0, 1).unsqueeze(1) for x in (k, v)]
+        try:
             ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group).receive()
+        except BaseException:
+            exchange.abandon(group)
+            raise
         return all_k.squeeze(1).unflatten(0, k.shape[:2]), all_v.squeeze(1).unflatten(0, v.shape[:2])
 
     def _all_gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:

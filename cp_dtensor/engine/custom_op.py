@@ -139,7 +139,7 @@ def _forward(
     lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, gives_lse=gives_lse)
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
-    with no_autocast(q), _torch.below_autograd():
+    with no_autocast(q), _torch.below_autograd(), call:
         out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
@@ -185,7 +185,7 @@ def _backward(
         config, backends = call_spec_of(constant.call_spec).config(found.context), _backends(constant.backends)
         call = bound_call(q, k, v, config, lengths, found.mask, modifiers, constant.scale, backends)
     grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
-    with no_autocast(grad_out), _torch.below_autograd():
+    with no_autocast(grad_out), _torch.below_autograd(), call:
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = from_forward.rows if saves_rows(call, q) else ()
         saved = rows or call.plan.remake_saved(q, k, v, out, lse, call.ranks)

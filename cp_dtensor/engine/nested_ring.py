@@ -45,6 +45,11 @@ class NestedRingPlan(Ring):
         grads = inner.backward(grad_out, of.modifiers, saved, of.grad_bias, _inner_ranks(of.ranks), of.scale)
         return [_whole_part(of.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
 
+    def abandon(self, ranks: SequenceRanks) -> None:
+        super().abandon(ranks)
+        for inner in filter(None, self.inner):
+            inner.abandon(_inner_ranks(ranks))
+
     def keys_and_values(
         self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

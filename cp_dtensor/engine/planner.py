@@ -100,10 +100,9 @@ def bound_call(
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
-    masking: Masking | None = None,
 ) -> CallSpec:  # fmt: skip
-    """The `CallSpec` of shards of these shapes; `masking` None is that of `masking_of`."""
-    masking = masking or masking_of(partition, mask, has_bias, has_dropout, deterministic)
+    """The `CallSpec` of shards of these shapes."""
+    masking = masking_of(partition, mask, has_bias, has_dropout, deterministic)
     return CallSpec(
         partition=partition,
         mask=as_plain(mask) if masking is Masking.BY_SHAPE else mask,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
-from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error
+from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -21,7 +20,7 @@ from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.attention.modifiers import Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
-from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan
 from cp_dtensor.plan.tiles import Tile
@@ -130,14 +129,14 @@ class Ring(AttentionPlan):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
         ranks: SequenceRanks, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
+    ) -> Result:  # fmt: skip
         arguments = (q, k, v)
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
-        with on_device_of(q), self.abandoned_on_error(group):
+        with on_device_of(q):
             result = output_accumulator(q, v.size(3), self.state_dtype)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
             of = Pass(q, modifiers, ranks, scale)
@@ -158,7 +157,7 @@ class Ring(AttentionPlan):
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
         ranks: SequenceRanks, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         """Gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
 
         Sums over tiles and ranks are in `state_dtype` and are rounded once. The share of a rank in the dK/dV of another
@@ -169,7 +168,7 @@ class Ring(AttentionPlan):
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
-        with on_device_of(q), self.abandoned_on_error(group):
+        with on_device_of(q):
             grad_out = in_order_of(out, grad_out)
             grad_q = gradient_accumulator(q, self.state_dtype)
             grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
@@ -205,9 +204,10 @@ class Ring(AttentionPlan):
         """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
         return None if self.tile_plan.world_size == 1 else ranks.outer
 
-    def abandoned_on_error(self, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-        """Drops the transfers of a call that raises, so that the next call can use the transport."""
-        return nullcontext() if group is None else cleaned_up_on_error(lambda: self.transport.abandon(group))
+    def abandon(self, ranks: SequenceRanks) -> None:
+        group = self.group(ranks)
+        if group is not None:
+            self.transport.abandon(group)
 
 
 @dataclass(frozen=True)
