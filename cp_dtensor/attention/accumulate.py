@@ -7,7 +7,6 @@ state.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,30 +32,24 @@ class Part(NamedTuple):
     """`(out, lse)` for merges; for sums `(gradient,)`, (B, H, rows, D), or `(stack,)`, (N, B, H, rows, D)."""
 
 
-class Accumulator(ABC):
-    """A result (B, H, S, D) to which parts are added, by groups of heads.
+class Accumulator:
+    """A result (B, H, S, D) to which parts are added, by groups of heads: `(gradient,)`, or the LSE merge `(out, lse)`.
 
     A first part that covers all rows of its heads becomes the state without a copy. With `may_overwrite`, later parts
     are added to it in place. (Outputs of a forward kernel must not be overwritten: selective checkpointing saves them.)
     Heads of a later part are among heads that were added together at first.
     """
 
-    def __init__(self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, may_overwrite: bool) -> None:
-        """`like` has the dtype, device and memory order of the result."""
+    def __init__(
+        self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, *, may_overwrite: bool, has_lse: bool
+    ) -> None:
+        """`like` has the dtype, device and memory order of the result. An lse is in the state dtype throughout."""
         self._shape = batch, heads, rows, _ = tuple(shape)
         self._batch, self._heads, self._rows = (0, batch), (0, heads), (0, rows)
         self._like, self._dtype, self._state_dtype = like, like.dtype, state_dtype
-        self._may_overwrite = may_overwrite
+        self._may_overwrite, self._has_lse = may_overwrite, has_lse
         self._states: list[_State] = []
         self._result: Tensors | None = None
-
-    @abstractmethod
-    def _empty(self, heads: int, dtype: torch.dtype) -> Tensors:
-        """Uninitialised tensors of all rows of some heads."""
-
-    @abstractmethod
-    def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
-        """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
 
     def add(self, heads: Span, parts: Sequence[Part], is_last: bool) -> None:
         """Adds parts to some heads. `is_last`: True in the last call for these heads, once for each head."""
@@ -162,43 +155,32 @@ class Accumulator(ABC):
         if state.completed == state.heads[1] - state.heads[0]:
             self._states.remove(state)  # frees its memory
 
-
-class OutputAccumulator(Accumulator):
-    """LSE merge of `(out, lse)`, with `lse` in the state dtype throughout."""
-
     def _empty(self, heads: int, dtype: torch.dtype) -> Tensors:
+        """Uninitialised tensors of all rows of some heads."""
         batch, _, rows, dim = self._shape
-        lse = self._like.new_empty((batch, heads, rows), dtype=self._state_dtype)
-        return _empty((batch, heads, rows, dim), self._like, dtype), lse
+        shape, like = (batch, heads, rows, dim), self._like
+        # In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order.
+        whole = torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)
+        return (whole, like.new_empty(shape[:3], dtype=self._state_dtype)) if self._has_lse else (whole,)
 
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
-        triples = [((rows[0] - first_row, rows[1] - first_row), out, lse) for _, rows, (out, lse) in parts]
-        merge(result[0], result[1], base[0], base[1], triples)
-
-
-class GradientAccumulator(Accumulator):
-    """Sum of `(gradient,)` in the state dtype."""
-
-    def _empty(self, heads: int, dtype: torch.dtype) -> Tensors:
-        batch, _, rows, dim = self._shape
-        return (_empty((batch, heads, rows, dim), self._like, dtype),)
-
-    def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
-        stacks = []
-        for _, rows, (tensor,) in parts:
-            stack = tensor if tensor.dim() == 5 else tensor.unsqueeze(0)
-            stacks.append(((rows[0] - first_row, rows[1] - first_row), stack))
-        add_parts(result[0], base[0], stacks, self._state_dtype)
+        """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
+        placed = [((start - first_row, stop - first_row), tensors) for _, (start, stop), tensors in parts]
+        if self._has_lse:
+            merge(result[0], result[1], base[0], base[1], [(rows, out, lse) for rows, (out, lse) in placed])
+        else:
+            stacks = [(rows, x if x.dim() == 5 else x.unsqueeze(0)) for rows, (x,) in placed]
+            add_parts(result[0], base[0], stacks, self._state_dtype)
 
 
 def output_accumulator(q: Tensor, v_head_dim: int, state_dtype: torch.dtype) -> Accumulator:
     """Accumulates the `(out, lse)` of tiles, for queries q (B, H, S, D)."""
-    return OutputAccumulator((*q.shape[:3], v_head_dim), q, state_dtype, may_overwrite=False)
+    return Accumulator((*q.shape[:3], v_head_dim), q, state_dtype, may_overwrite=False, has_lse=True)
 
 
 def gradient_accumulator(of: Tensor, state_dtype: torch.dtype) -> Accumulator:
     """Accumulates the gradient of a tensor from the contributions of tiles and ranks."""
-    return GradientAccumulator(of.shape, of, state_dtype, may_overwrite=True)
+    return Accumulator(of.shape, of, state_dtype, may_overwrite=True, has_lse=False)
 
 
 @dataclass(eq=False)
@@ -238,8 +220,3 @@ def _cut(tensors: Tensors, batch: Span, heads: Span, first_head: int, start: int
     """Some batch rows, heads and rows, as views of tensors whose head 0 is `first_head`."""
     head, end = heads[0] - first_head, heads[1] - first_head
     return tuple([x[batch[0] : batch[1], head:end, start:stop] for x in tensors])
-
-
-def _empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order."""
-    return torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)

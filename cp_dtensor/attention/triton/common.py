@@ -347,15 +347,15 @@ def modifier_arguments(
 
     The bias broadcasts to `shape` (B, H, S, T) and is not expanded in memory.
     """
-    bias_kind, bias_strides = NO_BIAS.value, (0, 0, 0, 0)
+    bias_kind, bias_strides = NO_BIAS.value, (0,) * len(shape)
     if bias is None:
         bias = unused
     elif bias.dtype == torch.bool:
-        bias = bias.expand(shape).view(torch.uint8)
-        bias_kind, bias_strides = BOOLEAN.value, bias.stride()
+        bias_kind, bias = BOOLEAN.value, bias.view(torch.uint8).expand(shape)
+        bias_strides = bias.stride()
     else:
-        bias = (bias.float() if bias.dtype == torch.float64 else bias).expand(shape)
-        bias_kind, bias_strides = ADDITIVE.value, bias.stride()
+        bias_kind, bias = ADDITIVE.value, (bias.float() if bias.dtype == torch.float64 else bias).expand(shape)
+        bias_strides = bias.stride()
     if dropout is None:
         return (bias, unused, unused, unused), (*bias_strides, 0, 0, 0, 0, 0), (bias_kind, False, False, 1.0)
     assert dropout.p > 0, "no limit keeps everything"
