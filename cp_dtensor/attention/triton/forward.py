@@ -76,6 +76,10 @@ def attention_forward_kernel(
         dropout = (tl.load(seed_ptr), first_batch + batch, first_head + head, dropout_limit)
         # 0, but not a constant: with a constant, LLVM rounds weights before it selects, which took 7% longer.
         nothing = dropout_scale - dropout_scale
+
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)  # as `total`, relative to exp2(`largest`)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     q = tl.load(
         addresses(q_ptr, batch, head, row, dim, q_stride_b, q_stride_h, q_stride_s),
         mask=in_rows[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
@@ -83,10 +87,6 @@ def attention_forward_kernel(
     lo, hi, first, blocks, before, whole = seen_columns(
         lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
-
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)  # as `total`, relative to exp2(`largest`)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     # With a bias, the scale is applied before it is added, else together with the shift.
     late_scale = scale_log2 if BIAS == NO_BIAS else 1.0
     for MASKED in tl.static_range(2):  # two loops: whole blocks, then the others
@@ -127,9 +127,9 @@ def attention_forward_kernel(
 
     safe_total = tl.where(total > 0.0, total, 1.0)  # of a row without keys, acc is 0 and largest -inf
     out = acc * ((dropout_scale if DROPOUT else 1.0) / safe_total)[:, None]
+    lse = (largest + tl.math.log2(safe_total)) * LN_2
     out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & (v_dim < V_DIM)[None, :])
-    lse = (largest + tl.math.log2(safe_total)) * LN_2
     tl.store(lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row.to(tl.int64), lse, mask=in_rows)
 
 
