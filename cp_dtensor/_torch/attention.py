@@ -131,9 +131,9 @@ def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) ->
     """
     library = torch.library.Library("torch_attn", "IMPL")
     for name, handler in zip(_VARLEN_OPS, (attend, attend_into), strict=True):
-        for key in _VARLEN_AUTOGRAD_KEYS:
-            library.impl(name, partial(_varlen_with_autograd, name, handler), key, with_keyset=True)
-        library.impl(name, partial(_varlen_without_autograd, name, handler), _BEFORE_BACKENDS, with_keyset=True)
+        for key in (*_VARLEN_AUTOGRAD_KEYS, _BEFORE_BACKENDS):
+            kernel = partial(_varlen, name, handler, key in _VARLEN_AUTOGRAD_KEYS)
+            library.impl(name, kernel, key, with_keyset=True)
     _clear_varlen_caches()
     try:
         yield
@@ -149,14 +149,15 @@ def _clear_varlen_caches() -> None:
             _varlen_op(name)._dispatch_cache.clear()
 
 
-def _varlen_with_autograd(name: str, handler: VarlenHandler, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    result = handler(bound_arguments(_varlen_op(name), args, kwargs))
-    return _original_varlen(name)(keyset, *args, **kwargs) if result is None else result
-
-
-def _varlen_without_autograd(name: str, handler: VarlenHandler, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    result = handler(bound_arguments(_varlen_op(name), args, kwargs))
-    return _varlen_op(name).redispatch(keyset & _BACKEND_KEYS, *args, **kwargs) if result is None else result
+def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of the handler, else of torch's next kernel."""
+    op = _varlen_op(name)
+    result = handler(bound_arguments(op, args, kwargs))
+    if result is not None:
+        return result
+    if has_autograd:
+        return _original_varlen(name)(keyset, *args, **kwargs)
+    return op.redispatch(keyset & _BACKEND_KEYS, *args, **kwargs)
 
 
 @lru_cache(maxsize=2)

@@ -184,14 +184,12 @@ def traced_scope() -> str | None:
 
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Wraps a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python."""
-    disabled: list[Callable[P, T]] = []
+    disabled = functools.cache(lambda: torch.compiler.disable(function))
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing has been compiled yet
             return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
+        return disabled()(*args, **kwargs)
 
     return run

@@ -93,19 +93,17 @@ def in_words(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     [(3, 2), (3, 1)]
     """
     sizes = [x.size(-1) * x.itemsize for x in (k, v)]
-    word = next(dtype for dtype in _WORDS if not any(size % dtype.itemsize for size in sizes))
-    return _in_words(k, word), _in_words(v, word)
+    words = (torch.int64, torch.int32, torch.uint8)
+    word = next(dtype for dtype in words if not any(size % dtype.itemsize for size in sizes))
 
+    def viewed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.resolve_conj().resolve_neg()
+        steps = (tensor.storage_offset(), *tensor.stride()[:-1])
+        if tensor.stride(-1) != 1 or any(step * tensor.itemsize % word.itemsize for step in steps):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.view(word)
 
-_WORDS = (torch.int64, torch.int32, torch.uint8)
-
-
-def _in_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    tensor = tensor.resolve_conj().resolve_neg()
-    steps = (tensor.storage_offset(), *tensor.stride()[:-1])
-    if tensor.stride(-1) != 1 or any(step * tensor.itemsize % word.itemsize for step in steps):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(word)
+    return viewed(k), viewed(v)
 
 
 def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:

@@ -13,9 +13,8 @@ import torch
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
-from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator
 from cp_dtensor.attention.backends.interval import IntervalAttention
-from cp_dtensor.attention.merge import with_sinks
+from cp_dtensor.attention.merge import Part, gradient_accumulator, output_accumulator, with_sinks
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import KvTransfers

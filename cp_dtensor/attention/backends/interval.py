@@ -73,10 +73,10 @@ class IntervalAttention(AttentionBackend):
         modifiers = self.modifiers
         if modifiers.seed is None:
             return None
+        queries, keys, in_runs = rows.positions
         return Dropout(
-            modifiers.dropout_p, modifiers.seed, rows.q_positions, rows.kv_positions, modifiers.first_batch,
-            modifiers.first_head, rows.in_runs,
-        )  # fmt: skip
+            modifiers.dropout_p, modifiers.seed, queries, keys, modifiers.first_batch, modifiers.first_head, in_runs
+        )
 
 
 class TileRows:
@@ -88,19 +88,15 @@ class TileRows:
         self.mask = _torch.prepared(self._row_mask)
 
     @cached_property
-    def q_positions(self) -> Tensor:
-        """(S,), int32: global positions of the rows."""
-        return _torch.prepared(lambda: self._on_device(self._queries()))
+    def positions(self) -> tuple[Tensor, Tensor, bool]:
+        """Global positions of rows (S,) and columns (T,), int32; True if both are in runs, for faster dropout."""
 
-    @cached_property
-    def kv_positions(self) -> Tensor:
-        """(T,), int32: global positions of the columns."""
-        return _torch.prepared(lambda: self._on_device(self._keys()))
+        def made() -> tuple[Tensor, Tensor, bool]:
+            both = self._queries(), self._keys()
+            queries, keys = (self._on_device(x) for x in both)
+            return queries, keys, all(map(are_in_runs, both))
 
-    @cached_property
-    def in_runs(self) -> bool:
-        """True if the positions of rows and columns are in runs, which makes dropout faster."""
-        return _torch.prepared(lambda: are_in_runs(self._queries()) and are_in_runs(self._keys()))
+        return _torch.prepared(made)
 
     def bias_columns(self, bias: Tensor) -> Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view if their positions are evenly spaced."""
@@ -128,7 +124,7 @@ class TileRows:
             return slice(first, last + 1)
         if len(keys.segments) == 1 and keys.segments[0].block == 1:
             return slice(first, last + 1, keys.segments[0].period)
-        return self.kv_positions
+        return self.positions[1]
 
     def _queries(self) -> Tensor:
         """Global positions of the rows, on the host."""

@@ -113,15 +113,6 @@ def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.con
 
 
 @triton.jit
-def load_intervals(lo_ptr, hi_ptr, row, rows, columns):
-    """[lo, hi) of rows, inside [0, columns); empty beyond `rows`."""
-    in_rows = row < rows
-    lo = tl.load(lo_ptr + row, mask=in_rows, other=0)
-    hi = tl.load(hi_ptr + row, mask=in_rows, other=0)
-    return tl.maximum(lo, 0), tl.minimum(hi, columns)
-
-
-@triton.jit
 def seen_columns(
     lo_ptr, hi_ptr, first_row, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
@@ -136,9 +127,12 @@ def seen_columns(
     first block in part, and both rows to the next 3 (columns 11 to 34) entirely.
     """
     row = first_row + tl.arange(0, BLOCK_ROWS)
+    first = 0
+    whole_first = 0
     if MASK == INTERVALS:
         in_rows = row < rows
-        lo, hi = load_intervals(lo_ptr, hi_ptr, row, rows, columns)
+        lo = tl.maximum(tl.load(lo_ptr + row, mask=in_rows, other=0), 0)
+        hi = tl.minimum(tl.load(hi_ptr + row, mask=in_rows, other=0), columns)
         first = tl.min(tl.where(lo < hi, lo, columns))
         last = tl.max(tl.where(lo < hi, hi, 0))
         whole_first = tl.max(tl.where(in_rows, lo, 0))
@@ -146,16 +140,12 @@ def seen_columns(
     elif MASK == CAUSAL:
         lo = tl.zeros_like(row)
         hi = tl.minimum(row + offset + 1, columns)
-        first = 0
         last = tl.minimum(tl.minimum(first_row + BLOCK_ROWS, rows) + offset, columns)
-        whole_first = 0
         whole_last = tl.minimum(first_row + offset + 1, columns)
     else:
         lo = tl.zeros_like(row)
         hi = lo + columns
-        first = 0
         last = columns
-        whole_first = 0
         whole_last = columns
     if DROPOUT and MASK == INTERVALS:
         first = first // _RUN * _RUN
@@ -178,22 +168,19 @@ def seeing_rows(
     `ranges_ptr` points to the four numbers of this block, see `rows_of_columns`. All values of rows beyond the last are
     0, so that a ragged block counts as whole.
     """
+    first = 0
+    last = rows
+    whole_first = 0
+    whole_last = rows + BLOCK_ROWS - 1
     if MASK == INTERVALS:
         first = tl.load(ranges_ptr)
         last = tl.load(ranges_ptr + ranges_stride)
         whole_first = tl.load(ranges_ptr + 2 * ranges_stride)
-        whole_last = tl.load(ranges_ptr + 3 * ranges_stride)
-        whole_last = tl.where(whole_last == rows, rows + BLOCK_ROWS - 1, whole_last)
+        stop = tl.load(ranges_ptr + 3 * ranges_stride)
+        whole_last = tl.where(stop == rows, whole_last, stop)
     elif MASK == CAUSAL:
         first = tl.minimum(tl.maximum(first_column - offset, 0), rows)
-        last = rows
         whole_first = tl.maximum(tl.minimum(first_column + BLOCK_COLUMNS, columns) - 1 - offset, 0)
-        whole_last = rows + BLOCK_ROWS - 1
-    else:
-        first = 0
-        last = rows
-        whole_first = 0
-        whole_last = rows + BLOCK_ROWS - 1
     first = first // 16 * 16  # descriptors of row values need alignment
     blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK_ROWS)
     before = tl.minimum(tl.cdiv(tl.maximum(whole_first - first, 0), BLOCK_ROWS), blocks)
