@@ -184,12 +184,14 @@ def traced_scope() -> str | None:
 
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Wraps a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python."""
-    disabled = functools.cache(lambda: torch.compiler.disable(function))
+    disabled: list[Callable[P, T]] = []
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing has been compiled yet
             return function(*args, **kwargs)
-        return disabled()(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return run

@@ -139,21 +139,10 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
 
     `torch.utils.swap_tensors` does so too, but refuses tensors that autograd refers to, as it does here. The function
     behind it refuses tensors with weak references from C++. Two owners of such references are known: autocast, whose
-    cache is cleared, and profilers that record shapes, whose references may stay with the content.
+    cache is cleared, and profilers that record shapes, whose references may stay with the content: they are uncounted
+    during the exchange. (A profiler holds them until the profile is freed, and so does not drop them then.)
     """
-    try:
-        torch._C._swap_tensor_impl(first, second)
-    except RuntimeError as error:
-        if not _REFUSED_FOR_WEAK_REFERENCES.search(str(error)):
-            raise
-        torch.clear_autocast_cache()
-        _swap_with_weak_references(first, second)
-
-
-def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Swaps with the weak references uncounted meanwhile. Their owner must not drop them then: a profiler holds them
-    until the profile is freed."""
-    pair, swapped = (first, second), False
+    pair, swapped, is_cache_cleared = (first, second), False, False
     uncounted: dict[int, int] = {}  # by tensor: weak references that are uncounted
     try:
         while not swapped:
@@ -165,6 +154,10 @@ def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> Non
                 which = int(refused[1]) - 1 if refused else -1
                 if refused is None or which in uncounted:
                     raise
+                if not is_cache_cleared:
+                    torch.clear_autocast_cache()
+                    is_cache_cleared = True
+                    continue
                 uncounted[which] = int(refused[2])
                 for _ in range(uncounted[which]):
                     torch.UntypedStorage._free_weak_ref(pair[which]._cdata)  # works for any counted object

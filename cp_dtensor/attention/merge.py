@@ -56,8 +56,7 @@ def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: S
 
 def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
     """As `merge`, in plain torch operations: the reference implementation of the kernel."""
-    in_place = out is base_out and out.dtype == lse.dtype
-    total, total_lse = (out, lse) if in_place else (base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True))
+    total, total_lse = base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True)
     for (start, stop), part_out, part_lse in parts:
         rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
         seen = torch.maximum(rows_lse, part_lse) > float("-inf")  # else both are -inf, and -inf - -inf would be NaN
@@ -66,9 +65,8 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
         part_weight = torch.where(seen, torch.sigmoid(part_lse - rows_lse), 0)
         rows.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(lse.dtype), part_weight.unsqueeze(-1))
         rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
-    if not in_place:
-        out.copy_(total)
-        lse.copy_(total_lse)
+    out.copy_(total)
+    lse.copy_(total_lse)
 
 
 def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
@@ -93,13 +91,11 @@ def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: to
 
 def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
     """As `add_parts`, in plain torch operations: the reference implementation of the kernel."""
-    in_place = out is base and out.dtype == sum_dtype
-    total = out if in_place else base.to(sum_dtype, copy=True)
+    total = base.to(sum_dtype, copy=True)
     for (start, stop), stack in parts:
         for tensor in stack:
             total[:, :, start:stop] += tensor
-    if not in_place:
-        out.copy_(total)
+    out.copy_(total)
 
 
 # Accumulation, part by part: the output of a call, and each of its gradients
