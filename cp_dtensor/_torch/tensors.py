@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
@@ -168,9 +168,8 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(counted))
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
-    return is_traceable_wrapper_subclass(tensor)
+is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+"""Returns True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -195,14 +194,12 @@ def current_stream_handle(device: torch.device) -> int:
     return handle
 
 
-def below_autograd() -> AbstractContextManager[object]:
-    """While open, operators skip autograd's tracking of views and versions, as inside of one of torch's operators.
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView
+"""While open, operators skip autograd's tracking of views and versions, as inside of one of torch's operators.
 
-    For code that autograd sees as one operator; not for code of others, such as hooks of saved tensors, which may
-    recompute forward. Views take half of the host time, in compiled code a third.
-    """
-    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
-    return guard
+For code that autograd sees as one operator; not for code of others, such as hooks of saved tensors, which may recompute
+forward. Views take half of the host time, in compiled code a third.
+"""
 
 
 @contextmanager
