@@ -131,9 +131,7 @@ def attention_dq_kernel(
     in_rows = row < rows
     dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
     in_q = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
-    if not TMA:
-        k += batch_64 * k_stride_b + kv_head.to(tl.int64) * k_stride_h
-        v += batch_64 * v_stride_b + kv_head.to(tl.int64) * v_stride_h
+    k_strides, v_strides = (k_stride_b, k_stride_h, k_stride_s), (v_stride_b, v_stride_h, v_stride_s)
     bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
     lo_ptr += batch_64 * intervals_stride_b
     hi_ptr += batch_64 * intervals_stride_b
@@ -158,10 +156,10 @@ def attention_dq_kernel(
         for index in tl.range(0, blocks - whole if MASKED else whole):
             start = block_start(index, first, before, whole, BLOCK_COLUMNS, MASKED, MASK == INTERVALS)
             k_block = load_rows(
-                k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
+                k, batch, kv_head, start, columns, k_strides, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
             )
             v_block = load_rows(
-                v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
+                v, batch, kv_head, start, columns, v_strides, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
             )
             logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2
             column = start + tl.arange(0, BLOCK_COLUMNS)
@@ -219,11 +217,7 @@ def attention_dkv_kernel(
     v_block = tl.load(v_ptrs, mask=in_v, other=0.0)
     interval_line = tl.where(intervals_stride_b > 0, batch, 0)
     bias_ptr += batch_64 * bias_stride_b
-    if not TMA:
-        q += batch_64 * q_stride_b
-        grad += batch_64 * grad_stride_b
-        lo += batch_64 * intervals_stride_b
-        hi += batch_64 * intervals_stride_b
+    q_strides, grad_strides = (q_stride_b, q_stride_h, q_stride_s), (grad_stride_b, grad_stride_h, grad_stride_s)
     if DROPOUT:
         seed = tl.load(seed_ptr)
         q_position_ptr += batch_64 * q_position_stride_b
@@ -247,17 +241,8 @@ def attention_dkv_kernel(
             start = block_start(index, first, before, whole, BLOCK_ROWS, MASKED, True)
             row = start + tl.arange(0, BLOCK_ROWS)
             line = batch * heads + head
-            if TMA:
-                head_q, head_grad, head_shift, head_delta = q, grad, shift, delta
-            else:
-                head_q = q + head.to(tl.int64) * q_stride_h
-                head_grad = grad + head.to(tl.int64) * grad_stride_h
-                head_shift = shift + line.to(tl.int64) * padded_rows
-                head_delta = delta + line.to(tl.int64) * padded_rows
-            q_block = load_rows(
-                head_q, batch, head, start, rows, q_stride_s, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA
-            )
-            row_shift = load_row_values(head_shift, line, start, BLOCK_ROWS, TMA)
+            q_block = load_rows(q, batch, head, start, rows, q_strides, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA)
+            row_shift = load_row_values(shift, line, padded_rows, start, BLOCK_ROWS, TMA)
             logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * scale_log2
             if BIAS != NO_BIAS:
                 logits += load_bias(
@@ -268,14 +253,12 @@ def attention_dkv_kernel(
             if MASKED and MASK == CAUSAL:
                 weights = tl.where(column[:, None] <= row[None, :] + offset, weights, 0.0)
             elif MASKED:
-                row_lo = load_row_values(lo, interval_line, start, BLOCK_ROWS, TMA)
-                row_hi = load_row_values(hi, interval_line, start, BLOCK_ROWS, TMA)
+                row_lo = load_row_values(lo, interval_line, intervals_stride_b, start, BLOCK_ROWS, TMA)
+                row_hi = load_row_values(hi, interval_line, intervals_stride_b, start, BLOCK_ROWS, TMA)
                 seen = (column[:, None] >= row_lo[None, :]) & (column[:, None] < row_hi[None, :])
                 weights = tl.where(seen, weights, 0.0)
-            grad_block = load_rows(
-                head_grad, batch, head, start, rows, grad_stride_s, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA
-            )
-            row_delta = load_row_values(head_delta, line, start, BLOCK_ROWS, TMA)
+            grad_block = load_rows(grad, batch, head, start, rows, grad_strides, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA)
+            row_delta = load_row_values(delta, line, padded_rows, start, BLOCK_ROWS, TMA)
             grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
             if DROPOUT:
                 q_position = load_positions(q_position_ptr, start, rows, BLOCK_ROWS, IN_RUNS, 8)
@@ -313,7 +296,6 @@ def launch_attention_backward(
     Arguments as in `launch_attention_forward`. `lse` is that of all tiles (and sinks) of these rows. `delta`, float32,
     is `launch_attention_delta` of their out, minus the gradient of lse if it has one.
     """
-    assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     assert q.dtype == k.dtype == v.dtype == grad_out.dtype
     (batch, heads, rows, _), columns = q.shape, v.size(2)

@@ -65,20 +65,22 @@ def addresses(ptr, batch, head, row, dim, stride_b, stride_h, stride_s):
 
 @triton.jit
 def load_rows(
-    source, batch, head, start, length, stride_s,
+    source, batch, head, start, length, strides,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK, BLOCK_DIM): rows from `start` of one (batch, head); 0 beyond `length` (if RAGGED) and beyond DIM.
 
-    With TMA, `source` is a descriptor of the whole tensor, else a pointer to row 0 of this (batch, head).
+    With TMA, `source` is a descriptor of the tensor, else a pointer to it. `strides` are those of batch, head and row.
     """
     if TMA:
         block = source.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_DIM)
     else:
         row = tl.arange(0, BLOCK)[:, None]
         dim = tl.arange(0, BLOCK_DIM)[None, :]
+        stride_b, stride_h, stride_s = strides
+        of_head = source + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
         # Offsets inside a block fit 32 bits (asserted by the launcher) and do not change from block to block.
-        ptrs = source + tl.cast(start, tl.int64) * stride_s + (row * stride_s + dim)
+        ptrs = of_head + tl.cast(start, tl.int64) * stride_s + (row * stride_s + dim)
         if RAGGED:
             block = tl.load(ptrs, mask=(start + row < length) & (dim < DIM), other=0.0)
         elif DIM < BLOCK_DIM:
@@ -89,16 +91,16 @@ def load_rows(
 
 
 @triton.jit
-def load_row_values(source, index, start, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """(BLOCK,): numbers of rows from `start` on; the memory is padded beyond the last row.
+def load_row_values(source, line, stride, start, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """(BLOCK,): numbers of rows from `start` on, in a line of a matrix that is padded beyond the last row.
 
-    With TMA, `source` is a descriptor of a matrix and `index` a line of it; else `source` points to that line, and
-    every thread holds the addresses of all its numbers.
+    With TMA, `source` is a descriptor of the matrix; else a pointer to it, and every thread holds the addresses of all
+    its numbers.
     """
     if TMA:
-        return source.load([index, start]).reshape(BLOCK)
+        return source.load([line, start]).reshape(BLOCK)
     else:
-        return tl.load(source + start + tl.arange(0, BLOCK))
+        return tl.load(source + line.to(tl.int64) * stride + start + tl.arange(0, BLOCK))
 
 
 @triton.jit

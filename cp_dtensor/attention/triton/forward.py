@@ -63,9 +63,7 @@ def attention_forward_kernel(
     row = first_row + tl.arange(0, BLOCK_ROWS)
     in_rows = row < rows
     dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
-    if not TMA:
-        k += batch_64 * k_stride_b + kv_head.to(tl.int64) * k_stride_h
-        v += batch_64 * v_stride_b + kv_head.to(tl.int64) * v_stride_h
+    k_strides, v_strides = (k_stride_b, k_stride_h, k_stride_s), (v_stride_b, v_stride_h, v_stride_s)
     bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
     lo_ptr += batch_64 * intervals_stride_b
     hi_ptr += batch_64 * intervals_stride_b
@@ -93,7 +91,7 @@ def attention_forward_kernel(
         for index in tl.range(0, blocks - whole if MASKED else whole):
             start = block_start(index, first, before, whole, BLOCK_COLUMNS, MASKED, MASK == INTERVALS)
             k_block = load_rows(
-                k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
+                k, batch, kv_head, start, columns, k_strides, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
             )
             logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
             column = start + tl.arange(0, BLOCK_COLUMNS)
@@ -120,7 +118,7 @@ def attention_forward_kernel(
                 kept = which_are_kept(q_position, kv_position, dropout, BLOCK_ROWS, BLOCK_COLUMNS, IN_RUNS)
                 weights = tl.where(kept, weights, nothing)
             v_block = load_rows(
-                v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
+                v, batch, kv_head, start, columns, v_strides, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
             )
             acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
             largest = new_largest
@@ -143,7 +141,6 @@ def launch_attention_forward(
     once. q, k and v are bfloat16, float16 or float32 (in Triton's interpreter not bfloat16); D and Dv are at most 256,
     for float32 at most 128. The bias may have any strides. `config`: None means `default_config`.
     """
-    assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     batch, heads, rows, _ = q.shape
     columns = v.size(2)
