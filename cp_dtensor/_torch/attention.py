@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,11 +30,8 @@ SDPA_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "M
 
 def enabled_sdpa_backends() -> tuple[bool, ...]:
     """For each of `SDPA_BACKENDS`, True if `sdpa_kernel` and the `torch.backends.cuda` flags allow it."""
-    flags = torch.backends.cuda
-    return (
-        flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(),
-        flags.math_sdp_enabled(),
-    )  # fmt: skip
+    cuda = torch.backends.cuda
+    return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
 def user_sdpa_priority() -> list[str] | None:
@@ -60,9 +58,7 @@ _VMAP_KEY = "FuncTorchVmapMode"
 
 
 @contextmanager
-def sdpa_overridden(
-    kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]
-) -> Iterator[None]:  # fmt: skip
+def sdpa_overridden(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Iterator[None]:
     """While open, kernels in torch's dispatcher compute every scaled_dot_product_attention.
 
     Args:
@@ -200,12 +196,9 @@ def _redirected(
     )
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-FLEX_ATTENTION_IS_KNOWN = _parameters(_redirected) == _parameters(_public) and not _public.__closure__
+FLEX_ATTENTION_IS_KNOWN = (
+    list(signature(_redirected).parameters) == list(signature(_public).parameters) and not _public.__closure__
+)
 """True if the installed `flex_attention` has the parameters that `_redirected` has."""
 
 

@@ -304,9 +304,6 @@ def _cut(tensors: Tensors, batch: Span, heads: Span, first_head: int, start: int
     return tuple([x[batch[0] : batch[1], head:end, start:stop] for x in tensors])
 
 
-# Sinks
-
-
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merges the result over all keys with attention sinks; new tensors if there are sinks.
 

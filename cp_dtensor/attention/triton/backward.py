@@ -65,9 +65,6 @@ def attention_delta_kernel(
 
 def launch_attention_delta(delta: Tensor, grad_out: Tensor, out: Tensor) -> None:
     """`masked.attention_delta` into `delta`, float32; one launch. The last dim of all tensors is contiguous."""
-    if out.numel() == 0:
-        delta.zero_()
-        return
     _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
 
 
@@ -316,9 +313,8 @@ def launch_attention_backward(
     if mask.lo is not None:
         lo, hi = mask.padded_intervals(padded_rows)
         ranges = mask.rows_of_columns(columns, config.dkv.block_columns)
-        interval_strides = (
-            lo.stride(0) if lo.size(0) > 1 else 0, ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0
-        )  # fmt: skip
+        of_batch = lo.size(0) > 1
+        interval_strides = (of_batch * lo.stride(0), ranges.stride(0), of_batch * ranges.stride(1))
     launch_rows, launch_dkv, launch_dq = _launches(
         facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
         tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), numbers, kinds, float(scale),

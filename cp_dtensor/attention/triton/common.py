@@ -129,8 +129,12 @@ def seen_columns(
     first block in part, and both rows to the next 3 (columns 11 to 34) entirely.
     """
     row = first_row + tl.arange(0, BLOCK_ROWS)
+    lo = tl.zeros_like(row)
+    hi = lo + columns
     first = 0
+    last = columns
     whole_first = 0
+    whole_last = columns
     if MASK == INTERVALS:
         in_rows = row < rows
         lo = tl.maximum(tl.load(lo_ptr + row, mask=in_rows, other=0), 0)
@@ -140,15 +144,9 @@ def seen_columns(
         whole_first = tl.max(tl.where(in_rows, lo, 0))
         whole_last = tl.min(tl.where(in_rows, hi, columns))
     elif MASK == CAUSAL:
-        lo = tl.zeros_like(row)
         hi = tl.minimum(row + offset + 1, columns)
         last = tl.minimum(tl.minimum(first_row + BLOCK_ROWS, rows) + offset, columns)
         whole_last = tl.minimum(first_row + offset + 1, columns)
-    else:
-        lo = tl.zeros_like(row)
-        hi = lo + columns
-        last = columns
-        whole_last = columns
     if DROPOUT and MASK == INTERVALS:
         first = first // _RUN * _RUN
     blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK_COLUMNS)
@@ -191,9 +189,7 @@ def seeing_rows(
 
 
 @triton.jit
-def block_start(
-    index, first, before, whole, BLOCK: tl.constexpr, MASKED: tl.constexpr, HAS_BEFORE: tl.constexpr
-):  # fmt: skip
+def block_start(index, first, before, whole, BLOCK: tl.constexpr, MASKED: tl.constexpr, HAS_BEFORE: tl.constexpr):
     """First row or column of a block, from `first`, `before` and `whole` of `seen_columns`.
 
     MASKED: `index` counts the blocks before and after the whole ones (HAS_BEFORE: False if none come before), otherwise
@@ -208,9 +204,7 @@ def block_start(
 
 
 @triton.jit
-def which_are_kept(
-    q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_RUNS: tl.constexpr
-):  # fmt: skip
+def which_are_kept(q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_RUNS: tl.constexpr):
     """(ROWS, COLUMNS): True for kept weights at positions from `load_positions` (in runs: OF_RUN 8 and 4).
 
     `dropout` is (seed, batch row, query head, the largest word whose first 16 bits are dropped).
