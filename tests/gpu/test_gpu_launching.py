@@ -10,9 +10,15 @@ import pytest
 import torch
 from support.row_masks import documents
 
-from cp_dtensor.attention.masked import RowMask, attention_backward, attention_delta, attention_forward
+from cp_dtensor.attention.masked import (
+    RowMask,
+    attention_backward,
+    attention_backward_reference,
+    attention_delta,
+    attention_forward,
+    attention_forward_reference,
+)
 from cp_dtensor.attention.merge import add_parts, add_parts_reference, merge, merge_reference
-from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
 
 launching = pytest.importorskip("cp_dtensor._torch.triton_launch")
 pytestmark = pytest.mark.gpu
