@@ -27,8 +27,8 @@ from cp_dtensor._torch.patches import (
     multihead_attention_ends_in_sdpa,
 )
 from cp_dtensor._torch.sdpa import (
-    FUSED_SDPA_OPS, SDPA_BACKENDS, enabled_sdpa_backends, math_sdpa, original_sdpa, sdpa_overridden, user_sdpa_priority,
-    varlen_attn_overridden,
+    FUSED_SDPA_OPS, SDPA_BACKENDS, activated_flash_attention, enabled_sdpa_backends, math_sdpa, original_sdpa,
+    sdpa_overridden, user_sdpa_priority, varlen_attn_overridden,
 )
 from cp_dtensor._torch.tensors import (
     below_autograd, current_stream_handle, is_batched, is_wrapper, label, no_modes, swap_identities, version_of,

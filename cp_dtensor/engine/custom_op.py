@@ -67,17 +67,17 @@ CuSeqlens = tuple[torch.Tensor, torch.Tensor]
 
 
 def backends_key() -> str:
-    """The key of the allowed backends: the enabled ones, their order, determinism. Dynamo recompiles on a change."""
+    """The key of the allowed backends: all fields of `Allowed`. Dynamo recompiles on a change."""
     allowed = allowed_backends()
-    flags = "".join("01"[flag] for flag in (*allowed.enabled, allowed.deterministic))
+    flags = "".join("01"[flag] for flag in (*allowed.enabled, allowed.deterministic, allowed.torch_flash))
     return flags if allowed.order is None else f"{flags} {','.join(allowed.order)}"
 
 
 @lru_cache(maxsize=64)
 def _backends(key: str) -> Allowed:
     flags, _, order = key.partition(" ")
-    *enabled, deterministic = (flag == "1" for flag in flags)
-    return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic)
+    *enabled, deterministic, torch_flash = (flag == "1" for flag in flags)
+    return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic, torch_flash)
 
 
 class _Constants(NamedTuple):

@@ -14,7 +14,6 @@ import torch
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.accumulate import Part, gradient_accumulator, output_accumulator
-from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
@@ -22,6 +21,7 @@ from cp_dtensor.comm.transport import KvTransfers
 from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.engine.ring import KeyValueGradients, RingPlan, keys_and_values
 from cp_dtensor.plan.plan import Step
+from cp_dtensor.plan.tiling import Masking
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class NestedRingPlan(AttentionPlan):
         """K and V of a step. Rows that were not sent are zero: interval-masked tiles may multiply them by zero."""
         step_k, step_v = keys_and_values(step, transfers, k, v)
         plan = self.outer.tile_plan
-        if step.transfer is not None and isinstance(self.outer.backend, IntervalAttention):
+        if step.transfer is not None and self.outer.spec.masking is not Masking.BY_SHAPE:
             (source,) = step.transfer.sources(plan.rank, plan.world_size)
             for part in range(len(plan.rows.lengths[source])):
                 if part not in plan.recv_parts[source]:

@@ -112,6 +112,7 @@ def call_spec(
         masking=masking,
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        deterministic=deterministic,
     )
 
 

@@ -39,13 +39,13 @@ class IntervalAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        rows = _tile_rows(mask, q.device)
+        rows = tile_rows(mask, q.device)
         return attention_forward(q, k, v, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows))
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _tile_rows(mask, q.device)
+        rows = tile_rows(mask, q.device)
         return attention_backward(
             grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), delta=self.delta,
             dropout=self._dropout(rows),
@@ -56,7 +56,7 @@ class IntervalAttention(AttentionBackend):
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
         """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
-        rows = _tile_rows(mask, q.device)
+        rows = tile_rows(mask, q.device)
         bias = self._bias(rows)
         assert bias is not None
         assert self.delta is not None
@@ -164,7 +164,7 @@ _cached_rows = LRUCache[TileRows](most=256)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
 
 
-def _tile_rows(mask: TileMask, device: torch.device) -> TileRows:
+def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     """The row mask and positions of a tile on a device, cached."""
     assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
     key = (mask, device)
