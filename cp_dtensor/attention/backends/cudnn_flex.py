@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,8 @@ class CudnnFlexAttention(AttentionBackend):
     """
 
     deterministic: bool = False
-    """True for gradients that are the same bits in every run."""
+    """True for gradients that are the same bits in every run: by the kernels of this package. cuDNN's deterministic
+    backward takes 24 times as long as its other one under a window (docs/kernels.md)."""
 
     name = "CUDNN_FLEX_ATTENTION"
 
@@ -73,8 +74,8 @@ class CudnnFlexAttention(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         result = None
-        if self._serves("backward", q, k, v, mask):
-            result = _backward(grad_out, q, k, v, out, lse, mask, scale, self.deterministic)
+        if not self.deterministic and self._serves("backward", q, k, v, mask):
+            result = _backward(grad_out, q, k, v, out, lse, mask, scale)
         return result or _INTERVALS.backward(grad_out, q, k, v, out, lse, mask, scale)
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
@@ -83,18 +84,17 @@ class CudnnFlexAttention(AttentionBackend):
         group, dims = q.size(1) // k.size(1), (q.size(3), v.size(3))
         if 2 * mask.pairs * q.size(0) * q.size(1) * sum(dims) < FEWEST_FLOPS:
             return False
-        deterministic = direction == "backward" and self.deterministic
 
         def problem() -> str:
-            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 2 * _BLOCK, _small_mask(), _INTERVALS)
-            if direction == "forward":
-                return tile.forward_error(_forward)
-            return tile.backward_error(partial(_backward, deterministic=deterministic))
+            tile = SmallTile.drawn(
+                q.device, q.dtype, (2 * group, 2), dims, 2 * _BLOCK, _small_mask(), IntervalAttention()
+            )
+            return tile.forward_error(_forward) if direction == "forward" else tile.backward_error(_backward)
 
-        kernel = (direction, q.dtype, dims, f"group={group}", f"deterministic={deterministic}")
-        return PACKAGE.is_right(kernel, q.device, problem)
+        return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group), q.device, problem)
 
 
+@lru_cache(maxsize=1)  # one object: forward and backward share its plan
 def _small_mask() -> IntervalMask:
     """A window of 256 rows and columns; the last rows see nothing."""
     positions, rows = Segment.contiguous(0, 2 * _BLOCK), (0, 2 * _BLOCK)
@@ -117,9 +117,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> t
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """The gradients; None for a tile without a plan."""
     planned = planned_tile(mask, Geometry.of(q, k, v))
     if planned is None:
@@ -128,7 +127,7 @@ def _backward(
     inputs = *(aligned(x, width).transpose(1, 2) for x in (q, k, v, out, grad_out)), unit_stride(lse)
     dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))
     grads = tuple(grad.transpose(1, 2) for grad in (dq, dk, dv))
-    kernel = planned.backward_kernel(*inputs, *grads, deterministic=deterministic)
+    kernel = planned.backward_kernel(*inputs, *grads)
     if kernel is None:
         return None
     launch_backward(kernel, planned.plan, grads, inputs, scale)
@@ -201,19 +200,15 @@ class PlannedTile:
     def forward_kernel(self, *tensors: Tensor) -> Any | None:
         """The kernel for q, k, v, out and lse of these strides; None if it would be new under CUDA graph capture."""
         *others, lse = tensors
-        return self._kernel(tensors, None, lambda: _functions().forward(*others, self.plan, lse))
+        return self._kernel(tensors, lambda: _functions().forward(*others, self.plan, lse))
 
-    def backward_kernel(self, *tensors: Tensor, deterministic: bool) -> Any | None:
+    def backward_kernel(self, *tensors: Tensor) -> Any | None:
         """The kernel for q, k, v, out, grad_out, lse, dq, dk and dv of these strides, or None, as in forward."""
+        return self._kernel(tensors, lambda: _functions().backward(*tensors, self.plan))
 
-        def make() -> Any:
-            return _functions().backward(*tensors, self.plan, deterministic=deterministic)
-
-        return self._kernel(tensors, deterministic, make)
-
-    def _kernel(self, tensors: tuple[Tensor, ...], kind: bool | None, make: Callable[[], Any]) -> Any | None:
+    def _kernel(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any | None:
         self._used_on_current_stream(tensors[0].device)
-        key = (kind, *(tensor.stride() for tensor in tensors))
+        key = tuple(tensor.stride() for tensor in tensors)
         kernel = self._kernels.get(key)
         if kernel is None and not capturing():
             with quiet():
@@ -259,12 +254,7 @@ def _plan_tile(mask: IntervalMask, geometry: Geometry) -> PlannedTile:
             stream.synchronize()
     except torch.OutOfMemoryError:
         return PlannedTile(None)
-    tensors = {
-        tensor.data_ptr(): tensor
-        for deterministic in (False, True)
-        for tensor in _functions().plan_tensors(plan, deterministic=deterministic)
-    }
-    return PlannedTile(plan, tuple(tensors.values()))
+    return PlannedTile(plan, _functions().plan_tensors(plan))
 
 
 @lru_cache(maxsize=64)
@@ -326,13 +316,13 @@ def _functions() -> _Functions:
             plan_tensors = importlib.import_module("cudnn.flex_attention.execution")._plan_tensors
         forward, backward, create = module.FlexAttentionFwd, module.FlexAttentionBwd, module.create_mask_plan
         check_parameters(create, "mask_func", "q", "k", "v", "build_backward")
-        check_parameters(plan_tensors, "mask_plan", "deterministic")
+        check_parameters(plan_tensors, "mask_plan")
         options = "mask_plan", "workspace", "softmax_scale"
         names: tuple[str, ...] = ("q", "k", "v", "o", "lse")
         check_parameters(forward, *(f"sample_{name}" for name in (*names, "mask_plan")))
         check_parameters(forward.execute, *(f"{name}_tensor" for name in names), *options)
         names = (*names, "do", "dq", "dk", "dv")
-        check_parameters(backward, *(f"sample_{name}" for name in (*names, "mask_plan")), "deterministic")
+        check_parameters(backward, *(f"sample_{name}" for name in (*names, "mask_plan")))
         check_parameters(backward.execute, *(f"{name}_tensor" for name in names), *options)
     except Exception as error:  # of any package that it imports
         return _Functions(PACKAGE.unusable(error))
