@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.package_kernels import Unwanted, relative
-from support.pretended_packages import FlashModule, FlexModule, fresh
+from support.pretended_packages import FlashModule, FlexModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor._torch.cache import LRUCache
@@ -34,7 +35,6 @@ from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Contiguous, Segment
 from cp_dtensor.spec.masks import Causal, Full
 
-__all__ = ["fresh"]
 MATH = MathAttention()
 HOPPER = CallSpec(
     LayoutPartition(Contiguous(), 8, 8, 1, 1), Full(), 1, 4, 2, 128, 128, "bfloat16", device="cuda", capability=(9, 0)
@@ -42,6 +42,22 @@ HOPPER = CallSpec(
 BLACKWELL, AMPERE = replace(HOPPER, capability=(10, 0)), replace(HOPPER, capability=(8, 0))
 INTERVALS = replace(HOPPER, masking=Masking.INTERVALS)
 Patch = pytest.MonkeyPatch
+VERSIONS = {flash4.PACKAGE.distribution: "4.0.0b36", cudnn_flex.PACKAGE.distribution: "1.32.0"}
+
+
+@pytest.fixture
+def fresh(monkeypatch: Patch) -> Iterator[Patch]:
+    """A process that has used no optional package, in which both seem to be installed."""
+    monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
+    monkeypatch.setattr(first_use, "_verdicts", LRUCache(99))
+    monkeypatch.setattr(flash4, "_launches", LRUCache(99))
+    monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, lambda planned: planned.nbytes))
+    cached = flash4._functions, cudnn_flex._functions, select._choose, packages.log_missing
+    for each in cached:
+        each.cache_clear()
+    yield monkeypatch
+    for each in cached:
+        each.cache_clear()
 
 
 def install(patch: Patch, flash: Any = None, flex: Any = None) -> None:
