@@ -16,8 +16,8 @@ from cp_dtensor.attention.backends.select import (
     Allowed,
     allowed_backends,
     choose_backend,
-    has_deterministic_shapes,
     is_deterministic,
+    masked_by_shape,
     with_wide_gradients,
 )
 from cp_dtensor.attention.modifiers import Modifiers
@@ -81,7 +81,7 @@ def bound_call(
         modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
     )  # fmt: skip
     if spec.deterministic:
-        spec = _masked_by_shape(spec, allowed)
+        spec = masked_by_shape(spec, allowed)
     ranks = config.ranks
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
     key = (spec, config.method, config.transport, allowed, ranks.rank, inner)
@@ -93,16 +93,6 @@ def bound_call(
         backend = choose_backend(spec, allowed)
         plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
     return BoundCall(plan, ranks, scale)
-
-
-@lru_cache(maxsize=1024)
-def _masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
-    """The spec of a deterministic call, with tiles masked by shape where these have faster deterministic kernels."""
-    assert isinstance(spec.partition, SequencePartition)
-    if spec.masking is not Masking.INTERVALS or masking_of(spec.partition, spec.mask) is not Masking.BY_SHAPE:
-        return spec
-    shaped = replace(spec, masking=Masking.BY_SHAPE, mask=as_plain(spec.mask))
-    return shaped if has_deterministic_shapes(shaped, allowed) else spec
 
 
 @lru_cache(maxsize=1024)

@@ -25,9 +25,8 @@ from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
-from cp_dtensor.attention.backends.select import choose_backend, has_deterministic_shapes
+from cp_dtensor.attention.backends.select import choose_backend
 from cp_dtensor.attention.triton.row_mask import RowMask
-from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, TileMask
 from cp_dtensor.plan.tiling import Masking
@@ -52,7 +51,7 @@ def fresh(monkeypatch: Patch) -> Iterator[Patch]:
     monkeypatch.setattr(first_use, "_verdicts", LRUCache(99))
     monkeypatch.setattr(flash4, "_launches", LRUCache(99))
     monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, lambda planned: planned.nbytes))
-    cached = flash4._functions, cudnn_flex._functions, select._choose, packages.log_missing
+    cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
     for each in cached:
         each.cache_clear()
     yield monkeypatch
@@ -425,15 +424,16 @@ def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch
 def test_deterministic_calls_are_masked_by_shape_where_flash4_computes_them(fresh: Patch) -> None:
     install(fresh, FlashModule(), FlexModule())
     spec, allowed = replace(INTERVALS, mask=Causal(), deterministic=True), select.allowed_backends()
-    shaped = planner._masked_by_shape.__wrapped__(spec, allowed)
+    shaped = select.masked_by_shape.__wrapped__(spec, allowed)
     assert shaped == replace(spec, masking=Masking.BY_SHAPE)
     backend = choose_backend(shaped)
     assert backend == Flash4Attention(select._WIDE_GRADIENTS, deterministic=True)
     assert isinstance(backend.instead, WideGradients)
     assert choose_backend(spec) == CudnnFlexAttention(deterministic=True)
     for other in (replace(spec, capability=(8, 0)), replace(spec, masking=Masking.INTERVALS_UNBROKEN)):
-        assert planner._masked_by_shape.__wrapped__(other, allowed) == other
-    assert not has_deterministic_shapes(shaped, allowed._replace(torch_flash=True))
+        assert select.masked_by_shape.__wrapped__(other, allowed) == other
+    assert select.masked_by_shape.__wrapped__(spec, allowed._replace(torch_flash=True)) == spec
+    assert isinstance(select.choose_deterministic(spec), Flash4Attention)
 
 
 def test_missing_packages_are_logged_once_on_gpus_that_they_serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,12 +26,15 @@ from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
 from cp_dtensor.attention.backends.packages import has_package_kernels, log_missing
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
-from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.partition import CallSpec, SequencePartition, masking_of
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.masks import as_plain
 
 _BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
 }
+PACKAGES = (flash4.PACKAGE, cudnn_flex.PACKAGE)
+"""Optional packages of kernels: `pip install 'cp_dtensor[kernels]'`."""
 _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
 _WIDE_GRADIENTS = WideGradients()
@@ -92,9 +96,9 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     """
     allowed = allowed or allowed_backends()
     if has_package_kernels(spec.capability) and spec.dtype in ("bfloat16", "float16"):
-        log_missing(tuple(each.distribution for each in (flash4.PACKAGE, cudnn_flex.PACKAGE) if not each.version))
+        log_missing(tuple(package.distribution for package in PACKAGES if not package.version))
     if spec.masking is Masking.BY_SHAPE and spec.deterministic:
-        return _flash4(spec)  # see has_deterministic_shapes
+        return _flash4(spec)  # see masked_by_shape
     if spec.masking is Masking.BY_SHAPE:
         choose = _choose.__wrapped__ if capturing() else _choose  # a capture refuses what was not tried before it
         return choose(spec, allowed.enabled, allowed.order, allowed.torch_flash)
@@ -104,10 +108,27 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     return flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
 
 
-def has_deterministic_shapes(spec: CallSpec, allowed: Allowed) -> bool:
-    """True if FlashAttention-4, whose deterministic kernels are faster than ours, computes full and causal tiles."""
+@lru_cache(maxsize=1024)
+def masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
+    """The spec of a deterministic call, with tiles masked by shape where that is faster: with FlashAttention-4.
+
+    Of the other kernels of full and causal tiles few are deterministic, and those are slower than ours of intervals.
+    """
+    partition = spec.partition
+    if not isinstance(partition, SequencePartition) or spec.masking is not Masking.INTERVALS:
+        return spec
+    if masking_of(partition, spec.mask) is not Masking.BY_SHAPE:
+        return spec
     is_allowed = allowed.enabled[_torch.SDPA_BACKENDS.index("FLASH_ATTENTION")] and not allowed.torch_flash
-    return is_allowed and _flash4(spec).refusal(spec) is None
+    shaped = replace(spec, masking=Masking.BY_SHAPE, mask=as_plain(spec.mask))
+    return shaped if is_allowed and _flash4(shaped).refusal(shaped) is None else spec
+
+
+def choose_deterministic(spec: CallSpec) -> AttentionBackend:
+    """The backend of a call without bias and dropout if its gradients must be the same bits in every run."""
+    allowed = allowed_backends()
+    by_row = replace(spec, masking=Masking.INTERVALS, deterministic=True)
+    return choose_backend(masked_by_shape(by_row, allowed), allowed)
 
 
 def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionBackend | None:
