@@ -15,9 +15,22 @@ import sys
 import warnings
 
 warnings.simplefilter("ignore")
+import cutlass.utils
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+
+class HardwareInfo:
+    # in place of one that asks the driver of a GPU
+
+    def __init__(self, device_id=0):
+        pass
+
+    def get_max_active_clusters(self, cluster_size):
+        return 132 // cluster_size
+
+
+cutlass.utils.HardwareInfo = HardwareInfo
 from cp_dtensor.attention.backends import flash4
 
 dim, v_dim, group, causal = map(int, sys.argv[1:])
