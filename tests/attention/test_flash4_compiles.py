@@ -29,6 +29,9 @@ class HardwareInfo:
     def get_max_active_clusters(self, cluster_size):
         return 132 // cluster_size
 
+    def get_device_multiprocessor_count(self):
+        return 132
+
 
 cutlass.utils.HardwareInfo = HardwareInfo
 from cp_dtensor.attention.backends import flash4
