@@ -95,6 +95,8 @@ class CallSpec(CachedHash):
     """torch's name, such as "cuda:0"."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None on other devices."""
+    deterministic: bool = False
+    """True if gradients must be the same bits in every run."""
 
     __hash__ = CachedHash.__hash__
 
