@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from cp_dtensor.plan.tiling import tiling_of
 from torch import Tensor
 
 from cp_dtensor.attention.backends import cudnn_flex
@@ -18,7 +17,7 @@ from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import IntervalMask, ShapedMask, Tile, TileMask
-from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.plan.tiling import Masking, tiling_of
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 

@@ -35,12 +35,16 @@ def results(*rows: Row) -> Results:
 
 def test_heads() -> None:
     assert Heads.parse("64:8") == Heads(64, 8)
-    for text in ("8", "8:3", "0:0", "a:b", "8:4:2"):
+    assert Heads.parse("64:8:256") == Heads(64, 8, 256)
+    assert dataclasses.replace(CASE, heads=Heads(64, 8, 256)).dims == (256, 256)
+    for text in ("8", "8:3", "0:0", "a:b", "8:4:2:1", "8:4:0", "8:4:64/", "8:4:/64"):
         with pytest.raises(ValueError, match=r"expected .*heads"):
             Heads.parse(text)
 
 
 def test_flops_count_what_is_not_masked() -> None:
+    latent = dataclasses.replace(CASE, mask="full", heads=Heads(4, 4, 6, 2))
+    assert latent.flops("fwd") == 2 * (2 * 4 * 32 * 32) * (6 + 2)
     full, window = (dataclasses.replace(CASE, mask=mask) for mask in ("full", "window 2"))
     assert full.flops("fwd") == 2 * 2 * (2 * 4 * 32 * 32 * 8)  # two products of a multiply and an add
     assert CASE.flops("fwd") == full.flops("fwd") * (32 * 33 / 2) / 32**2
@@ -81,7 +85,7 @@ def test_the_command_line() -> None:
     [
         (
             ["--methods", "ours-magic"],
-            "unknown method 'ours-magic': expected some of ideal, ideal-kernels, ideal-varlen, ours-a",
+            "unknown method 'ours-magic': expected some of ideal, ideal-installed, ideal-kernels, ideal-varlen, ours-a",
         ),
         (["--mask", "windows"], "expected a mask such as causal, full, 'documents 2048'"),
         (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
@@ -151,7 +155,7 @@ def test_committed_tables_are_read(table: str) -> None:
 def test_the_report_shows_every_row() -> None:
     text = markdown(
         results(
-            row("ideal", (4.0, 4.0), errors={"out": 1e-3}),
+            row("ideal", (4.0, 4.0), errors={"out": 1e-3}, kernels=("cuDNN",)),
             row(
                 "ours-allgather",
                 (2.5,),
@@ -170,15 +174,15 @@ def test_the_report_shows_every_row() -> None:
     assert "## 4 query and 2 kv heads of 8, causal, forward, batch 2, float32, HeadTail" in lines
     assert "## 4 query and 2 kv heads of 8, causal, forward + backward, batch 2, float32, HeadTail" in lines
     flops = CASE.flops("fwd") / 2 / 1e12
-    assert f"| 32 | ideal | 2.00 | 2.00-2.00 | {flops / 2e-3:#.3g} | 100.0 | - | - | - | - | 1.0e-03 |" in lines
+    assert f"| 32 | ideal | cuDNN | 2.00 | 2.00-2.00 | {flops / 2e-3:#.3g} | 100.0 | - | - | - | - | 1.0e-03 |" in lines
     expected = (
-        f"| 32 | ours-allgather | 2.50 | 2.50-2.50 | {flops / 2.5e-3:#.3g} | 80.0 | - | 2.10 | 31 | 3 "
+        f"| 32 | ours-allgather | - | 2.50 | 2.50-2.50 | {flops / 2.5e-3:#.3g} | 80.0 | - | 2.10 | 31 | 3 "
         "| 1.5e-03 (1.50x) |"
     )
     assert expected in lines
-    assert r"| 32 | torch-allgather | error: a\|b c | - | - | - | - | - | - | - | - |" in lines
+    assert r"| 32 | torch-allgather | - | error: a\|b c | - | - | - | - | - | - | - | - |" in lines
     widths = {line.replace(r"\|", "").count("|") for line in lines if line.startswith("|")}
-    assert widths == {11, 12}  # the second table has no errors
+    assert widths == {12, 13}  # the second table has no errors
 
 
 @pytest.mark.parametrize("lengths", [(64, 128), (64, 1024, 2048)], ids=["bars", "lines"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,29 +27,35 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads and K/V heads.
+    """Numbers of query heads and K/V heads, and their dims.
 
+    >>> Heads.parse("16:16:192/128")
+    Heads(q=16, kv=16, dim=192, v_dim=128)
     >>> Heads.parse("32:8")
-    Heads(q=32, kv=8)
+    Heads(q=32, kv=8, dim=None, v_dim=None)
     """
 
     q: int
     kv: int
+    dim: int | None = None
+    """Head dim of q and k; None for that of the command line."""
+    v_dim: int | None = None
+    """Head dim of v; None for `dim`."""
 
     @classmethod
     def parse(cls, text: str) -> Heads:
-        """Reads "query:kv".
+        """Reads "query:kv", "query:kv:dim" or "query:kv:dim/v_dim".
 
         Raises:
-            ValueError: the text is not two positive integers, the first a multiple of the second.
+            ValueError: the text is none of them, or the query heads are no multiple of the kv heads.
         """
-        try:
-            q, kv = map(int, text.split(":"))
-        except ValueError:
-            raise ValueError(f"expected heads as query:kv, such as 32:8, got {text!r}") from None
-        if q < 1 or kv < 1 or q % kv:
+        found = re.fullmatch(r"(\d+):(\d+)(?::(\d+)(?:/(\d+))?)?", text)
+        if found is None:
+            raise ValueError(f"expected heads as query:kv, such as 32:8, or with dims, 16:16:192/128, got {text!r}")
+        q, kv, dim, v_dim = (None if number is None else int(number) for number in found.groups())
+        if not q or not kv or 0 in (dim, v_dim) or q % kv:
             raise ValueError(f"expected the number of query heads to be a multiple of the kv heads, got {text!r}")
-        return cls(q, kv)
+        return cls(q, kv, dim, v_dim)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Case:
     """Global number of tokens."""
     heads: Heads
     head_dim: int
+    """Head dim of heads that have none of their own."""
     batch: int
     dtype: str
     """Name of a torch dtype."""
@@ -73,6 +81,12 @@ class Case:
     def enable_gqa(self) -> bool:
         """True if query heads share K/V heads."""
         return self.heads.q != self.heads.kv
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of q and k, and of v."""
+        dim = self.heads.dim or self.head_dim
+        return dim, self.heads.v_dim or dim
 
     @property
     def mask_value(self) -> Mask:
@@ -111,7 +125,7 @@ class Case:
         >>> Case(1024, Heads(32, 8), 128, 1, "bfloat16", "full", "HeadTail", "auto").flops("fwd")
         17179869184.0
         """
-        forward = 4.0 * self.batch * self.heads.q * self.pairs * self.head_dim
+        forward = 2.0 * self.batch * self.heads.q * self.pairs * sum(self.dims)
         return forward * (1 + BACKWARD_FLOPS if pass_name == "fwdbwd" else 1)
 
 
@@ -134,7 +148,7 @@ def grid(
 
 @dataclass(frozen=True)
 class Inputs:
-    """(B, heads, S, D) each, views of (B, S, heads, D) memory as in models."""
+    """(B, heads, S, D or Dv) each, views of (B, S, heads, D) memory as in models."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -160,10 +174,10 @@ class Source:
     device: torch.device
 
     def head(self, case: Case, name: str, head: int) -> torch.Tensor:
-        """All tokens of one head of "q", "k", "v" or "grad_out": (B, S, D), normal, rounded to the case's dtype."""
+        """All tokens of one head of "q", "k", "v" or "grad_out": (B, S, D or Dv), normal, in the case's dtype."""
         stream = ("q", "k", "v", "grad_out").index(name)
         generator = torch.Generator(self.device).manual_seed((self.seed * 4 + stream) * 100_003 + head)
-        shape = (case.batch, case.seq_len, case.head_dim)
+        shape = (case.batch, case.seq_len, case.dims[name in ("v", "grad_out")])
         return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
 
     def inputs(self, case: Case, select: Select) -> Inputs:
@@ -172,7 +186,7 @@ class Source:
         counts = {"q": case.heads.q, "k": case.heads.kv, "v": case.heads.kv, "grad_out": case.heads.q}
         for name, heads in counts.items():
             first = select(self.head(case, name, 0))
-            tensor = first.new_empty(case.batch, first.size(1), heads, case.head_dim)
+            tensor = first.new_empty(case.batch, first.size(1), heads, first.size(2))
             tensor[:, :, 0] = first
             for head in range(1, heads):
                 tensor[:, :, head] = select(self.head(case, name, head))

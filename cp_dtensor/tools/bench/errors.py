@@ -119,14 +119,14 @@ def reference_head(
     *,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention of one head and its gradients; all tensors are (B, S, D) of one dtype.
+    """Computes attention of one head and its gradients; all tensors are (B, S, D or Dv) of one dtype.
 
     The gradients of keys and values are added to dk and dv. `seen` is the result of `seen_keys`, `block_elements` the
     approximate number of logits of a block. Returns out and dq.
     """
     batch, seq_len, head_dim = q.shape
     scale = head_dim**-0.5
-    out, dq = torch.empty_like(q), torch.empty_like(q)
+    out, dq = torch.empty_like(grad_out), torch.empty_like(q)
     widest = int((seen[1] - seen[0]).max())
     rows = min(max(block_elements // (batch * widest), 1), _MOST_ROWS)
     for start in range(0, seq_len, rows):

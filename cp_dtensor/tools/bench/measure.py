@@ -11,6 +11,7 @@ import base64
 import pickle
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,14 @@ _FEWEST_REPEATS = 3
 _TRACE_WARMUP, _TRACED_CALLS = 3, 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
+_LIBRARIES = {
+    "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
+    "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
+    "pytorch_flash": "FlashAttention-2", "fmha_cutlass": "efficient", "cudnn": "cuDNN", "nccl": "NCCL",
+}  # fmt: skip
+"""Libraries by a part of their kernels' names."""
+_MOST_CHARACTERS = 40
+"""Of the names of other kernels."""
 
 
 # Exchange between ranks
@@ -182,6 +191,22 @@ class Device:
             call()
         return graph.replay
 
+    def kernels_of(self, call: Call) -> tuple[str, ...]:
+        """Returns the kernels that take a tenth or more of the GPU's time of a call, the longest first; none on CPUs.
+
+        Kernels of attention have the name of their library.
+        """
+        if not self._is_gpu:
+            return ()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call()
+            self.synchronize()
+        times: Counter[str] = Counter()
+        for event in profiler.key_averages():
+            library = (shown for part, shown in _LIBRARIES.items() if part in event.key)
+            times[next(library, event.key[:_MOST_CHARACTERS])] += event.self_device_time_total
+        return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
+
     def free_unused(self) -> None:
         """Frees cached memory."""
         if self._is_gpu:
@@ -302,8 +327,10 @@ def measure(
     samples = together(lambda: tuple(timed() for _ in range(repeats)))
     cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
     workspaces = together(workspace_bytes)
+    kernels = together(lambda: device.kernels_of(call))
     needed = [None if peak is None else peak + more for peak, more in zip(extra, workspaces, strict=True)]
-    return {"samples_ms": tuple(samples), "cpu_us": _largest(cpu_us), "extra_bytes": _largest(needed)}
+    cpu_and_memory = {"cpu_us": _largest(cpu_us), "extra_bytes": _largest(needed)}
+    return {"samples_ms": tuple(samples), "kernels": kernels[0], **cpu_and_memory}
 
 
 def _largest(values: Sequence[N | None]) -> N | None:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cp_dtensor import context_parallel_attention, explain
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
@@ -71,6 +72,7 @@ def _all_methods() -> list[Method]:
     is_plain, is_masked = (lambda case: case.is_plain), (lambda case: not case.is_plain)
     one_gpu = [
         Method(IDEAL, sdpa, context=allowed_backend, shards=AllTokens(), may_expand_kv=True, suits=is_plain),
+        Method(f"{IDEAL}-installed", _by_installed_kernels, context=_backend, shards=AllTokens()),
         Method(f"{IDEAL}-kernels", _kernels, shards=AllTokens(), suits=is_masked),
         Method(f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, shards=AllTokens(), suits=is_masked),
     ]
@@ -82,6 +84,24 @@ def _compiled(eager: Callable[[Case, torch.device], Attention], case: Case, devi
 
 
 # One GPU: the time of the whole sequence, to be divided by the number of ranks
+
+
+def _by_installed_kernels(case: Case, device: torch.device) -> Attention:
+    alone, mask = _group_of_this_rank(), case.mask_value
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = context_parallel_attention(q, k, v, mesh=alone, mask=mask, enable_gqa=case.enable_gqa, seq_len=q.size(2))
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    return attention
+
+
+@cache
+def _group_of_this_rank() -> dist.ProcessGroup:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _kernels(case: Case, device: torch.device) -> Attention:
@@ -157,7 +177,7 @@ class Split:
         with redirect_stdout(StringIO()):  # `explain` prints its table
             mesh = mesh_of_ranks(device.type, self.inner_size)
             explanation = explain(
-                mesh, seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv, head_dim=case.head_dim,
+                mesh, seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv, head_dim=case.dims[0],
                 batch_size=case.batch, dtype=getattr(torch, case.dtype), mask=case.mask_value,
                 layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
             )  # fmt: skip

@@ -49,6 +49,8 @@ class Row:
     """Median host time of a launch on the slowest rank."""
     extra_bytes: int | None = None
     """Peak memory above inputs and grad_out, workspaces included, on the rank that needs most."""
+    kernels: tuple[str, ...] = ()
+    """The attention kernels that took most of the GPU's time; empty on CPUs."""
     predicted_ms: float | None = None
     """Time that the library's cost model predicts for a method of its own."""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -153,26 +155,29 @@ def _row_of(data: dict[str, Any]) -> Row:
     case = data["case"]
     known["case"] = Case(**{**case, "heads": Heads(**case["heads"])})
     known["samples_ms"] = tuple(map(tuple, data["samples_ms"]))
+    known["kernels"] = tuple(data.get("kernels", ()))
     return Row(**known)
 
 
 # Markdown
 
 _COLUMNS = (
-    "length", "method", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
+    "length", "method", "kernels", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
     "CPU us", "extra MiB",
 )  # fmt: skip
 _NOTHING = "-"
 _MARKERS = "osv^DPX<>*"
 _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
-`ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks; of several
-the fastest counts. Backward counts as 2.5 times the operations of forward; masked pairs do not count. x others: speedup
-over the fastest method that is neither ours nor `ideal`. Predicted: by the cost model of `rotate_method="auto"`. CPU
-us: the host's time to launch a call. Extra MiB: peak memory above inputs and grad_out, results included (of a graph,
-when it is captured). torch's context parallel gets inputs that are contiguous as (B, H, S, D), since its backward fails
-with others; the other methods get (B, S, H, D) memory, as in models. Errors are relative (Frobenius, over the whole
-tensors) to float64 on the same inputs; in parentheses, over the errors of `ideal`."""
+`ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks, by torch;
+`ideal-installed` by the kernels that this library chooses of those that are installed. The fastest of them counts.
+Kernels: those that take a tenth or more of the GPU's time. Backward counts as 2.5 times the operations of forward;
+masked pairs do not count. x others: speedup over the fastest method that is neither ours nor `ideal`. Predicted: by the
+cost model of `rotate_method="auto"`. CPU us: the host's time to launch a call. Extra MiB: peak memory above inputs and
+grad_out, results included (of a graph, when it is captured). torch's context parallel gets inputs that are contiguous
+as (B, H, S, D), since its backward fails with others; the other methods get (B, S, H, D) memory, as in models. Errors
+are relative (Frobenius, over the whole tensors) to float64 on the same inputs; in parentheses, over the errors of
+`ideal`."""
 _EXPLANATION_OF_MASKS = f"""\
 A name's second word is the layout, where it is not that of the title. `documents N`: of lognormal lengths (median N,
 sigma {DOCUMENTS_SIGMA}, seed 0), causal inside, the last cut off at the end. `window N`: a query sees itself and the
@@ -210,7 +215,8 @@ def panels(results: Results) -> dict[str, list[Row]]:
     tables: dict[str, list[Row]] = {}
     for row in results.rows:
         case = row.case
-        heads = f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}"
+        dims = "/".join(map(str, dict.fromkeys(case.dims)))
+        heads = f"{case.heads.q} query and {case.heads.kv} kv heads of {dims}"
         words = [heads, case.mask, PASSES[row.pass_name]]
         words += [f"batch {case.batch}"] if case.batch > 1 else []
         words += [case.dtype, case.layout]
@@ -230,10 +236,12 @@ def _cells(results: Results, row: Row) -> list[str]:
     name = f"{row.method} ({row.note})" if row.note else row.method
     start = [f"{row.case.seq_len:,}", _plain(name)]
     if row.status != MEASURED:
-        return [*start, _plain(f"{row.status}: {row.message}"), *[_NOTHING] * (len(_COLUMNS) - len(start) - 1)]
+        start += [_NOTHING, _plain(f"{row.status}: {row.message}")]
+        return [*start, *[_NOTHING] * (len(_COLUMNS) - len(start))]
     low, high = row.spread_ms
     return [
         *start,
+        ", ".join(row.kernels) or _NOTHING,
         _significant(row.median_ms),
         f"{_significant(low)}-{_significant(high)}",
         f"{row.tflops:.0f}" if row.tflops >= 10 else _significant(row.tflops),
