@@ -118,7 +118,7 @@ def context_parallel_attention(
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
     lengths = None if seq_len is None else checked_seq_len(seq_len)
-    q, k, v = _cast_by_autocast(q), _cast_by_autocast(k), _cast_by_autocast(v)
+    q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
         rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
@@ -247,7 +247,7 @@ def _constants(
     return key_of(call_spec), backends_key(), mask_keys.key_of(shown), debug or call_spec.reads_context
 
 
-def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
+def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor

@@ -61,7 +61,9 @@ def attend(
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
     call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)
     # Nothing can be refused from here on.
-    out, lse, _ = Attention.apply(q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse)
+    out, lse, _ = Attention.apply(
+        q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse, modifiers.up
+    )
     return out, lse
 
 

@@ -20,7 +20,7 @@ from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, new_grad_bias
+from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, zeros_for_sums
 from cp_dtensor.engine.compiled_spec import (
     CompiledCallSpec,
     RuntimeValues,
@@ -199,7 +199,7 @@ def _backward(
     call = from_forward.call or call_spec_of(constant.call_spec).bind(
         q, k, v, lengths, found, modifiers, constant.scale, _backends(constant.backends)
     )
-    grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
+    grad_bias = zeros_for_sums(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd():
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = from_forward.rows if saves_rows(call, q) else ()

@@ -42,7 +42,7 @@ class NestedRingPlan(AttentionPlan):
         outer, plan, group, inner_ranks = self.outer, self.outer.tile_plan, ranks.outer, _inner_ranks(ranks)
         without_sinks = modifiers if modifiers.sinks is None else replace(modifiers, sinks=None)
         with on_device_of(q), outer.abandoned_on_error(group):
-            result = output_accumulator(q, v.size(3), outer.state_dtype)
+            result = output_accumulator(q, modifiers.value_dim(q, v), outer.state_dtype)
             transfers = outer.transport.start_kv(k, v, plan, False, group)
             for step, inner in zip(plan.forward, self.inner, strict=True):
                 step_k, step_v = self._keys_and_values(step, transfers, k, v)

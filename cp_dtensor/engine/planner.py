@@ -33,7 +33,7 @@ from cp_dtensor.engine.cost_model import Axis, estimates, fastest
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING, HeadPartition, partition_heads, with_heads
+from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING, HeadPartition, partition_call, with_heads
 from cp_dtensor.plan.partition import (
     CallSpec,
     MergedPartition,
@@ -78,6 +78,7 @@ def bound_call(
     spec = call_spec(
         config.partition(lengths, q.size(0)), mask, q.shape, k.shape, v.shape, q.dtype, q.device,
         modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
+        value_dim=None if modifiers.up is None else modifiers.value_dim(q, v),
     )  # fmt: skip
     ranks = config.ranks
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
@@ -96,9 +97,12 @@ def bound_call(
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
-    masking: Masking | None = None,
+    masking: Masking | None = None, value_dim: int | None = None,
 ) -> CallSpec:  # fmt: skip
-    """The `CallSpec` of shards of these shapes; `masking` None is that of `masking_of`."""
+    """The `CallSpec` of shards of these shapes; `masking` None is that of `masking_of`.
+
+    With `value_dim`, the head dim of values, k and v are latents and rotary keys.
+    """
     masking = masking or masking_of(partition, mask, has_bias, has_dropout, deterministic)
     return CallSpec(
         partition=partition,
@@ -107,11 +111,12 @@ def call_spec(
         q_heads=q[1],
         kv_heads=k[1],
         head_dim=q[3],
-        v_head_dim=v[3],
+        v_head_dim=v[3] if value_dim is None else value_dim,
         dtype=str(dtype).removeprefix("torch."),
         masking=masking,
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        latent_dims=None if value_dim is None else (k[3], v[3]),
     )
 
 
@@ -166,7 +171,7 @@ def plan_ulysses(
         obstacle = obstacle_to_shared_memory(spec, axis, device)
     # Not in a hybrid: all ranks of its ring need the same stages, and ranks of other groups may share no memory.
     stage_count = DEFAULT_HEAD_STAGING.stages(spec, axis.size(), publishes=ring is None and obstacle is None)
-    heads = partition_heads(spec.q_heads, spec.kv_heads, axis.size(), stage_count)
+    heads = partition_call(spec, axis.size(), stage_count)
     merged = MergedPartition(spec.partition, axis.size())
     merged_spec = replace(spec, partition=merged)
     stages = exchange_stages(heads, merged, ring_rank)

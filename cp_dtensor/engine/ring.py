@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,9 @@ from cp_dtensor.attention.modifiers import Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
 from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.latent import LatentGradients, expanded_steps
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Step, TilePlan
+from cp_dtensor.plan.plan import Step, Steps, TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.spec.layouts import Span
 
@@ -102,17 +104,18 @@ class RingPlan(AttentionPlan):
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
         arguments = (q, k, v)
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
-            out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
+            out = q.new_empty((*q.shape[:3], modifiers.value_dim(q, v)))
+            lse = q.new_empty(q.shape[:3], dtype=self.state_dtype)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, backend, group, queries_per_key = self.tile_plan, self.backend, self.group(ranks), q.size(1) // k.size(1)
+        plan, backend, group = self.tile_plan, self.backend, self.group(ranks)
+        queries_per_key = 1 if modifiers.up is not None else q.size(1) // k.size(1)
         intervals = backend if isinstance(backend, IntervalAttention) else None
         with on_device_of(q), self.abandoned_on_error(group):
-            result = output_accumulator(q, v.size(3), self.state_dtype)
+            result = output_accumulator(q, modifiers.value_dim(q, v), self.state_dtype)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
-            for step in plan.forward:
+            for step, step_k, step_v in _steps_with_keys(plan.forward, transfers, q, k, v, modifiers.up):
                 heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
-                step_k, step_v = keys_and_values(step, transfers, k, v)
                 parts = []
                 for tile in step.tiles:
                     tile_q = cut(q, tile.batch, heads, tile.q)
@@ -146,19 +149,22 @@ class RingPlan(AttentionPlan):
         if 0 in q.shape[:2]:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
+        plan, group = self.tile_plan, self.group(ranks)
+        queries_per_key = 1 if modifiers.up is not None else q.size(1) // k.size(1)
         intervals = self.backend if isinstance(self.backend, IntervalAttention) else None
         with on_device_of(q), self.abandoned_on_error(group):
             grad_out = in_order_of(out, grad_out)
             grad_q = gradient_accumulator(q, self.state_dtype)
             grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
             grad_kv = KeyValueGradients(k, v, self.state_dtype, grad_transfers)
+            add_gradients = grad_kv.add
+            if modifiers.up is not None:
+                add_gradients = LatentGradients(modifiers.up, modifiers.grad_up, grad_kv.add, self.state_dtype).add
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
             # torch's kernels compute delta themselves, for each tile.
             delta = None if intervals is None else attention_delta(grad_out, out)
-            for step in plan.backward:
+            for step, step_k, step_v in _steps_with_keys(plan.backward, transfers, q, k, v, modifiers.up):
                 heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
-                step_k, step_v = keys_and_values(step, transfers, k, v)
                 backend = self.own_backward if step.transfer is None else self.backend
                 parts_q, parts_k, parts_v = [], [], []
                 for tile in step.tiles:
@@ -182,7 +188,7 @@ class RingPlan(AttentionPlan):
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
-                grad_kv.add(step, parts_k, parts_v)
+                add_gradients(step, parts_k, parts_v)
                 with label("sum dQ"):
                     grad_q.add(heads, parts_q, step.is_last)
                 del parts_q, parts_k, parts_v  # the next step needs the memory
@@ -206,6 +212,18 @@ def _with_modifiers(
         modifiers=modifiers.part(tile.batch, heads, tile.q) if modifiers.concern_tiles else modifiers,
         delta=None if delta is None else cut(delta, tile.batch, heads, tile.q),
     )
+
+
+def _steps_with_keys(
+    steps: Steps, transfers: KvTransfers | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    up: torch.Tensor | None,
+) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Each step with its K and V. With `up`, k and v are latents: each group of heads is a step of its own."""
+    if up is not None:
+        yield from expanded_steps(steps, lambda step: keys_and_values(step, transfers, k, v), up, q.size(3))
+        return
+    for step in steps:
+        yield step, *keys_and_values(step, transfers, k, v)
 
 
 def keys_and_values(

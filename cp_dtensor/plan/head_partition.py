@@ -42,8 +42,8 @@ class HeadPartition:
 
     def query_heads(self, kv_groups: Span) -> Span:
         """Returns the query heads of some groups."""
-        per_group = self.q_heads // max(self.kv_group_count, 1)
-        return kv_groups[0] * per_group, kv_groups[1] * per_group
+        count = max(self.kv_group_count, 1)
+        return -(-self.q_heads * kv_groups[0] // count), -(-self.q_heads * kv_groups[1] // count)
 
 
 @lru_cache(maxsize=4096)
@@ -73,6 +73,13 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
     stages = max(1, min(stages, kv_heads * balanced[-1] // world_size))
     replication = next((times for times in balanced if kv_heads * times // world_size >= stages), balanced[0])
     return HeadPartition(q_heads, kv_heads, world_size, replication, stages)
+
+
+def partition_call(shape: CallSpec, world_size: int, stages: int) -> HeadPartition:
+    """Returns `partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
+    if shape.latent_dims is None:
+        return partition_heads(shape.q_heads, shape.kv_heads, world_size, stages)
+    return HeadPartition(shape.q_heads, 1, world_size, replication=min(world_size, shape.q_heads), stages=1)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ class CallSpec(CachedHash):
     """torch's name, such as "cuda:0"."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None on other devices."""
+    latent_dims: tuple[int, int] | None = None
+    """Dims of a compressed latent and a rotary key, if these travel in place of K/V: `kv_heads` is 1 then."""
 
     __hash__ = CachedHash.__hash__
 
@@ -135,14 +137,20 @@ class CallSpec(CachedHash):
         return pairs.index(max(pairs))
 
     @property
+    def kv_dims(self) -> tuple[int, int]:
+        """Dims of the two tensors that travel: keys and values, or latents and rotary keys."""
+        return self.latent_dims or (self.head_dim, self.v_head_dim)
+
+    @property
     def head_bytes(self) -> int:
-        """Bytes of the key and the value of one token and head, all batch rows."""
-        return self.batch_size * (self.head_dim + self.v_head_dim) * self.itemsize
+        """Bytes of what travels of one token and key/value head, all batch rows."""
+        return self.batch_size * sum(self.kv_dims) * self.itemsize
 
     def __str__(self) -> str:
         heads = f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}"
         values = "" if self.head_dim == self.v_head_dim else f" (values of {self.v_head_dim})"
-        return f"{self.dtype} on {self.device_type}, {heads}{values}"
+        latents = "" if self.latent_dims is None else f" from latents of {' + '.join(map(str, self.latent_dims))}"
+        return f"{self.dtype} on {self.device_type}, {heads}{values}{latents}"
 
 
 Segments = tuple[Segment, ...]
