@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_of
 from cp_dtensor.api.inherited import inherited_mask, with_inherited, with_inherited_in_trace
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
@@ -121,14 +122,9 @@ def context_parallel_attention(
     q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
-        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        token, backends, shown, reads_more = _constants(
-            mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
-        )
-        q, scale = positive_scale(q, softmax_scale(q, scale))
-        modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
-        out, lse = traced_attention_by_keys(
-            q, k, v, modifiers, token, backends, shown, scale, lengths, return_lse, reads_more=reads_more,
+        out, lse = attention_in_trace(
+            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks), scale, lengths,
+            return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
@@ -231,16 +227,33 @@ def _of_dtensors(
     return out if lse is None else (out, lse)
 
 
+def attention_in_trace(
+    owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
+    lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
+    rotate_method: str | None, debug: bool, deterministic: bool, mask: Mask | None, is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`(out, lse)` of a public function, `owner`, with these arguments in code that Dynamo traces."""
+    rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
+    token, backends, shown, reads_more = _constants(
+        owner, mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask),
+        bool(is_causal),
+    )  # fmt: skip
+    q, scale = positive_scale(q, softmax_scale(q, scale))
+    return traced_attention_by_keys(
+        q, k, v, modifiers.drawn(q.device), token, backends, shown, scale, lengths, needs_lse, reads_more=reads_more,
+    )  # fmt: skip
+
+
 @_torch.constant_in_trace
 def _constants(
-    mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
-    mask: Parts | None, is_causal: bool,
+    owner: str, mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool,
+    deterministic: bool, mask: Parts | None, is_causal: bool,
 ) -> tuple[str, str, str, bool]:  # fmt: skip
     """Keys of call spec, backends and mask, for compiled code; and True if each run reads or compares more."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
-    settings = with_inherited_in_trace("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
+    settings = with_inherited_in_trace(owner, settings, layout=layout is None, mask=mask is None)
     call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
     if settings.mask is not None and not call_spec.reads_context:
         shown = mask_intersection(settings.mask, shown)

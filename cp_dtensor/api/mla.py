@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.api.functional import attention_in_trace, cast_by_autocast
 from cp_dtensor.api.inherited import with_inherited
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.config import AttentionConfig
@@ -72,7 +70,7 @@ def context_parallel_mla(
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; otherwise as
             `context_parallel_attention`. DTensors are refused: pass what is local of them.
-        NotImplementedError: no enabled SDPA backend can compute it; a call in code that torch.compile traces.
+        NotImplementedError: as `context_parallel_attention`.
         RuntimeError: as `context_parallel_attention`.
 
     One rank with two tokens, one head, and R = Dn = Dr = Dv = 1: keys are [3 latent, k_rope], values 5 latent. Queries
@@ -84,21 +82,32 @@ def context_parallel_mla(
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
-    if torch.compiler.is_dynamo_compiling():
-        raise NotImplementedError(
-            "torch.compile cannot trace context_parallel_mla: call it in a function with torch.compiler.disable"
-        )
     lengths = None if seq_len is None else checked_seq_len(seq_len)
     refuse_dtensors(q=q, latent=latent, k_rope=k_rope, up=up, attn_mask=attn_mask, sinks=sinks)
     q, latent, k_rope, up = map(cast_by_autocast, (q, latent, k_rope, up))
     _check(q, latent, k_rope, up)
+    of_heads = up.unflatten(0, (q.size(1), -1))
+    latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
+    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads)
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = attention_in_trace(
+            "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
+            rotate_method, debug, deterministic, mask, is_causal,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
     config = with_inherited("context_parallel_mla", config, layout=layout is None, mask=mask is None)
-    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks)
     out, lse = attend(
-        q, latent.unsqueeze(1), k_rope.unsqueeze(1), config, mask=checked_mask(mask, is_causal), scale=scale,
-        modifiers=replace(modifiers, up=up.unflatten(0, (q.size(1), -1))), lengths=lengths, needs_lse=return_lse,
-    )  # fmt: skip
+        q,
+        latent,
+        k_rope,
+        config,
+        mask=checked_mask(mask, is_causal),
+        scale=scale,
+        modifiers=modifiers,
+        lengths=lengths,
+        needs_lse=return_lse,
+    )
     return (out, lse) if return_lse else out
 
 

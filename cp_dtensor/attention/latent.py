@@ -35,21 +35,21 @@ def expand_latents(latent: Tensor, rotary: Tensor, up: Tensor, head_dim: int) ->
 
 
 def contract_gradients(
-    grad_k: Tensor, grad_v: Tensor, latent: Tensor, rotary_dim: int, up: Tensor, grad_up: Tensor | None
+    grad_k: Tensor, grad_v: Tensor, latent: Tensor, up: Tensor, grad_up: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Adjoint of `expand_latents`.
 
     Args:
         grad_k, grad_v: (B, H, T, Dn + Dr) and (B, H, T, Dv).
         latent: (B, 1, T, R), finite.
-        rotary_dim: Dr.
         up: (H, Dn + Dv, R).
         grad_up: like `up`, in float32 or wider; its gradient is added. None if nobody needs it.
 
     Returns:
         The gradients of latent (B, 1, T, R), and of the rotary key (B, 1, T, Dr) in float32 or wider.
     """
-    plain, of_rotary = grad_k.split((grad_k.size(3) - rotary_dim, rotary_dim), dim=3)
+    plain_dim = up.size(1) - grad_v.size(3)
+    plain, of_rotary = grad_k.split((plain_dim, grad_k.size(3) - plain_dim), dim=3)
     of_projected = torch.cat((plain.transpose(1, 2), grad_v.transpose(1, 2)), dim=3).to(up.dtype).flatten(2)
     if grad_up is not None:
         grad_up.add_((of_projected.flatten(0, 1).mT @ latent.flatten(0, 2)).view(up.shape))

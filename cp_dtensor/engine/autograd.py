@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ class AttentionPlan(ABC):
     Frozen, so that plans are cached; `BoundCall` has the rest. Backward reads nothing but the two.
     """
 
-    saves_rows_of_others: ClassVar[bool] = False
+    saves_rows_of_others: bool = False
     """True if `forward` saves tensors that other ranks have sent; otherwise `remake_saved` does not communicate."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class AttentionPlan(ABC):
 
     def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks,
+        modifiers: Modifiers, ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
         """Makes the tensors that `forward` saved again, from this rank's arguments and results. May communicate.
 

@@ -6,18 +6,21 @@ measurements.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
+from cp_dtensor.engine.latent import rows_of_tiles
 from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
 from cp_dtensor.plan.head_partition import (
     DEFAULT_HEAD_STAGING,
     HeadPartition,
     hides_exchanges,
-    partition_heads,
+    partition_call,
     with_heads,
 )
 from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
@@ -77,6 +80,57 @@ def estimates(
     }
 
 
+def expanded(shape: CallSpec) -> CallSpec:
+    """Returns the shape of attention to K/V, of the shape of attention to latents."""
+    return replace(shape, kv_heads=shape.q_heads, latent_dims=None)
+
+
+def expanded_estimates(
+    shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
+) -> dict[str, Estimate]:
+    """Returns `estimates` of calls of which each rank expands its own latents before K/V are sent."""
+    rows = rows_in_order(shape.partition.groups()[0].kv_by_rank).longest
+    forward, backward = _expanding(rows, shape, outer), 2 * _expanding(rows, shape, outer)
+    return {
+        name: replace(each, forward=each.forward + forward, backward=each.backward + backward)
+        for name, each in estimates(expanded(shape), outer, inner, transport_method).items()
+    }
+
+
+@lru_cache(maxsize=4096)
+def expands_first(shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod) -> bool:
+    """True if calls of latents are predicted to be faster by more than the tolerance if K/V are sent.
+
+    Sent latents are expanded by every rank that needs them, in forward and again in backward: (n + 3 n) / 3 times the
+    products of own latents on n ranks, in a ring where every rank sees all rows.
+    """
+    both = (
+        min(each.seconds for each in found(shape, outer, inner, transport_method).values())
+        for found in (estimates, expanded_estimates)
+    )
+    return nearly_fastest((False, True), tuple(both))
+
+
+def _expanding(rows: int, shape: CallSpec, axis: Axis) -> float:
+    """Returns seconds to expand latents of some rows; 0 if keys and values travel. Each product of backward is alike.
+
+    The product, and the copies of its result and of the rotary keys next to one another.
+    """
+    if shape.latent_dims is None:
+        return 0.0
+    latent, rotary = shape.latent_dims
+    tokens = float(rows * shape.batch_size * shape.q_heads)
+    flops = 2 * tokens * latent * (shape.head_dim - rotary + shape.v_head_dim)
+    moved = 3 * tokens * (shape.head_dim + shape.v_head_dim) * shape.itemsize
+    return flops / axis.hardware.flops + moved / axis.hardware.memory_speed
+
+
+def _expanding_in(plans: Iterable[TilePlan], shape: CallSpec, axis: Axis) -> float:
+    """Returns seconds to expand what the slowest of some ranks sees in forward; backward takes three times as many."""
+    rows = (sum(stop - start for step in plan.forward for start, stop in rows_of_tiles(step)) for plan in plans)
+    return _expanding(max(rows), shape, axis)
+
+
 def fastest(found: dict[str, Estimate]) -> str:
     """Returns the first method whose predicted time is (nearly) the least."""
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
@@ -87,11 +141,12 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
     transport = _transport(transport_method, shape, axis)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
     plans = plans_of_some_ranks(transport, shape, axis.size)
+    expanding = _expanding_in(plans, shape, axis)
     return Estimate(
         method="ring",
         transport=transport.name,
-        forward=forward,
-        backward=backward,
+        forward=forward + expanding,
+        backward=backward + 3 * expanding,
         outer_bytes=max(_received(plan, shape) for plan in plans),
         inner_bytes=0.0,
         memory=max(_ring_memory(plan, shape, transport) for plan in plans),
@@ -101,7 +156,7 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
 def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
     stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
-    heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
+    heads = partition_call(shape, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # Of the first rank, which has the most heads.
     by_stage = [with_heads(merged, heads, heads.kv_groups(0, stage)) for stage in range(heads.stages)]
@@ -129,11 +184,12 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
     forward, backward = times
+    expanding = _expanding_in(plans_of_some_ranks(ring, by_stage[0], around.size), by_stage[0], around)
     return Estimate(
         method="ulysses" if outer is None else "hybrid",
         transport="-" if outer is None else ring.name,
-        forward=forward,
-        backward=backward,
+        forward=forward + expanding,
+        backward=backward + 3 * expanding,
         outer_bytes=over_ring,
         inner_bytes=sent,
         memory=memory,
@@ -166,6 +222,8 @@ def _nested_ring_at(
         forward += max(seconds, arriving)
         backward += max(backward_seconds, 2 * arriving)
         plans = plans_of_some_ranks(transport, within, inner.size)
+        expanding = _expanding_in(plans, within, inner)
+        forward, backward = forward + expanding, backward + 3 * expanding
         received += max(_received(each, within) for each in plans)
         memory = max(memory, *(_ring_memory(each, within, transport) for each in plans))
         name = transport.name
@@ -234,7 +292,7 @@ def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, floa
         for by_rank in (group.q_by_rank, group.kv_by_rank)
     )
     q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
-    kv = float(keys * heads.kv_group_count * (shape.head_dim + shape.v_head_dim))
+    kv = float(keys * heads.kv_group_count * sum(shape.kv_dims))
     return (q + kv, out), (out, q + kv)
 
 

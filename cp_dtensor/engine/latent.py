@@ -1,20 +1,25 @@
-"""Steps of a ring whose rows are compressed latents: ranks expand what they receive, and return gradients of latents.
+"""Compressed latents in place of keys and values: ranks expand what they receive, or expand before they send.
 
-A step of a plan has the latents of all heads. It becomes a step for each group of heads, whose keys and values are
-expanded, used and dropped, so that memory does not grow with the number of heads.
+In a ring, a step of a plan has the latents of all heads. It becomes a step for each group of heads, whose keys and
+values are expanded, used and dropped, so that memory does not grow with the number of heads. Backward expands them
+again, and sums the gradients of latents over the groups before they travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cp_dtensor._torch import label
-from cp_dtensor._torch.tensors import cut
+from cp_dtensor._torch.autograd import Tensors
+from cp_dtensor._torch.tensors import cut, on_device_of
 from cp_dtensor.attention.accumulate import Part, place_sums
 from cp_dtensor.attention.latent import contract_gradients, expand_latents
+from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.plan.plan import Step, Steps, head_spans
 from cp_dtensor.spec.layouts import Span, joined_spans
 
@@ -30,7 +35,6 @@ class ExpandedStep(Step):
     """The step of all heads."""
     latent: torch.Tensor
     """(B, 1, T, R), the latents of the step."""
-    rotary_dim: int
     rows: tuple[Span, ...]
     """The rows of the step that its tiles read. Others may be uninitialised."""
 
@@ -60,9 +64,8 @@ def expanded_steps(
         # Equal groups in every step, as accumulators need them.
         for heads in head_spans(up.size(0), -(-most_rows * up.size(0) * width // EXPANDED_BYTES)):
             of_heads = ExpandedStep(
-                heads, step.transfer, step.tiles, step.is_last, step.has_gaps,
-                whole=step, latent=latent, rotary_dim=rotary.size(3), rows=rows,
-            )  # fmt: skip
+                heads, step.transfer, step.tiles, step.is_last, step.has_gaps, whole=step, latent=latent, rows=rows
+            )
             # No name holds keys and values, since the next group needs the memory.
             yield of_heads, *_expanded(latent, rotary, rows, up[heads[0] : heads[1]], head_dim, value_dim)
 
@@ -103,7 +106,7 @@ class LatentGradients:
             for index, rows in enumerate(step.rows):
                 latent = cut(step.latent, None, None, rows)
                 grad_k, grad_v = (self._whole(parts, rows, latent) for parts in (parts_k, parts_v))
-                grads = contract_gradients(grad_k, grad_v, latent, step.rotary_dim, up, grad_up)
+                grads = contract_gradients(grad_k, grad_v, latent, up, grad_up)
                 if first == 0:
                     self._sums.append(grads)
                 else:
@@ -134,3 +137,51 @@ class LatentGradients:
         moved = [part._replace(rows=(part.rows[0] - rows[0], part.rows[1] - rows[0])) for part in inside]
         place_sums(total, moved, self._state_dtype)
         return total
+
+
+@dataclass(frozen=True)
+class ExpandedPlan(AttentionPlan):
+    """Each rank expands its own latents, and the ranks attend to keys and values by another plan."""
+
+    inner: AttentionPlan
+    saves_rows_of_others: bool
+    """As that of `inner`."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
+        ranks: SequenceRanks, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
+        expanded = self._expanded(q, k, v, modifiers)
+        out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(modifiers), needs_lse, ranks, scale)
+        return out, lse, (k, *saved)
+
+    def backward(
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
+        ranks: SequenceRanks, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        latent, *of_inner = saved
+        up = modifiers.up
+        assert up is not None
+        grad_q, grad_k, grad_v = self.inner.backward(
+            grad_out, _of_expanded(modifiers), tuple(of_inner), grad_bias, ranks, scale
+        )
+        with on_device_of(grad_q):
+            of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, modifiers.grad_up)
+        return grad_q, of_latent, of_rotary.to(up.dtype)
+
+    def remake_saved(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        modifiers: Modifiers, ranks: SequenceRanks,
+    ) -> Tensors:  # fmt: skip
+        return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, modifiers), out, lse, modifiers, ranks)
+
+    def _expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert modifiers.up is not None
+        with on_device_of(q):
+            return expand_latents(k, v, modifiers.up, q.size(3))
+
+
+def _of_expanded(modifiers: Modifiers) -> Modifiers:
+    return replace(modifiers, up=None, grad_up=None)

@@ -174,7 +174,7 @@ class UlyssesPlan(AttentionPlan):
 
     def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks,
+        modifiers: Modifiers, ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
         group, ring = _axes(ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
@@ -190,7 +190,7 @@ class UlyssesPlan(AttentionPlan):
                     self.inner, inputs, results, strict=True
                 )
                 for tensor in inner.remake_saved(
-                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), ring
+                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), modifiers, ring
                 )
             )
 
