@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.engine.latent import rows_of_tiles
+from cp_dtensor.engine.latent import EXPANDED_BYTES, rows_of_tiles
 from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
 from cp_dtensor.plan.head_partition import (
     DEFAULT_HEAD_STAGING,
@@ -24,9 +23,11 @@ from cp_dtensor.plan.head_partition import (
     with_heads,
 )
 from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
-from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.plan import Step, TilePlan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
+EXPANDED = "expanded "
+"""Prefix of a method that sends K/V, where ranks have latents."""
 _EXCHANGE_LAUNCHES = 4
 """Launches of the exchange of heads and of the exchange back."""
 _CALL_LAUNCHES = 2.5
@@ -68,47 +69,32 @@ class Estimate:
 def estimates(
     shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
-    """Returns an estimate for each method that the axes allow; the first is preferred if times are equal."""
+    """Returns an estimate for each method that the axes allow; the first is preferred if times are equal.
+
+    For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
+    n times fewer rows to expand on n ranks, and none again in backward.
+    """
     if inner is None:
-        return {
+        found = {
             "ring": ring_estimate(shape, outer, transport_method),
             "ulysses": ulysses_estimate(shape, outer, None, transport_method),
         }
-    return {
-        "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
-        "ring": nested_ring_estimate(shape, outer, inner, transport_method),
-    }
+    else:
+        found = {
+            "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
+            "ring": nested_ring_estimate(shape, outer, inner, transport_method),
+        }
+    if shape.latent_dims is not None:
+        expanding = _expanding(rows_in_order(shape.partition.groups()[0].kv_by_rank).longest, shape, outer)
+        for name, each in estimates(expanded(shape), outer, inner, transport_method).items():
+            forward, backward = each.forward + expanding, each.backward + 2 * expanding
+            found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
+    return found
 
 
 def expanded(shape: CallSpec) -> CallSpec:
     """Returns the shape of attention to K/V, of the shape of attention to latents."""
     return replace(shape, kv_heads=shape.q_heads, latent_dims=None)
-
-
-def expanded_estimates(
-    shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
-) -> dict[str, Estimate]:
-    """Returns `estimates` of calls of which each rank expands its own latents before K/V are sent."""
-    rows = rows_in_order(shape.partition.groups()[0].kv_by_rank).longest
-    forward, backward = _expanding(rows, shape, outer), 2 * _expanding(rows, shape, outer)
-    return {
-        name: replace(each, forward=each.forward + forward, backward=each.backward + backward)
-        for name, each in estimates(expanded(shape), outer, inner, transport_method).items()
-    }
-
-
-@lru_cache(maxsize=4096)
-def expands_first(shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod) -> bool:
-    """True if calls of latents are predicted to be faster by more than the tolerance if K/V are sent.
-
-    Sent latents are expanded by every rank that needs them, in forward and again in backward: (n + 3 n) / 3 times the
-    products of own latents on n ranks, in a ring where every rank sees all rows.
-    """
-    both = (
-        min(each.seconds for each in found(shape, outer, inner, transport_method).values())
-        for found in (estimates, expanded_estimates)
-    )
-    return nearly_fastest((False, True), tuple(both))
 
 
 def _expanding(rows: int, shape: CallSpec, axis: Axis) -> float:
@@ -127,8 +113,12 @@ def _expanding(rows: int, shape: CallSpec, axis: Axis) -> float:
 
 def _expanding_in(plans: Iterable[TilePlan], shape: CallSpec, axis: Axis) -> float:
     """Returns seconds to expand what the slowest of some ranks sees in forward; backward takes three times as many."""
-    rows = (sum(stop - start for step in plan.forward for start, stop in rows_of_tiles(step)) for plan in plans)
-    return _expanding(max(rows), shape, axis)
+    return _expanding(max(sum(map(_rows_read, plan.forward)) for plan in plans), shape, axis)
+
+
+def _rows_read(step: Step) -> int:
+    """Returns the rows that the tiles of a step read."""
+    return sum(stop - start for start, stop in rows_of_tiles(step))
 
 
 def fastest(found: dict[str, Estimate]) -> str:
@@ -175,16 +165,14 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
         computing = [passes[index] for passes in computed]
         times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
-    over_ring, ring_memory = 0.0, 0.0
-    if outer is not None:
-        plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
-        over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
-        ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
+    plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, around.size)]
+    over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
+    ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
+    expanding = _expanding_in(plans, by_stage[0], around)
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
     forward, backward = times
-    expanding = _expanding_in(plans_of_some_ranks(ring, by_stage[0], around.size), by_stage[0], around)
     return Estimate(
         method="ulysses" if outer is None else "hybrid",
         transport="-" if outer is None else ring.name,
@@ -274,14 +262,18 @@ def _ring_memory(plan: TilePlan, shape: CallSpec, transport: KVTransport) -> flo
     These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
     this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
     """
+    group = 0.0
+    if shape.latent_dims is not None:  # K/V of a group of heads, their gradients, and these side by side
+        row = shape.batch_size * shape.q_heads * (shape.head_dim + shape.v_head_dim) * shape.itemsize
+        group = 3.0 * min(EXPANDED_BYTES, row * max(map(_rows_read, plan.backward)))
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
     if not transfers:
-        return 0.0
+        return group
     all_heads = isinstance(transport, SymmetricMemory)
     packed = shape.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
     own = plan.rows.longest * shape.head_bytes * packed
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
-    return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
+    return group + float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
 
 
 def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -23,7 +23,7 @@ from cp_dtensor.engine.autograd import AttentionPlan
 from cp_dtensor.plan.plan import Step, Steps, head_spans
 from cp_dtensor.spec.layouts import Span, joined_spans
 
-EXPANDED_BYTES = 512 << 20
+EXPANDED_BYTES = 256 << 20
 """Most bytes of the keys and values of a group of heads, unless a single head has more."""
 
 

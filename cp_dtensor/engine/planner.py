@@ -29,7 +29,7 @@ from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.autograd import AttentionPlan, BoundCall
 from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.cost_model import Axis, estimates, expanded, expands_first, fastest
+from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.ring import RingPlan
@@ -126,34 +126,25 @@ def plan_call(
 ) -> AttentionPlan:
     """The plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest.
 
-    Of latents, "auto" may expand them before K/V are sent; the other methods send latents.
+    Of latents, "auto" may expand them before K/V are sent, as a rank that is alone does; other methods send latents.
     """
-    if method == "auto" and spec.latent_dims is not None and _expands_first(spec, transport, ranks):
-        inner = plan_call(expanded(spec), method, transport, backend, ranks)
-        return ExpandedPlan(inner, inner.saves_rows_of_others)
-    if len(spec.partition.groups()[0].kv_by_rank) == 1:
+    is_alone = len(spec.partition.groups()[0].kv_by_rank) == 1
+    if is_alone and method == "auto" and spec.latent_dims is not None:
+        method = EXPANDED + "ring"
+    elif is_alone:
         return plan_ring(spec, transport, backend, None, 0)
     if method == "auto" and spec.masking is Masking.INTERVALS_UNBROKEN:
         method = "ring"  # by heads, the rows of a bias would have to travel
     if method == "auto":
         method = _predicted_fastest(spec, transport, ranks)
+    if method.startswith(EXPANDED):
+        inner = plan_call(expanded(spec), method.removeprefix(EXPANDED), transport, backend, ranks)
+        return ExpandedPlan(inner, inner.saves_rows_of_others)
     if method != "ring":
         return plan_ulysses(spec, transport, backend, ranks)
     if ranks.inner is None:
         return plan_ring(spec, transport, backend, ranks.outer, ranks.rank)
     return plan_nested_ring(spec, transport, backend, ranks)
-
-
-def _expands_first(spec: CallSpec, transport: TransportMethod, ranks: SequenceRanks) -> bool:
-    """True if each rank expands its own latents, and K/V are sent; alike on every rank."""
-    if len(spec.partition.groups()[0].kv_by_rank) == 1:
-        return True
-    if spec.device_type != "cuda":  # the cost model is of GPUs
-        return False
-    device = torch.device(spec.device)
-    with on_device(device):
-        outer, inner = axes_of(ranks, device, spec.itemsize)
-    return expands_first(spec, outer, inner, transport)
 
 
 def _predicted_fastest(spec: CallSpec, transport: TransportMethod, ranks: SequenceRanks) -> str:
