@@ -43,7 +43,7 @@ def contract_gradients(
         grad_k, grad_v: (B, H, T, Dn + Dr) and (B, H, T, Dv).
         latent: (B, 1, T, R), finite.
         up: (H, Dn + Dv, R).
-        grad_up: like `up`, in float32 or wider; its gradient is added. None if nobody needs it.
+        grad_up: like `up`, in float32 or wider; its gradient is added. None if it is not needed.
 
     Returns:
         The gradients of latent (B, 1, T, R), and of the rotary key (B, 1, T, Dr) in float32 or wider.

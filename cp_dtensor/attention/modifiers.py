@@ -1,4 +1,4 @@
-"""What an attention call has besides q, k and v: bias, dropout, sinks, and the up-projection of latents."""
+"""Modifiers of an attention call: bias, dropout, sinks, and the up-projection of latents."""
 
 from __future__ import annotations
 
