@@ -12,7 +12,7 @@ from support.masked_checks import LAYOUTS, WAYS
 from support.masked_problems import any_mask, fits
 from support.method_checks import RING_ULYSSES, ULYSSES_RING
 
-from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, SlidingWindow
+from cp_dtensor import Causal, Contiguous, Documents, Full, SlidingWindow
 from cp_dtensor.engine import latent as latents
 
 MASKS = [Full(), Causal(), Documents([0, 4, 5, 16, 21, 29], within=Causal()), SlidingWindow(6, 0)]
