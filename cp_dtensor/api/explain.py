@@ -106,7 +106,8 @@ def explain(
 
         explain(mesh, seq_len=131072, q_heads=128, head_dim=192, v_head_dim=128, latent_dims=(512, 64))
     """
-    kv_heads, v_head_dim = kv_heads or q_heads, v_head_dim or head_dim
+    kv_heads = q_heads if kv_heads is None else kv_heads
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
     if latent_dims is not None:
         _check_latents(latent_dims, q_heads, kv_heads, head_dim)
     numbers = {

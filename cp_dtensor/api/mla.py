@@ -122,7 +122,8 @@ def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torc
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
-    received = "got " + ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    shapes = tuple(q.shape), tuple(latent.shape), tuple(k_rope.shape), tuple(up.shape)
+    received = f"got q {shapes[0]}, latent {shapes[1]}, k_rope {shapes[2]}, up {shapes[3]}"
 
     def expect(fits: bool, expected: str, instead: str = received) -> None:
         if not fits:
