@@ -30,6 +30,7 @@ from cp_dtensor import (
     context_parallel_attention,
     context_parallel_mla,
 )
+from cp_dtensor.engine import latent as latents
 
 RANKS = 3
 MASK = Documents([0, 5, 12, 24], within=Causal())
@@ -257,10 +258,12 @@ def test_autocast_casts_the_weight_too() -> None:
 
 @pytest.mark.parametrize("way", [("ring", "allgather"), ("ring", "alltoall"), ("ulysses", None)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("most", [1, latents.EXPANDED_BYTES], ids=["head by head", "all heads"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_errors_are_at_most_one_and_a_half_times_those_of_one_device(
-    dtype: torch.dtype, ranks: int, way: tuple[str, str | None]
+    dtype: torch.dtype, most: int, ranks: int, way: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(latents, "EXPANDED_BYTES", most)
     problem = LatentProblem(
         256, 256, Causal(), 1, 4, head_dim=48, rotary_dim=16, value_dim=32, latent_dim=64
     )  # fmt: skip

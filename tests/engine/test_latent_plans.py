@@ -14,9 +14,11 @@ from support.latent_problems import LatentCase, LatentProblem, check_latents
 from support.method_checks import RING_ULYSSES
 from support.ranks import run_ranks
 
-from cp_dtensor import Causal, Documents, HeadTail, Striped, context_parallel_mla, explain
+from cp_dtensor import Causal, Documents, Full, HeadTail, Striped, context_parallel_mla, explain
 from cp_dtensor.api.explain import H200, Explanation
+from cp_dtensor.attention.latent import expand_latents
 from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.engine import latent as latents
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, Estimate, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
@@ -62,6 +64,27 @@ def test_a_rank_that_is_alone_expands_latents_once() -> None:
         with mock.patch.object(torch.nn.functional, "linear", counted):
             check_latents([LatentCase(problem, HeadTail(), (("method", method),))], (1,))
         assert len(products) == count
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("heads_at_once", "groups"), [(1, [1] * 7), (3, [3, 2, 2]), (6, [4, 3]), (7, [7])])
+def test_keys_and_values_of_a_group_of_heads_are_bounded(heads_at_once: int, groups: list[int], ranks: int) -> None:
+    """The rows that a step reads are of one shard in a ring: 8 tokens of 2 batch rows."""
+    problem = LatentProblem(8 * ranks, 8 * ranks, Full(), 2, 7)
+    row = problem.head_dim + problem.value_dim
+    expanded_heads: list[int] = []
+
+    def recorded(latent: torch.Tensor, rotary: torch.Tensor, up: torch.Tensor, *others: Any) -> Any:
+        expanded_heads.append(up.size(0))
+        return expand_latents(latent, rotary, up, *others)
+
+    options = (("method", "ring"), ("rotate_method", "alltoall"))
+    with (
+        mock.patch.object(latents, "EXPANDED_BYTES", heads_at_once * 8 * 2 * row * 8),
+        mock.patch.object(latents, "expand_latents", recorded),
+    ):
+        check_latents([LatentCase(problem, HeadTail(), options)], (ranks,))
+    assert sorted(expanded_heads) == sorted(groups * ranks * ranks * 2)
 
 
 def test_expanded_keys_and_values_of_heads_travel() -> None:
