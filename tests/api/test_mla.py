@@ -70,3 +70,14 @@ def test_rows_that_are_not_sent_between_rows_that_are(way: dict[str, str]) -> No
     """Memory for rows that no query of a rank sees is uninitialised, so NaN in tests."""
     window_and_first_keys = SlidingWindow(4, 0) | Documents([0, 20], [0, 2])
     check_latents([LatentCase(LatentProblem(20, 20, window_and_first_keys), Contiguous(), tuple(way.items()))], (2,))
+
+
+def test_the_example_of_the_docstring() -> None:
+    def body(_: int) -> torch.Tensor:
+        latent = torch.tensor([[[1.0], [2.0]]])
+        up = torch.tensor([[3.0], [5.0]])
+        q = torch.zeros(1, 1, 2, 2)
+        return context_parallel_mla(q, latent, latent, up=up, mesh=dist.group.WORLD, is_causal=True)  # type: ignore[return-value]
+
+    (out,) = run_ranks(1, body)
+    torch.testing.assert_close(out.flatten(), torch.tensor([5.0, 7.5]))
