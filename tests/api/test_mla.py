@@ -5,14 +5,17 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.latent_problems import LatentCase, LatentProblem, check_latents
 from support.masked_checks import LAYOUTS, WAYS
 from support.masked_problems import any_mask, fits
 from support.method_checks import RING_ULYSSES, ULYSSES_RING
+from support.ranks import run_ranks
 
-from cp_dtensor import Causal, Contiguous, Documents, Full, SlidingWindow
+from cp_dtensor import Causal, Contiguous, Documents, Full, Layout, Mask, SlidingWindow, context_parallel_mla
 from cp_dtensor.engine import latent as latents
 
 MASKS = [Full(), Causal(), Documents([0, 4, 5, 16, 21, 29], within=Causal()), SlidingWindow(6, 0)]
@@ -21,7 +24,7 @@ MASKS = [Full(), Causal(), Documents([0, 4, 5, 16, 21, 29], within=Causal()), Sl
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_mask_and_layout_by_each_method(ranks: int, layout: LAYOUTS, mask: MASKS) -> None:
+def test_each_mask_and_layout_by_each_method(ranks: int, layout: Layout, mask: Mask) -> None:
     problem = LatentProblem(29, 29, mask, batch=2)
     check_latents([LatentCase(problem, layout, tuple(way.items())) for way in WAYS[1]], (ranks,))
 
