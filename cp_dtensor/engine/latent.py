@@ -33,10 +33,10 @@ class ExpandedStep(Step):
 
     whole: Step
     """The step of all heads."""
-    latent: torch.Tensor
-    """(B, 1, T, R), the latents of the step."""
     rows: tuple[Span, ...]
-    """The rows of the step that its tiles read. Others may be uninitialised."""
+    """The rows of the step that tiles read. Tiles of this step refer to these rows, one range after the other."""
+    latent: torch.Tensor
+    """(B, 1, T, R), the latents of these rows."""
 
 
 def rows_of_tiles(step: Step) -> tuple[Span, ...]:
@@ -47,7 +47,7 @@ def rows_of_tiles(step: Step) -> tuple[Span, ...]:
 def expanded_steps(
     steps: Steps, latents_of: Callable[[Step], tuple[torch.Tensor, torch.Tensor]], up: torch.Tensor, head_dim: int
 ) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-    """Yields each step of each group of heads with its keys and values.
+    """Yields each step of each group of heads with its keys and values, of the rows that tiles read.
 
     Args:
         steps: steps of one key/value head, whose rows are latents.
@@ -56,34 +56,48 @@ def expanded_steps(
         head_dim: Dn + Dr.
     """
     by_step = [rows_of_tiles(step) for step in steps]
-    most_rows = max((sum(stop - start for start, stop in rows) for rows in by_step), default=0)
+    most_rows = max(map(_length, by_step), default=0)
     for step, rows in zip(steps, by_step, strict=True):
         latent, rotary = latents_of(step)
-        value_dim = up.size(1) - head_dim + rotary.size(3)
-        width = latent.size(0) * (head_dim + value_dim) * latent.itemsize
+        width = latent.size(0) * (up.size(1) + rotary.size(3)) * latent.itemsize
+        tiles = step.tiles
+        if rows != ((0, latent.size(2)),):
+            tiles = tuple(replace(tile, kv=_place(tile.kv, rows)) for tile in tiles)
+            latent, rotary = (
+                torch.cat([cut(x, None, None, span) for span in rows or ((0, 0),)], dim=2) for x in (latent, rotary)
+            )
         # Equal groups in every step, as accumulators need them.
         for heads in head_spans(up.size(0), -(-most_rows * up.size(0) * width // EXPANDED_BYTES)):
             of_heads = ExpandedStep(
-                heads, step.transfer, step.tiles, step.is_last, step.has_gaps, whole=step, latent=latent, rows=rows
+                heads, step.transfer, tiles, step.is_last, step.has_gaps, whole=step, rows=rows, latent=latent
             )
             # No name holds keys and values, since the next group needs the memory.
-            yield of_heads, *_expanded(latent, rotary, rows, up[heads[0] : heads[1]], head_dim, value_dim)
+            yield of_heads, *_expanded(latent, rotary, up[heads[0] : heads[1]], head_dim)
 
 
 def _expanded(
-    latent: torch.Tensor, rotary: torch.Tensor, rows: tuple[Span, ...], up: torch.Tensor, head_dim: int, value_dim: int
+    latent: torch.Tensor, rotary: torch.Tensor, up: torch.Tensor, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some rows, at their places among all; other rows are uninitialised."""
     with label("expand latents, {} heads", up.size(0)):
-        if rows == ((0, latent.size(2)),):
-            return expand_latents(latent, rotary, up, head_dim)
-        batch, _, length, _ = latent.shape
-        k, v = (latent.new_empty(batch, length, up.size(0), dim).transpose(1, 2) for dim in (head_dim, value_dim))
-        for span in rows:
-            parts = expand_latents(cut(latent, None, None, span), cut(rotary, None, None, span), up, head_dim)
-            for whole, part in zip((k, v), parts, strict=True):
-                cut(whole, None, None, span).copy_(part)
-        return k, v
+        return expand_latents(latent, rotary, up, head_dim)
+
+
+def _length(rows: tuple[Span, ...]) -> int:
+    return sum(stop - start for start, stop in rows)
+
+
+def _place(span: Span, rows: tuple[Span, ...]) -> Span:
+    """The place of a span among some rows, one of which contains it.
+
+    >>> _place((6, 8), ((0, 2), (5, 9)))
+    (3, 5)
+    """
+    before = 0
+    for start, stop in rows:
+        if start <= span[0] and span[1] <= stop:
+            return before + span[0] - start, before + span[1] - start
+        before += stop - start
+    raise AssertionError(f"{span} is not in {rows}")
 
 
 class LatentGradients:
@@ -95,47 +109,41 @@ class LatentGradients:
     ) -> None:  # fmt: skip
         """`add` takes the gradients of a whole step, once they have those of all heads."""
         self._up, self._grad_up, self._add, self._state_dtype = up, grad_up, add, state_dtype
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sums: Tensors = ()
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
         """Adds the gradients of a step of a group of heads."""
         assert isinstance(step, ExpandedStep)
         first, last = step.heads
         up, grad_up = self._up[first:last], None if self._grad_up is None else self._grad_up[first:last]
-        with label("contract dK/dV, heads {}", step.heads):
-            for index, rows in enumerate(step.rows):
-                latent = cut(step.latent, None, None, rows)
-                grad_k, grad_v = (self._whole(parts, rows, latent) for parts in (parts_k, parts_v))
-                grads = contract_gradients(grad_k, grad_v, latent, up, grad_up)
-                if first == 0:
-                    self._sums.append(grads)
-                else:
-                    sums = self._sums[index]
-                    self._sums[index] = tuple(  # type: ignore[assignment]
-                        total.to(self._state_dtype).add_(grad) for total, grad in zip(sums, grads, strict=True)
-                    )
+        if step.rows:
+            with label("contract dK/dV, heads {}", step.heads):
+                grad_k, grad_v = (self._whole(parts, step.latent) for parts in (parts_k, parts_v))
+                grads: Tensors = contract_gradients(grad_k, grad_v, step.latent, up, grad_up)
+                if first:
+                    sums = zip(self._sums, grads, strict=True)
+                    grads = tuple(total.to(self._state_dtype).add_(grad) for total, grad in sums)
+                self._sums = grads
         parts_k.clear()
         parts_v.clear()
         if last < self._up.size(0):
             return
-        batch = (0, step.latent.size(0))
-        of_latent, of_rotary = (
-            [Part(batch, rows, sums[index : index + 1]) for rows, sums in zip(step.rows, self._sums, strict=True)]
-            for index in (0, 1)
-        )
-        self._sums = []
-        self._add(step.whole, of_latent, of_rotary)
+        of_whole: tuple[list[Part], list[Part]] = ([], [])
+        for of_span, parts in zip(self._sums, of_whole, strict=False):
+            for span in step.rows:
+                rows = cut(of_span, None, None, _place(span, step.rows))
+                parts.append(Part((0, rows.size(0)), span, (rows,)))
+        self._sums = ()
+        self._add(step.whole, *of_whole)
 
-    def _whole(self, parts: list[Part], rows: Span, latent: torch.Tensor) -> torch.Tensor:
-        """The sum of the parts in some rows, of all batch rows; zero where there are none."""
-        inside = [part for part in parts if rows[0] <= part.rows[0] and part.rows[1] <= rows[1]]
-        batch = latent.size(0)
-        (tensor, *_) = inside[0].tensors
-        if len(inside) == 1 and (inside[0].batch, inside[0].rows) == ((0, batch), rows):
+    def _whole(self, parts: list[Part], latent: torch.Tensor) -> torch.Tensor:
+        """The sum of the parts, of all batch rows and all rows; zero where there are none."""
+        batch, _, length, _ = latent.shape
+        (tensor, *_) = parts[0].tensors
+        if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, length)):
             return tensor
-        total = latent.new_zeros(batch, rows[1] - rows[0], tensor.size(1), tensor.size(3)).transpose(1, 2)
-        moved = [part._replace(rows=(part.rows[0] - rows[0], part.rows[1] - rows[0])) for part in inside]
-        place_sums(total, moved, self._state_dtype)
+        total = latent.new_zeros(batch, length, tensor.size(1), tensor.size(3)).transpose(1, 2)
+        place_sums(total, parts, self._state_dtype)
         return total
 
 

@@ -14,7 +14,17 @@ from support.latent_problems import LatentCase, LatentProblem, check_latents
 from support.method_checks import RING_ULYSSES
 from support.ranks import run_ranks
 
-from cp_dtensor import Causal, Documents, Full, HeadTail, Striped, context_parallel_mla, explain
+from cp_dtensor import (
+    Causal,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    SlidingWindow,
+    Striped,
+    context_parallel_mla,
+    explain,
+)
 from cp_dtensor.api.explain import H200, Explanation
 from cp_dtensor.attention.latent import expand_latents
 from cp_dtensor.comm.select import ROTATE_METHODS
@@ -85,6 +95,23 @@ def test_keys_and_values_of_a_group_of_heads_are_bounded(heads_at_once: int, gro
     ):
         check_latents([LatentCase(problem, HeadTail(), options)], (ranks,))
     assert sorted(expanded_heads) == sorted(groups * ranks * ranks * 2)
+
+
+@pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
+def test_only_rows_that_tiles_read_are_expanded(rotate_method: str) -> None:
+    """Each rank expands its 8 tokens, ranks 1 and 2 also the first 2 and the last 3 of the rank before; in each pass."""
+    problem = LatentProblem(24, 24, SlidingWindow(3, 0) | Documents([0, 24], [0, 2]))
+    read: list[int] = []
+
+    def recorded(latent: torch.Tensor, *others: torch.Tensor) -> Any:
+        read.append(latent.size(2))
+        return expand_latents(latent, *others)
+
+    options = (("method", "ring"), ("rotate_method", rotate_method))
+    with mock.patch.object(latents, "expand_latents", recorded):
+        check_latents([LatentCase(problem, Contiguous(), options)], (3,))
+    of_ranks = [8, 8 + 2 + 3, 8 + 2 + 3]
+    assert sum(read) == 2 * sum(of_ranks)
 
 
 def test_expanded_keys_and_values_of_heads_travel() -> None:
