@@ -129,9 +129,8 @@ class Attention(torch.autograd.Function):
             grads = call.plan.backward(
                 grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias, call.ranks, call.scale
             )
-        of_bias, of_up = (
-            None if total is None else total.to(of.dtype) for total, of in ((grad_bias, bias), (grad_up, up))
-        )
+        of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        of_up = None if grad_up is None else grad_up.to(up.dtype)
         return *grads, of_bias, grad_sinks, None, None, None, of_up
 
 

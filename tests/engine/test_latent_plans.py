@@ -27,9 +27,11 @@ from cp_dtensor import (
 )
 from cp_dtensor.api.explain import H200, Explanation
 from cp_dtensor.attention.latent import expand_latents
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine import latent as latents
 from cp_dtensor.engine import planner
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, Estimate, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
@@ -57,6 +59,25 @@ def test_expanded_before_sending(
     with expanding(method), mock.patch.object(planner, "ExpandedPlan", wraps=ExpandedPlan) as made:
         check_latents(some, shape, names)
     assert made.call_count >= 1
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", EXPANDED + "ring", EXPANDED + "ulysses"])
+def test_what_forward_saves_can_be_made_again(method: str) -> None:
+    """As compiled code does where it has lost the rows of other ranks."""
+    problem = LatentProblem(13, 13, Causal(), 2, 4)
+
+    def body(rank: int) -> None:
+        q, latent, k_rope, up, _ = problem.shards(problem.draw(0), HeadTail(), rank, 2)
+        k, v, modifiers = latent.unsqueeze(1), k_rope.unsqueeze(1), Modifiers(up=up.unflatten(0, (4, -1)))
+        config = AttentionConfig.of(dist.group.WORLD, "auto", HeadTail(), None, debug=False)
+        call = planner.bound_call(q, k, v, config, (13, 13), Causal(), modifiers, 0.5)
+        out, lse, saved = call.plan.forward(q, k, v, modifiers, True, call.ranks, 0.5)
+        again = call.plan.remake_saved(q, k, v, out, lse, modifiers, call.ranks)
+        assert len(again) == len(saved)
+        assert all(map(torch.equal, again, saved))
+
+    with mock.patch.object(planner, "_predicted_fastest", return_value=method):
+        run_ranks(2, body)
 
 
 def test_a_rank_that_is_alone_expands_latents_once() -> None:
@@ -99,7 +120,7 @@ def test_keys_and_values_of_a_group_of_heads_are_bounded(heads_at_once: int, gro
 
 @pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
 def test_only_rows_that_tiles_read_are_expanded(rotate_method: str) -> None:
-    """Each rank expands its 8 tokens, ranks 1 and 2 also the first 2 and the last 3 of the rank before; in each pass."""
+    """Each rank expands its 8 tokens, ranks 1 and 2 also the first 2 and the last 3 before theirs; in each pass."""
     problem = LatentProblem(24, 24, SlidingWindow(3, 0) | Documents([0, 24], [0, 2]))
     read: list[int] = []
 

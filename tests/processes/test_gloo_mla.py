@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Documents, HeadTail, SlidingWindow, Striped, context_parallel, context_parallel_mla
+from cp_dtensor.engine import planner
+from cp_dtensor.engine.cost_model import EXPANDED
 
 DOCUMENTS = Documents([0, 9, 26], within=Causal())
 CASES = [
@@ -43,6 +46,14 @@ def test_every_method(
 
 
 def _compiled(rank: int, method: str, in_context: bool) -> None:
+    if method.startswith(EXPANDED):
+        with mock.patch.object(planner, "_predicted_fastest", return_value=method):
+            _compare(rank, "auto", in_context)
+    else:
+        _compare(rank, method, in_context)
+
+
+def _compare(rank: int, method: str, in_context: bool) -> None:
     fresh()
     mesh = init_device_mesh("cpu", (2,))
 
@@ -74,6 +85,6 @@ def _compiled(rank: int, method: str, in_context: bool) -> None:
 
 
 @pytest.mark.parametrize("in_context", [False, True], ids=["alone", "in a context"])
-@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto", EXPANDED + "ring", EXPANDED + "ulysses"])
 def test_compiled(two_processes: Processes, method: str, in_context: bool) -> None:
     two_processes.run(_compiled, method, in_context)
