@@ -1,9 +1,9 @@
 """Context-parallel attention for DTensor: `F.scaled_dot_product_attention` of sequences too long for one device."""
 
 from cp_dtensor.api.context import context_parallel
-from cp_dtensor.api.dtensor.dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
+from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.api.explain import explain
-from cp_dtensor.api.flex.attention import context_parallel_flex_attention
+from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
@@ -15,8 +15,7 @@ from cp_dtensor.plan.cost import Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.spec.load_balance import imbalance
-from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, imbalance
 
 __version__ = "0.1.0"
 

@@ -3,9 +3,15 @@
 # ruff: noqa: F401, I001  (names for the other rooms)
 # fmt: off
 
+from cp_dtensor._torch.attention import (
+    FLEX_ATTENTION_IS_KNOWN, FUSED_SDPA_OPS, SDPA_BACKENDS, WHOLE_BLOCK, captured_flex_attention_checked,
+    enabled_sdpa_backends, flex_attention_is_redirected, flex_attention_redirected, math_sdpa, original_flex_attention,
+    original_sdpa, sdpa_overridden, user_sdpa_priority, varlen_attn_overridden, with_write_order_like,
+)
 from cp_dtensor._torch.autograd import (
     backward_may_come_again, current_backward, get_thread_state, in_autograd_thread, in_main_thread, thread_state,
 )
+from cp_dtensor._torch.cache import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch.collectives import (
     SymmetricBuffer, all_gather_single, group_of_name, has_cpu_backend, name_of_group, reduce_scatter_single,
     start_all_to_all, symmetric_buffer, traced_broadcast, uses_nccl,
@@ -14,21 +20,10 @@ from cp_dtensor._torch.compiler import (
     begin_traced_scope, compiled_code_kept_apart, constant_in_trace, end_traced_scope, is_traced, never_compiled,
     refuse_in_compiled_function, traced_inside, traced_scope,
 )
-from cp_dtensor._torch.cuda_graphs import is_before_capture, is_in_cuda_graph, prepared
-from cp_dtensor._torch.dtensor import (
-    OpHandler, bound_arguments, dtensor_tables, expand_strategies, mesh_of, propagated, run_locally, tensor_inputs,
-)
-from cp_dtensor._torch.flex import (
-    FLEX_ATTENTION_IS_KNOWN, WHOLE_BLOCK, captured_flex_attention_checked, flex_attention_is_redirected,
-    flex_attention_redirected, original_flex_attention, with_write_order_like,
-)
+from cp_dtensor._torch.dtensor import bound_arguments, dispatched_by_default, dtensor_ops_handled
 from cp_dtensor._torch.patches import (
     checkpointed_functions_bound, lower_right_bias_redirected, module_buffers_broadcast_but,
     multihead_attention_ends_in_sdpa,
-)
-from cp_dtensor._torch.sdpa import (
-    FUSED_SDPA_OPS, SDPA_BACKENDS, enabled_sdpa_backends, math_sdpa, original_sdpa, sdpa_overridden, user_sdpa_priority,
-    varlen_attn_overridden,
 )
 from cp_dtensor._torch.tensors import (
     below_autograd, current_stream_handle, is_batched, is_wrapper, label, no_modes, swap_identities, version_of,

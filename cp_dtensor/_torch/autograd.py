@@ -1,4 +1,4 @@
-"""Autograd: functions that are differentiated once, clean-up after errors, and state that follows a backward."""
+"""Autograd: functions that are differentiated once, and state that follows a backward."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ import torch
 from cp_dtensor._torch.tensors import is_batched
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-@contextmanager
-def cleaned_up_on_error(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Calls `clean_up` if the block raises, so that the next call works."""
-    try:
-        yield
-    except BaseException:
-        clean_up()
-        raise
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -1,14 +1,22 @@
-"""Caches: an LRU cache that pins what CUDA graphs use, and a cache by process group."""
+"""CUDA graph capture, by the user or by Inductor, and caches: one that pins what graphs use, and one by process group.
+
+Before Inductor captures code it runs the code once in the memory pool of its graphs, and refuses tensors that are alive
+there afterwards and that the code did not return. A tensor that the first call caches for later calls is one of them.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+
+from cp_dtensor._torch.tensors import no_modes
 
 V = TypeVar("V")
 
@@ -16,6 +24,55 @@ V = TypeVar("V")
 def capturing() -> bool:
     """Returns True while a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_in_cuda_graph(device: torch.device) -> bool:
+    """Returns True if launches and allocations on a CUDA device belong to a CUDA graph that is being made."""
+    return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)
+
+
+def is_before_capture(device: torch.device) -> bool:
+    """Returns True if Inductor runs this code for the last time before it captures it.
+
+    Inductor does so on a stream of its own. Work of the code on another stream is not detected.
+    """
+    return _is_in_memory_of_graphs(device) and not torch.cuda.is_current_stream_capturing()
+
+
+def prepared(make: Callable[[], V]) -> V:
+    """Returns `make()`: plain tensors for a cache, made outside of modes, inference, autograd and memory of graphs."""
+
+    def made() -> V:
+        with no_modes(), torch.inference_mode(False), torch.no_grad():
+            return make()
+
+    if not torch.cuda.is_initialized():
+        return made()
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not is_before_capture(device):
+        return made()
+
+    def made_on_device() -> V:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # the other thread uses another stream, which does not wait for this one
+            result = made()
+            torch.cuda.synchronize()
+        return result
+
+    # The memory pool of graphs serves allocations of this thread only.
+    with ThreadPoolExecutor(1) as another_thread:
+        return another_thread.submit(made_on_device).result()
+
+
+def _is_in_memory_of_graphs(device: torch.device) -> bool:
+    """Returns True if Inductor captures code, or runs it for the last time before that."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    name = "tree_manager_containers"
+    if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
+        return False
+    container = trees.get_obj(trees.local, name).get(device.index)
+    graphs = None if container is None else container.tree_manager
+    return graphs is not None and bool(graphs.stream == torch.cuda.current_stream(device))
 
 
 class LRUCache(Generic[V]):

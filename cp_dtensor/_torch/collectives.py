@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import broadcast
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_dtensor._torch.cache import GroupCache
@@ -19,8 +20,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Broadcasts the tensor of the group's first rank, in a program that is being captured."""
-    from torch.distributed._functional_collectives import broadcast
-
     return broadcast(tensor, 0, group)
 
 

@@ -47,12 +47,7 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
         # False means: reuse without compiling, whatever the backend. That would take code of other variants.
         return None if callback is False else _VariantCallback(callback, name, variant)
 
-    with ExitStack() as stack:
-
-        def wrap(module: ModuleType) -> None:
-            stack.enter_context(wrapped(module, "_callback_from_stance", of_variant))
-
-        stack.enter_context(_when_loaded(_EVAL_FRAME, wrap))
+    with _wrapped_when_loaded(_EVAL_FRAME, "_callback_from_stance", of_variant):
         yield
 
 
@@ -85,15 +80,11 @@ class _VariantCallback:
 
 
 @contextmanager
-def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[None]:
-    """Calls `then` with a module: now if it is loaded, else when it is loaded while this context is open."""
-    if name in sys.modules:
-        then(sys.modules[name])
-        yield
-        return
+def _wrapped_when_loaded(name: str, function: str, around: Callable[..., Any]) -> Iterator[None]:
+    """`wrapped` of a module's function, from now on if the module is loaded, else from when it is loaded."""
 
     def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the module as the other finders do, with a loader that calls `then` at the end."""
+        """Finds the module as the other finders do, with a loader that wraps the function at the end."""
         if fullname != name:
             return None
         finders.remove(finder)
@@ -102,21 +93,25 @@ def _when_loaded(name: str, then: Callable[[ModuleType], object]) -> Iterator[No
             return spec
         load = spec.loader.exec_module
 
-        def load_and_call(module: ModuleType) -> None:
+        def load_and_wrap(module: ModuleType) -> None:
             load(module)
-            then(module)
+            stack.enter_context(wrapped(module, function, around))
 
-        spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
         return spec
 
     finder: Any = SimpleNamespace(find_spec=find_spec)
     finders = sys.meta_path
-    finders.insert(0, finder)
-    try:
-        yield
-    finally:
-        if finder in finders:  # False if the interpreter ends while this is open
-            finders.remove(finder)
+    with ExitStack() as stack:
+        if name in sys.modules:
+            stack.enter_context(wrapped(sys.modules[name], function, around))
+        else:
+            finders.insert(0, finder)
+        try:
+            yield
+        finally:
+            if finder in finders:  # False if the interpreter ends while this is open
+                finders.remove(finder)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -152,14 +147,11 @@ def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-def traced_inside(
-    wrapper: Callable[[Callable[..., T]], Callable[..., T]], function: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
-    """Returns `wrapper(function)(*args, **kwargs)`; Dynamo traces `function` but not `wrapper`.
+traced_inside: Callable[..., Any] = dynamo_bypassing_wrapper
+"""`traced_inside(wrapper, function, *args)` returns `wrapper(function)(*args)`; Dynamo traces `function` only.
 
-    The wrapper runs when the captured function is traced further, down to the operators that are compiled.
-    """
-    return dynamo_bypassing_wrapper(wrapper, function, *args, **kwargs)
+The wrapper runs when the captured function is traced further, down to the operators that are compiled.
+"""
 
 
 @constant_in_trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
@@ -93,19 +93,17 @@ def in_words(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     [(3, 2), (3, 1)]
     """
     sizes = [x.size(-1) * x.itemsize for x in (k, v)]
-    word = next(dtype for dtype in _WORDS if not any(size % dtype.itemsize for size in sizes))
-    return _in_words(k, word), _in_words(v, word)
+    words = (torch.int64, torch.int32, torch.uint8)
+    word = next(dtype for dtype in words if not any(size % dtype.itemsize for size in sizes))
 
+    def viewed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.resolve_conj().resolve_neg()
+        steps = (tensor.storage_offset(), *tensor.stride()[:-1])
+        if tensor.stride(-1) != 1 or any(step * tensor.itemsize % word.itemsize for step in steps):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.view(word)
 
-_WORDS = (torch.int64, torch.int32, torch.uint8)
-
-
-def _in_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    tensor = tensor.resolve_conj().resolve_neg()
-    steps = (tensor.storage_offset(), *tensor.stride()[:-1])
-    if tensor.stride(-1) != 1 or any(step * tensor.itemsize % word.itemsize for step in steps):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(word)
+    return viewed(k), viewed(v)
 
 
 def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
@@ -141,21 +139,10 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
 
     `torch.utils.swap_tensors` does so too, but refuses tensors that autograd refers to, as it does here. The function
     behind it refuses tensors with weak references from C++. Two owners of such references are known: autocast, whose
-    cache is cleared, and profilers that record shapes, whose references may stay with the content.
+    cache is cleared, and profilers that record shapes, whose references may stay with the content: they are uncounted
+    during the exchange. (A profiler holds them until the profile is freed, and so does not drop them then.)
     """
-    try:
-        torch._C._swap_tensor_impl(first, second)
-    except RuntimeError as error:
-        if not _REFUSED_FOR_WEAK_REFERENCES.search(str(error)):
-            raise
-        torch.clear_autocast_cache()
-        _swap_with_weak_references(first, second)
-
-
-def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Swaps with the weak references uncounted meanwhile. Their owner must not drop them then: a profiler holds them
-    until the profile is freed."""
-    pair, swapped = (first, second), False
+    pair, swapped, is_cache_cleared = (first, second), False, False
     uncounted: dict[int, int] = {}  # by tensor: weak references that are uncounted
     try:
         while not swapped:
@@ -167,6 +154,10 @@ def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> Non
                 which = int(refused[1]) - 1 if refused else -1
                 if refused is None or which in uncounted:
                     raise
+                if not is_cache_cleared:
+                    torch.clear_autocast_cache()
+                    is_cache_cleared = True
+                    continue
                 uncounted[which] = int(refused[2])
                 for _ in range(uncounted[which]):
                     torch.UntypedStorage._free_weak_ref(pair[which]._cdata)  # works for any counted object
@@ -177,9 +168,8 @@ def _swap_with_weak_references(first: torch.Tensor, second: torch.Tensor) -> Non
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(counted))
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
-    return is_traceable_wrapper_subclass(tensor)
+is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+"""Returns True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -204,14 +194,12 @@ def current_stream_handle(device: torch.device) -> int:
     return handle
 
 
-def below_autograd() -> AbstractContextManager[object]:
-    """While open, operators skip autograd's tracking of views and versions, as inside of one of torch's operators.
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView
+"""While open, operators skip autograd's tracking of views and versions, as inside of one of torch's operators.
 
-    For code that autograd sees as one operator; not for code of others, such as hooks of saved tensors, which may
-    recompute forward. Views take half of the host time, in compiled code a third.
-    """
-    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
-    return guard
+For code that autograd sees as one operator; not for code of others, such as hooks of saved tensors, which may recompute
+forward. Views take half of the host time, in compiled code a third.
+"""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The active context of a thread, and SDPA of plain tensors inside of it.
+"""The active context of a thread, and the settings that calls inside take over from it.
 
 A context belongs to the thread that entered it. Functions under `torch.utils.checkpoint` are bound to their context, so
 that recomputing them is right at any time and in any thread. Other attention in a backward around which a context is
@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import InPlaceShard
-from cp_dtensor.api.dtensor.attention import dtensor_sdpa, local_only_sdpa
-from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig
-from cp_dtensor.engine.config import check_batch_size
-from cp_dtensor.engine.validation import check_qkv, checked_mask, refuse_dtensors
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig, CompiledCallSpec, key_of
+from cp_dtensor.engine.config import AttentionConfig, refuse_dtensors
+from cp_dtensor.spec.layouts import Contiguous, HeadTail
+from cp_dtensor.spec.masks import Full
 
 LOCAL_SDPA = "cp_dtensor_local_sdpa"
 """Key of the thread state of `local_sdpa`: the active context on entry, and True if queries are shards."""
@@ -46,10 +42,10 @@ class ActiveContext(ActiveConfig):
     """(query heads,), logits of all SDPA inside."""
 
 
-def attends_alone(context: ActiveContext) -> bool:
-    """True if `local_sdpa` is open in this context: each rank then attends to its own keys."""
+def open_local_sdpa(context: ActiveContext) -> bool | None:
+    """The argument of the `local_sdpa` that is open in this context: each rank attends to its own keys; else None."""
     state = _torch.get_thread_state(LOCAL_SDPA)
-    return state is not None and state[0] is context
+    return state[1] if state is not None and state[0] is context else None
 
 
 def innermost_context() -> ActiveContext | None:
@@ -76,59 +72,24 @@ def current_context() -> ActiveContext | None:
     return context
 
 
-def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards, or of DTensors; None outside of contexts and where torch has a rule for DTensors."""
-    if call.q.is_meta:
-        return None
-    context = current_context()
-    if context is None:
-        return None
-    if call.under_vmap:
-        raise NotImplementedError(
-            "context_parallel takes no scaled_dot_product_attention under torch.vmap; it takes any number of "
-            "leading dims itself: call it on the whole batch"
-        )
-    if call.q.is_nested:
-        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
-    if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
-        # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
-        # DTensors over the ranks of the context have their own placements.
-        result = local_only_sdpa(call, context.config.ranks.global_ranks(), partial(sdpa_of_shards, context))
-        if result is not None:
-            return result
-        if context.sinks is not None:
-            raise NotImplementedError(
-                "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
-                "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
-            )
-        result = dtensor_sdpa(call, context.config.mask, context.config.deterministic)
-        if result is None and context.config.mask is not None:
-            raise NotImplementedError(
-                f"the mask of this context ({context.config.mask}) applies to plain tensors and to DTensors that are "
-                "sharded along the sequence: got other DTensors over the ranks of the context"
-            )
-        return result
-    return sdpa_of_shards(context, call)
+_unseen_contexts: list[ActiveContext] = []
+"""Open contexts of threads other than the main one, whose state autograd's threads cannot read."""
 
 
-def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | None = None) -> torch.Tensor:
-    """SDPA of plain tensors, shards of the sequence; `mask` is combined with those of the call and the context."""
-    if call.q.dim() != 4 and len(context.config.layout.batch_groups(2)) > 1:
-        raise NotImplementedError(
-            f"{context.config.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
-            f"sequence, head_dim); got {tuple(call.q.shape)}"
-        )
-    if _torch.is_traced(call.q):
-        refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
-    else:  # compiled code checks it when it runs
-        check_batch_size(call.q, context.config)
-    q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
-    check_qkv(q, k, v, call.enable_gqa)
-    out, _ = attend(
-        q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale,
-        modifiers=modifiers_of(q, _mask_for_four_dims(call), call.dropout_p, context.sinks, first=call.first),
-    )  # fmt: skip
-    return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
+@contextmanager
+def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
+    """Lists a context while open, if this is such a thread."""
+    if _torch.in_main_thread() or _torch.in_autograd_thread():
+        yield
+        return
+    _unseen_contexts.append(context)
+    try:
+        yield
+    finally:
+        _unseen_contexts.remove(context)
+
+
+# Arguments of contexts
 
 
 def checked_context_sinks(sinks: Any) -> torch.Tensor:
@@ -158,35 +119,67 @@ def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_paral
         )
 
 
-def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """(..., S, D) as (B, H, S, D)."""
-    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
+# Layouts and masks of the context around a call
 
 
-def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
-    """The mask (..., S, T) for queries of (B, H, S, D)."""
-    if call.attn_mask is None or call.q.dim() <= 4:
-        return call.attn_mask
-    if call.attn_mask.dim() > call.q.dim():
-        raise ValueError(
-            f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
+def config_around(
+    owner: str, ranks: SequenceRanks, *, layout: bool = False, mask: bool = False
+) -> AttentionConfig | None:
+    """The configuration of the innermost context or module of this thread, if it is over these ranks.
+
+    Refuses a backward, which may belong to the context or not, if that has another layout or mask (where the argument
+    is True) than the default.
+    """
+    state = _torch.get_thread_state(CONTEXT_STATE)
+    if state is None or not (layout or mask):
+        return None
+    around: AttentionConfig = state[0].config
+    if around.ranks.global_ranks() != ranks.global_ranks():
+        return None
+    if state[1] == _torch.current_backward():
+        return around
+    if (layout and around.layout != HeadTail()) or (mask and around.mask not in (None, Full())):
+        raise RuntimeError(
+            f"{owner} was called in a backward inside of a context over the same ranks, without "
+            f"{'layout' if layout else 'mask'}=, and it is ambiguous whether the call belongs to the context: pass "
+            "layout= and mask= (Full() for none), or checkpoint with torch.utils.checkpoint inside of the context"
         )
-    mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
-    return mask.expand(*call.q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+    return None
 
 
-_unseen_contexts: list[ActiveContext] = []
-"""Open contexts of threads other than the main one, whose state autograd's threads cannot read."""
+def with_inherited(owner: str, config: AttentionConfig, *, layout: bool, mask: bool) -> AttentionConfig:
+    """`config`, with the layout and the mask (if these are True) of `config_around`."""
+    around = config_around(owner, config.ranks, layout=layout, mask=mask)
+    if around is None:
+        return config
+    inherited = replace(
+        config, layout=around.layout if layout else config.layout, mask=around.mask if mask else config.mask
+    )
+    return config if inherited == config else inherited
 
 
-@contextmanager
-def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
-    """Lists a context while open, if this is such a thread."""
-    if _torch.in_main_thread() or _torch.in_autograd_thread():
-        yield
-        return
-    _unseen_contexts.append(context)
-    try:
-        yield
-    finally:
-        _unseen_contexts.remove(context)
+def with_inherited_in_trace(owner: str, config: AttentionConfig, *, layout: bool, mask: bool) -> AttentionConfig:
+    """`with_inherited` for code that Dynamo traces, which is compiled once for all contexts of an equal token.
+
+    Returns:
+        the configuration of all these contexts. If their masks or layouts may differ: that of the context itself, whose
+        call spec finds them when the code runs.
+
+    Raises:
+        NotImplementedError: masks or layouts may differ, and the call has other options than the context.
+    """
+    inherited = with_inherited(owner, config, layout=layout, mask=mask)
+    around = config_around(owner, config.ranks, layout=layout, mask=mask)
+    if around is None or not CompiledCallSpec.of(around).reads_context:
+        return inherited
+    as_context = replace(inherited, lengths_vary=True)
+    if layout and mask and key_of(CompiledCallSpec.of(as_context)) == key_of(CompiledCallSpec.of(around)):
+        return around
+    # A token has Contiguous() for that layout and for all layouts that are made for one length.
+    if layout and not mask and around.layout.only_length is None and around.layout != Contiguous():
+        return inherited
+    raise NotImplementedError(
+        f"{owner} got {' and '.join(['layout=None'] * layout + ['mask=None'] * mask)} in compiled code inside of a "
+        "context whose mask or layout may differ at the next call. Compiled code takes over both of them or none, with "
+        "the method, rotate_method, deterministic and debug of the context: pass layout= and mask= (Full() for none)"
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.sharding import put_shard, take_shard
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.lengths import odd_ones
 from cp_dtensor.spec.layouts import Layout
@@ -61,11 +61,7 @@ class InPlaceShard:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly.
-
-        Raises:
-            RuntimeError: on exit, if a shard that was entered later is still open.
-        """
+        """Makes the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly."""
         tensor, key = self.buffer.tensor, id(self.buffer.tensor)
         with _lock:
             shards = _open_shards.get(key, [])
@@ -125,13 +121,7 @@ class InPlaceShard:
 
 
 def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
-    """Refuses tensors that cannot be sharded in place.
-
-    Raises:
-        ValueError: a tensor whose autograd graph would break; a buffer of a context over these ranks that is open or
-            has left it sharded.
-        TypeError: a tensor whose data is in other tensors, which would not be exchanged.
-    """
+    """Refuses tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(
@@ -155,11 +145,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
 
 
 def refuse_different_buffers(buffers: list[Buffer], ranks: SequenceRanks) -> None:
-    """Compares the buffers of the ranks; a collective that reads all buffers.
-
-    Raises:
-        ValueError: on every rank alike, where they differ; names buffers and ranks.
-    """
+    """Refuses, on every rank alike, buffers that differ between ranks; a collective that reads all buffers."""
     device = buffers[0].tensor.device if buffers else torch.device("cpu")
     (counts, *_) = zip(*ranks.gather_integers([len(buffers)], device), strict=True)
     if len({*counts}) > 1:
@@ -180,3 +166,47 @@ def _digest(buffer: Buffer) -> int:
     bits = tensor.contiguous().view(-1).view(torch.uint8).cpu().to(torch.int64)
     weights = torch.arange(len(bits), device="cpu") % 65521 + 1
     return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)} {buffer.dim} {int((bits * weights).sum())}".encode())
+
+
+# Shards of tensors
+
+
+def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, in local order; new and contiguous."""
+    parts = [
+        rows.index_select(dim, positions)
+        for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
+    ]
+    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
+
+
+def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
+    """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
+    whole, shard = _indexable(whole), _indexable(shard)
+    first = 0
+    for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
+        rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
+        first += rows.size(0)
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; or its bits as integers, if torch cannot index its dtype."""
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor
+
+
+def _rows_and_positions(
+    tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
+    groups = layout.batch_groups(tensor.size(0))
+    return [
+        (
+            tensor if len(groups) == 1 else tensor[start:stop],
+            positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device),
+        )
+        for index, (start, stop) in enumerate(groups)
+    ]

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
-from cp_dtensor.engine.planner import axes_of
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
     Mesh,
     axis_names,
     checked_layout,
@@ -18,11 +16,12 @@ from cp_dtensor.engine.validation import (
     ranks_and_method,
     sequence_ranks,
 )
+from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
+from cp_dtensor.engine.planner import axes_of, call_spec
 from cp_dtensor.plan.cost import Hardware
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
-from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask, as_plain, interval_sets_of, is_integer
+from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks): the default of `explain` without GPUs."""
@@ -131,19 +130,16 @@ def explain(
     lengths = checked_seq_len(seq_len)
     partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    masking = masking_of(partition, shown)
-    shape = CallSpec(
-        partition=partition,
-        mask=as_plain(shown) if masking is Masking.BY_SHAPE else shown,
-        batch_size=batch_size,
-        q_heads=q_heads,
-        kv_heads=kv_heads if latent_dims is None else 1,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        masking=masking,
-        latent_dims=latent_dims,
+    k_dim, v_dim = latent_dims or (head_dim, v_head_dim)
+    of_keys = kv_heads if latent_dims is None else 1
+    q_shape, k_shape, v_shape = (
+        torch.Size((batch_size, heads, 0, dim))
+        for heads, dim in ((q_heads, head_dim), (of_keys, k_dim), (of_keys, v_dim))
     )
+    shape = call_spec(
+        partition, shown, q_shape, k_shape, v_shape, dtype, torch.device("cpu"),
+        value_dim=None if latent_dims is None else v_head_dim,
+    )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

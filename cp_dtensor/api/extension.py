@@ -9,18 +9,18 @@ import torch
 
 from cp_dtensor._torch import current_backward, never_compiled, version_of
 from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.buffers import take_shard
+from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.patches import local_sdpa
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence, take_shard
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.autograd import Attention, BoundCall
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     check_qkv,
     positive_scale,
@@ -28,6 +28,7 @@ from cp_dtensor.engine.validation import (
     sequence_ranks,
     softmax_scale,
 )
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -87,15 +88,12 @@ def ring_attention_backward(
         backend, q, k, v, mesh, mask, layout, scale, seq_len: as there.
 
     Returns:
-        (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v.
-
-    Raises:
-        as `ring_attention_by_backend`.
+        (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v. Raises as there.
     """
     with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
         leaf = q.detach().requires_grad_()
         scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
-    with torch.no_grad(), no_autocast(q):
+    with torch.no_grad(), no_autocast(q), call:
         saved = call.plan.remake_saved(scaled.detach(), k, v, out, lse, NO_MODIFIERS, call.ranks)
         grad_q, grad_k, grad_v = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, call.scale)
     if scaled is not leaf:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.dtensor.attention import dtensor_attention, sequence_ranks_of
-from cp_dtensor.api.inherited import inherited_mask, with_inherited, with_inherited_in_trace
+from cp_dtensor.api.active_context import config_around, with_inherited, with_inherited_in_trace
+from cp_dtensor.api.dtensor_attention import dtensor_attention, sequence_ranks_of
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, key_of, made_of, mask_keys, parts_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.custom_op import backends_key, traced_attention_by_keys
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     check_qkv,
     checked_mask,
@@ -26,6 +23,7 @@ from cp_dtensor.engine.validation import (
     refuse_dtensors,
     softmax_scale,
 )
+from cp_dtensor.engine.custom_op import CallKeys, keys_of, traced_attention
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Mask, mask_intersection
 
@@ -126,21 +124,25 @@ def context_parallel_attention(
             "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks), scale, lengths,
             return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
         )  # fmt: skip
-        return (out, lse) if return_lse else out
-    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
+    elif isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
-        return _of_dtensors(
-            q, k, v, mask, is_causal, return_lse, attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks, scale=scale,
-            enable_gqa=enable_gqa, method=checked_method(method), rotate_method=rotate_method,
-            deterministic=bool(deterministic),
+        checked_method(method)
+        if mask is None:
+            around = config_around("context_parallel_attention", sequence_ranks_of(q, k, v), mask=True)
+            mask = None if around is None else around.mask
+        out, lse = dtensor_attention(
+            q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
+            scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
+            deterministic=bool(deterministic), needs_lse=return_lse,
         )  # fmt: skip
-    refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-    settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-    settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
-    out, lse = attend(
-        q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
-        modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
-    )  # fmt: skip
+    else:
+        refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
+        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+        settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
+        out, lse = attend(
+            q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
+            modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -191,11 +193,7 @@ def ulysses_attention(
 def _refuse_of_shards_only(
     q: DTensor, k: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: tuple[int, int] | None, debug: bool
 ) -> None:  # fmt: skip
-    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths.
-
-    Raises:
-        ValueError, NotImplementedError: such arguments.
-    """
+    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths."""
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(
             "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
@@ -218,15 +216,6 @@ def _refuse_of_shards_only(
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
 
 
-def _of_dtensors(
-    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, is_causal: bool, return_lse: bool, **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of DTensors; None as mask takes that of the context over their ranks."""
-    mask = inherited_mask("context_parallel_attention", sequence_ranks_of(q, k, v)) if mask is None else mask
-    out, lse = dtensor_attention(q, k, v, mask=checked_mask(mask, is_causal), needs_lse=return_lse, **options)
-    return out if lse is None else (out, lse)
-
-
 def attention_in_trace(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
     lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
@@ -234,22 +223,20 @@ def attention_in_trace(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of a public function, `owner`, with these arguments in code that Dynamo traces."""
     rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-    token, backends, shown, reads_more = _constants(
+    keys = _constants(
         owner, mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask),
         bool(is_causal),
     )  # fmt: skip
     q, scale = positive_scale(q, softmax_scale(q, scale))
-    return traced_attention_by_keys(
-        q, k, v, modifiers.drawn(q.device), token, backends, shown, scale, lengths, needs_lse, reads_more=reads_more,
-    )  # fmt: skip
+    return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse)
 
 
 @_torch.constant_in_trace
 def _constants(
     owner: str, mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool,
     deterministic: bool, mask: Parts | None, is_causal: bool,
-) -> tuple[str, str, str, bool]:  # fmt: skip
-    """Keys of call spec, backends and mask, for compiled code; and True if each run reads or compares more."""
+) -> CallKeys:  # fmt: skip
+    """The keys of a call in compiled code."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
@@ -257,15 +244,13 @@ def _constants(
     call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
     if settings.mask is not None and not call_spec.reads_context:
         shown = mask_intersection(settings.mask, shown)
-    return key_of(call_spec), backends_key(), mask_keys.key_of(shown), debug or call_spec.reads_context
+    return keys_of(call_spec, shown)
 
 
 def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor
-    if not torch.is_autocast_enabled(tensor.device.type):
+    if not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:
         return tensor
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if tensor.is_floating_point() else tensor

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,11 +75,11 @@ class SdpaArguments:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    attn_mask: torch.Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
     first: tuple[int, int] = (0, 0)
     """Global index of the first batch row and the first query head, if the tensors are local parts of DTensors."""
     under_vmap: bool = False
@@ -102,42 +103,30 @@ class _Interceptors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
-        self._in_turn: tuple[Interceptor, ...] = ()  # each one once
-        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self.sdpa, self._sdpa_under_vmap)])
+        under_vmap = partial(self.sdpa, under_vmap=True)
+        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self.sdpa, under_vmap)])
 
     @contextmanager
     def entered(self, interceptor: Interceptor) -> Iterator[None]:
         """While open, calls of SDPA in all threads go to `interceptor` first, then to those that were there before."""
         with self._installation.held():
             with self._lock:
-                self._set((interceptor, *self._entered))
+                self._entered = (interceptor, *self._entered)
             try:
                 yield
             finally:
                 with self._lock:
                     place = self._entered.index(interceptor)
-                    self._set(self._entered[:place] + self._entered[place + 1 :])
+                    self._entered = self._entered[:place] + self._entered[place + 1 :]
 
-    def _set(self, entered: tuple[Interceptor, ...]) -> None:
-        self._entered, self._in_turn = entered, tuple(dict.fromkeys(entered))
-
-    def sdpa(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-        under_vmap: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    def sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """SDPA by the first interceptor that computes it, else by torch."""
-        arguments = SdpaArguments(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, under_vmap=under_vmap
-        )
-        for interceptor in self._in_turn:
-            result = interceptor(arguments)
+        call = SdpaArguments(*args, **kwargs)
+        for interceptor in self._entered:
+            result = interceptor(call)
             if result is not None:
                 return result
-        return arguments.attend_by_torch()
-
-    def _sdpa_under_vmap(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.sdpa(*args, **kwargs, under_vmap=True)
+        return call.attend_by_torch()
 
 
 _interceptors = _Interceptors()

@@ -22,15 +22,16 @@ from cp_dtensor.api.active_context import (
     current_context,
     innermost_context,
     refuse_sinks,
+    with_inherited,
+    with_inherited_in_trace,
 )
-from cp_dtensor.api.flex.attention import flex_redirection
-from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
-from cp_dtensor.api.patches import entered
+from cp_dtensor.api.context import entered
+from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
     Mesh,
     checked_layout,
     checked_length,
@@ -148,7 +149,7 @@ class _ContextForward:
                 return _torch.traced_inside(functools.partial(_in_context_of, token), forward, *args, **kwargs)
             finally:
                 _torch.end_traced_scope()
-        return _run_in_context(self._context_of_call(), forward, *args, **kwargs)
+        return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
 
     def _context_of_call(self) -> ActiveContext:
         context = self._context
@@ -201,17 +202,13 @@ def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_
 
 def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in a context with the configuration of the key `token`."""
-    return functools.partial(_run_captured, ActiveContext(call_spec_of(token).config()), function)
+    return functools.partial(_run_in_context, ActiveContext(call_spec_of(token).config()), True, function)
 
 
 @_torch.never_compiled
-def _run_in_context(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with entered(context):
+def _run_in_context(
+    context: ActiveContext, is_captured: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`is_captured`: True if Dynamo captured the function outside of the context."""
+    with _torch.thread_state(CAPTURED_BEFORE, context if is_captured else None), entered(context):
         return function(*args, **kwargs)
-
-
-@_torch.never_compiled
-def _run_captured(context: ActiveContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `_run_in_context`, for code that Dynamo captured outside of the context."""
-    with _torch.thread_state(CAPTURED_BEFORE, context):
-        return _run_in_context(context, function, *args, **kwargs)

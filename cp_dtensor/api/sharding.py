@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor.api.active_context import config_around
+from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.api.deprecated import renamed_keywords
-from cp_dtensor.api.inherited import inherited_layout
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
 from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
-from cp_dtensor.engine.validation import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.layouts import HeadTail, Layout
 
 
 @renamed_keywords(seq_dims="buffer_seq_dims")
@@ -129,15 +130,17 @@ def local_positions(
 
 def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
     ranks = sequence_ranks(mesh)
-    return ranks, inherited_layout(owner, ranks) if layout is None else checked_layout(layout)
+    return ranks, _inherited_layout(owner, ranks) if layout is None else checked_layout(layout)
+
+
+@_torch.never_compiled
+def _inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
+    around = config_around(owner, ranks, layout=True)
+    return HeadTail() if around is None else around.layout
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
-    """`values` as a list.
-
-    Raises:
-        TypeError: a tensor or a string, or a value that cannot be iterated over.
-    """
+    """`values` as a list; refuses a tensor, a string and a value that cannot be iterated over."""
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
     return list(values)
@@ -184,33 +187,6 @@ def checked_buffers(
         if whole:
             refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
     return dims
-
-
-def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
-    """A rank's part of a whole tensor, in local order; new and contiguous."""
-    parts = [
-        rows.index_select(dim, positions)
-        for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
-    ]
-    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
-
-
-def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
-    """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
-    whole, shard = _indexable(whole), _indexable(shard)
-    first = 0
-    for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
-        rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
-        first += rows.size(0)
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; or its bits as integers, if torch cannot index its dtype."""
-    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
-    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-    return tensor
 
 
 class _Unshard(torch.autograd.Function):
@@ -272,16 +248,3 @@ def _lengths(
             f"the others (here: {kind})"
         )
     return lengths, global_length(lengths, layout, "shard")
-
-
-def _rows_and_positions(
-    tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
-    groups = layout.batch_groups(tensor.size(0))
-    positions = [
-        positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device) for index in range(len(groups))
-    ]
-    if len(groups) == 1:
-        return [(tensor, positions[0])]
-    return [(tensor[start:stop], each) for (start, stop), each in zip(groups, positions, strict=True)]

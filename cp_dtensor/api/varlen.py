@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.active_context import ActiveContext, attends_alone, current_context, refuse_sinks
+from cp_dtensor.api.active_context import ActiveContext, current_context, open_local_sdpa, refuse_sinks
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.attend import attend_packed
-from cp_dtensor.engine.validation import Mesh
+from cp_dtensor.engine.config import Mesh
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
@@ -212,4 +212,4 @@ def _context_of(call: dict[str, Any]) -> ActiveContext | None:
     if call["query"].is_meta:
         return None
     context = current_context()
-    return None if context is None or attends_alone(context) else context
+    return None if context is None or open_local_sdpa(context) is not None else context

@@ -1,4 +1,4 @@
-"""LSE merge of partial attention results, sums of partial gradients, and attention sinks.
+"""LSE merge of partial attention results, sums of partial gradients, their accumulation, and attention sinks.
 
 A partial result is `(out, lse)` over some keys. `lse` is the natural log of the softmax denominator, -inf for a query
 without keys (its `out` is 0). Merging is commutative and associative, and `(0, -inf)` is its identity:
@@ -11,11 +11,17 @@ Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; Ring Attention (arXiv 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
+from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
 if TRITON_AVAILABLE:
@@ -50,8 +56,7 @@ def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: S
 
 def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
     """As `merge`, in plain torch operations: the reference implementation of the kernel."""
-    in_place = out is base_out and out.dtype == lse.dtype
-    total, total_lse = (out, lse) if in_place else (base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True))
+    total, total_lse = base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True)
     for (start, stop), part_out, part_lse in parts:
         rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
         seen = torch.maximum(rows_lse, part_lse) > float("-inf")  # else both are -inf, and -inf - -inf would be NaN
@@ -60,9 +65,8 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
         part_weight = torch.where(seen, torch.sigmoid(part_lse - rows_lse), 0)
         rows.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(lse.dtype), part_weight.unsqueeze(-1))
         rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
-    if not in_place:
-        out.copy_(total)
-        lse.copy_(total_lse)
+    out.copy_(total)
+    lse.copy_(total_lse)
 
 
 def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
@@ -87,13 +91,217 @@ def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: to
 
 def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
     """As `add_parts`, in plain torch operations: the reference implementation of the kernel."""
-    in_place = out is base and out.dtype == sum_dtype
-    total = out if in_place else base.to(sum_dtype, copy=True)
+    total = base.to(sum_dtype, copy=True)
     for (start, stop), stack in parts:
         for tensor in stack:
             total[:, :, start:stop] += tensor
-    if not in_place:
-        out.copy_(total)
+    out.copy_(total)
+
+
+# Accumulation, part by part: the output of a call, and each of its gradients
+
+
+class Part(NamedTuple):
+    """The contribution of a tile, or of other ranks, to some batch rows and rows of the heads that it is added to."""
+
+    batch: Span
+    rows: Span
+    tensors: Tensors
+    """`(out, lse)` for merges; for sums `(gradient,)`, (B, H, rows, D), or `(stack,)`, (N, B, H, rows, D)."""
+
+
+class Accumulator:
+    """A result (B, H, S, D) to which parts are added, by groups of heads: `(gradient,)`, or the LSE merge `(out, lse)`.
+
+    The state has the dtype of the result until something is added to the first part, and is float32 (float64 for
+    float64) after that. If the first addition is also the last one, everything is added at once and rounded once,
+    without a float32 state.
+
+    A first part that covers all rows of its heads becomes the state without a copy. With `may_overwrite`, later parts
+    are added to it in place. (Outputs of a forward kernel must not be overwritten: selective checkpointing saves them.)
+    Heads of a later part are among heads that were added together at first.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, *, may_overwrite: bool, has_lse: bool
+    ) -> None:
+        """`like` has the dtype, device and memory order of the result. An lse is in the state dtype throughout."""
+        self._shape = batch, heads, rows, _ = tuple(shape)
+        self._batch, self._heads, self._rows = (0, batch), (0, heads), (0, rows)
+        self._like, self._dtype, self._state_dtype = like, like.dtype, state_dtype
+        self._may_overwrite, self._has_lse = may_overwrite, has_lse
+        self._states: list[_State] = []
+        self._result: Tensors | None = None
+
+    def add(self, heads: Span, parts: Sequence[Part], is_last: bool) -> None:
+        """Adds parts to some heads. `is_last`: True in the last call for these heads, once for each head."""
+        for state in self._states:
+            if state.heads[0] <= heads[0] and heads[1] <= state.heads[1]:
+                break
+        else:
+            state, parts = self._begin(heads, parts)
+            self._states.append(state)
+        by_batch: dict[Span, list[Part]] = {}
+        for part in parts:
+            by_batch.setdefault(part.batch, []).append(part)
+        if parts and not (is_last and max(map(len, by_batch.values())) <= MAX_PARTS):
+            self._widen(state)
+        if is_last:
+            self._complete(state, heads, by_batch)
+        else:
+            self._add_to_state(state, heads, by_batch)
+
+    def result(self) -> Tensors:
+        """The result, after the last part of every head."""
+        if self._result is None:
+            self._result = self._empty(self._shape[1], self._dtype)
+            self._clear(self._result)
+        return self._result
+
+    def _clear(self, tensors: Tensors) -> None:
+        """Sets tensors to the result of no parts."""
+        tensors[0].zero_()
+        for lse in tensors[1:]:
+            lse.fill_(float("-inf"))
+
+    def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_State, Sequence[Part]]:
+        """The first state of some heads, and the parts that it does not contain yet."""
+        if len(parts) == 1:
+            batch, rows, tensors = parts[0]
+            if (batch, rows) == (self._batch, self._rows) and tensors[0].dim() == 4:
+                if tensors[0].dtype != self._dtype:  # a backend may return a wider dtype than the result has
+                    tensors = (tensors[0].to(self._state_dtype), *tensors[1:])
+                return _State(heads, tensors, self._may_overwrite), ()
+        covering, others = self._covering(parts)
+        tensors = self._empty(heads[1] - heads[0], self._dtype if covering else self._state_dtype)
+        if covering:
+            for part in covering:
+                for whole, rows_of_whole in zip(tensors, part.tensors, strict=True):
+                    whole[:, :, part.rows[0] : part.rows[1]].copy_(rows_of_whole)
+        else:
+            self._clear(tensors)
+        return _State(heads, tensors, True), others
+
+    def _covering(self, parts: Sequence[Part]) -> tuple[list[Part], Sequence[Part]]:
+        """Two or more parts in the result's dtype that together have every row once, if they exist, and the others."""
+        covering: list[Part] = []
+        others: list[Part] = []
+        reached = 0
+        for part in sorted(parts, key=itemgetter(1)):  # by rows
+            (batch, (start, stop), (first, *_)) = part
+            if batch == self._batch and start == reached < stop and first.dim() == 4 and first.dtype == self._dtype:
+                covering.append(part)
+                reached = stop
+            else:
+                others.append(part)
+        return (covering, others) if reached == self._rows[1] and len(covering) > 1 else ([], parts)
+
+    def _widen(self, state: _State) -> None:
+        """Makes the state one in the state dtype that may be written to."""
+        if state.is_owned and state.tensors[0].dtype == self._state_dtype:
+            return
+        state.tensors = tuple([x.to(self._state_dtype, copy=not state.is_owned) for x in state.tensors])
+        state.is_owned = True
+
+    def _add_to_state(self, state: _State, heads: Span, by_batch: dict[Span, list[Part]]) -> None:
+        for batch, group in by_batch.items():
+            for index in range(0, len(group), MAX_PARTS):
+                parts = group[index : index + MAX_PARTS]
+                # Only the rows between the first and the last part are read and written.
+                start, stop = parts[0].rows
+                for part in parts:
+                    start, stop = min(start, part.rows[0]), max(stop, part.rows[1])
+                rows = _cut(state.tensors, batch, heads, state.heads[0], start, stop)
+                self._combine(rows, rows, parts, start)
+
+    def _complete(self, state: _State, heads: Span, by_batch: dict[Span, list[Part]]) -> None:
+        """Adds the last parts to some heads, and writes these heads to the result."""
+        # A state of all heads in the dtype of the result becomes the result, if it is owned or is not written to.
+        is_result = self._result is state.tensors or (self._result is None and state.heads == self._heads)
+        may_be_result = state.is_owned or (heads == self._heads and not by_batch)
+        if is_result and may_be_result and state.tensors[0].dtype == self._dtype:
+            self._add_to_state(state, heads, by_batch)
+            self._result = state.tensors
+            return
+        # One launch combines the state with up to MAX_PARTS parts of all batch rows; other parts are added before.
+        parts = by_batch.get(self._batch, [])
+        if len(parts) > MAX_PARTS or by_batch.keys() - {self._batch}:
+            self._widen(state)
+            self._add_to_state(state, heads, by_batch)
+            parts = []
+        if self._result is None:
+            self._result = self._empty(self._shape[1], self._dtype)
+        result = _cut(self._result, self._batch, heads, 0, *self._rows)
+        self._combine(result, _cut(state.tensors, self._batch, heads, state.heads[0], *self._rows), parts, 0)
+        state.completed += heads[1] - heads[0]
+        if state.completed == state.heads[1] - state.heads[0]:
+            self._states.remove(state)  # frees its memory
+
+    def _empty(self, heads: int, dtype: torch.dtype) -> Tensors:
+        """Uninitialised tensors of all rows of some heads."""
+        batch, _, rows, dim = self._shape
+        shape, like = (batch, heads, rows, dim), self._like
+        # In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order.
+        whole = torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)
+        return (whole, like.new_empty(shape[:3], dtype=self._state_dtype)) if self._has_lse else (whole,)
+
+    def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
+        """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
+        placed = [((start - first_row, stop - first_row), tensors) for _, (start, stop), tensors in parts]
+        if self._has_lse:
+            merge(result[0], result[1], base[0], base[1], [(rows, out, lse) for rows, (out, lse) in placed])
+        else:
+            stacks = [(rows, x if x.dim() == 5 else x.unsqueeze(0)) for rows, (x,) in placed]
+            add_parts(result[0], base[0], stacks, self._state_dtype)
+
+
+def output_accumulator(q: Tensor, v_head_dim: int, state_dtype: torch.dtype) -> Accumulator:
+    """Accumulates the `(out, lse)` of tiles, for queries q (B, H, S, D)."""
+    return Accumulator((*q.shape[:3], v_head_dim), q, state_dtype, may_overwrite=False, has_lse=True)
+
+
+def gradient_accumulator(of: Tensor, state_dtype: torch.dtype) -> Accumulator:
+    """Accumulates the gradient of a tensor from the contributions of tiles and ranks."""
+    return Accumulator(of.shape, of, state_dtype, may_overwrite=True, has_lse=False)
+
+
+@dataclass(eq=False)
+class _State:
+    """The state of some heads that were added together at first."""
+
+    heads: Span
+    tensors: Tensors
+    is_owned: bool
+    """True if the tensors may be written to."""
+    completed: int = 0
+    """Number of heads that have had their last part."""
+
+
+def place_sums(out: Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> None:
+    """Writes gradients to their rows of `out` (B, H, S, D): summed where parts overlap, rounded once."""
+    target = torch.zeros_like(out, dtype=sum_dtype) if len(parts) > 1 and _overlap(parts) else out
+    for batch, (start, stop), tensors in parts:
+        rows = target[batch[0] : batch[1], :, start:stop]
+        if target is out:
+            rows.copy_(tensors[0])
+        else:
+            rows.add_(tensors[0])
+    if target is not out:
+        out.copy_(target)
+
+
+def _overlap(parts: Sequence[Part]) -> bool:
+    """True if two parts have rows of the same batch rows in common; the spans of batch rows are equal or disjoint."""
+    for (batch, rows), (next_batch, next_rows) in pairwise(sorted([part[:2] for part in parts])):
+        if batch == next_batch and rows[1] > next_rows[0]:
+            return True
+    return False
+
+
+def _cut(tensors: Tensors, batch: Span, heads: Span, first_head: int, start: int, stop: int) -> Tensors:
+    """Some batch rows, heads and rows, as views of tensors whose head 0 is `first_head`."""
+    head, end = heads[0] - first_head, heads[1] - first_head
+    return tuple([x[batch[0] : batch[1], head:end, start:stop] for x in tensors])
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

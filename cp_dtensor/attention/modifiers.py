@@ -116,9 +116,5 @@ NO_MODIFIERS = Modifiers()
 
 def bias_part(bias: Tensor, batch: Span, heads: Span, rows: Span | None) -> Tensor:
     """Some batch rows, query heads and queries of a bias, whose dims may broadcast."""
-    return cut(
-        bias,
-        batch if bias.size(0) > 1 else None,
-        heads if bias.size(1) > 1 else None,
-        rows if bias.size(2) > 1 else None,
-    )
+    spans = (batch, heads, rows)
+    return cut(bias, *[span if size > 1 else None for span, size in zip(spans, bias.shape[:3], strict=True)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver, prepared, symmetric_buffer, uses_nccl
 from cp_dtensor._torch.cache import GroupCache, LRUCache
 from cp_dtensor._torch.cuda_driver import FlagOperations, await_flags, raise_flags
-from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE
 
 if TRITON_AVAILABLE:
-    from cp_dtensor._torch.triton_launch import BoundLaunch
     from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
 
 
@@ -141,7 +140,7 @@ class Flags:
                 is Triton: with many ranks it is several times as fast.
         """
         if TRITON_AVAILABLE and not overlaps:
-            self._launches[signal, wait](stream.cuda_stream)
+            self._launches[signal, wait]()
             return
         if signal is not None:
             self._sets[signal].submit(stream.cuda_stream)
@@ -151,7 +150,7 @@ class Flags:
     def prepare(self) -> None:
         """Uploads the addresses of flags and loads the kernel, which a CUDA graph cannot capture."""
         if TRITON_AVAILABLE:
-            self._launches[None, None](current_stream(self.device).cuda_stream)
+            self._launches[None, None]()
 
     @cached_property
     def _sets(self) -> list[FlagOperations]:
@@ -162,7 +161,7 @@ class Flags:
         return [await_flags(addresses) for addresses in self._awaited]
 
     @cached_property
-    def _launches(self) -> dict[tuple[Flag | None, Flag | None], BoundLaunch]:
+    def _launches(self) -> dict[tuple[Flag | None, Flag | None], Callable[[], None]]:
         """By the flag to set and the flag to wait for; None is no flag."""
         count, flags = padded_count(len(self.addresses)), [*Flag, None]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from cp_dtensor._torch.triton_launch import BoundLaunch, Launch, cached_launch
+from cp_dtensor._torch.triton_launch import Launch, cached_launch
 
 PIECE_FIELDS = 7
 """Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
@@ -135,14 +138,14 @@ def padded_count(count: int) -> int:
     return max(_WARP, triton.next_power_of_2(count))
 
 
-def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor) -> BoundLaunch:
+def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
     """Returns the launch that sets some flags and then waits for others, on the current stream.
 
     Args:
         signalled: (`padded_count`,) int64, addresses of int32 words to set; 0 for no word.
         awaited: (`padded_count`,) int64, addresses of words in this device's memory to wait for; 0 for no word.
     """
-    return BoundLaunch(_flag_launch(signalled.numel()), (signalled, awaited))
+    return partial(_flag_launch(signalled.numel()), signalled, awaited)
 
 
 @cached_launch

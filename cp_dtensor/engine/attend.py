@@ -9,11 +9,9 @@ from cp_dtensor._torch.tensors import joined_rows, split_rows
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
-from cp_dtensor.engine.custom_op import CuSeqlens, traced_attention
-from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.validation import (
+from cp_dtensor.engine.config import (
+    AttentionConfig,
+    check_batch_size,
     check_bias,
     checked_dropout_p,
     checked_sinks,
@@ -21,7 +19,10 @@ from cp_dtensor.engine.validation import (
     positive_scale,
     softmax_scale,
 )
-from cp_dtensor.spec.documents import PackedEdges, checked_lengths
+from cp_dtensor.engine.custom_op import CuSeqlens, keys_of, traced_attention
+from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Mask, mask_intersection
 
 
@@ -52,7 +53,8 @@ def attend(
         call_spec = CompiledCallSpec.of(config)
         if config.mask is not None and not call_spec.reads_context:
             mask = mask_intersection(config.mask, mask)
-        return traced_attention(q, k, v, modifiers.drawn(q.device), call_spec, mask, scale, lengths, needs_lse)
+        keys = keys_of(call_spec, mask)
+        return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse)
     if config.mask is not None:
         mask = mask_intersection(config.mask, mask)
     needs_lse = needs_lse or modifiers.need_lse
@@ -87,14 +89,16 @@ def attend_packed(
     """
     if _torch.is_traced(q):
         checked_lengths(config.declared_lengths)
-        call_spec = CompiledCallSpec.of(config)
+        keys = keys_of(CompiledCallSpec.of(config), within)
         q, scale = positive_scale(q, softmax_scale(q, scale))
-        return traced_attention(q, k, v, NO_MODIFIERS, call_spec, within, scale, None, True, cu_seqlens)
-    packed = PackedEdges.of(*cu_seqlens).in_rows(config.declared_lengths)
-    q, k, v = (split_rows(x, packed.rows) for x in (q, k, v))
+        return traced_attention(q, k, v, NO_MODIFIERS, keys, scale, None, True, cu_seqlens)
+    edges = PackedEdges.of(*cu_seqlens)
+    rows, lengths = edges.rows_and_lengths(config.declared_lengths)
+    q, k, v = (split_rows(x, rows) for x in (q, k, v))
     check_batch_size(q, config)
-    out, lse = attend(q, k, v, config, mask=packed.mask(within), scale=scale, lengths=packed.lengths, needs_lse=True)
-    return joined_rows(out, packed.rows), joined_rows(lse, packed.rows)
+    mask = packed_mask(edges, rows, lengths, within)
+    out, lse = attend(q, k, v, config, mask=mask, scale=scale, lengths=lengths, needs_lse=True)
+    return joined_rows(out, rows), joined_rows(lse, rows)
 
 
 def modifiers_of(

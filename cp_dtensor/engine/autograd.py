@@ -16,6 +16,11 @@ from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 
+Result = tuple[torch.Tensor, torch.Tensor, Tensors]
+"""out, lse, and the tensors that backward needs."""
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""dq, dk and dv."""
+
 
 class AttentionPlan(ABC):
     """The plan of attention on one rank: steps, transports and backends, without process groups and softmax scale.
@@ -30,7 +35,7 @@ class AttentionPlan(ABC):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
         ranks: SequenceRanks, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
+    ) -> Result:  # fmt: skip
         """Attention of this rank's queries to the keys of all ranks.
 
         Args:
@@ -52,7 +57,7 @@ class AttentionPlan(ABC):
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
         ranks: SequenceRanks, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         """Gradients of this rank's q, k and v. The gradient of the bias is added to `grad_bias`, unless it is None."""
 
     def remake_saved(
@@ -65,14 +70,28 @@ class AttentionPlan(ABC):
         """
         return q, k, v, out, lse
 
+    @abstractmethod
+    def abandon(self, ranks: SequenceRanks) -> None:
+        """Drops what a pass that raised left in flight, so that the next call works. All ranks call it."""
+
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A plan with the ranks and the softmax scale of one call: all that the autograd node needs besides tensors."""
+    """A plan with the ranks and the softmax scale of one call: all that the autograd node needs besides tensors.
+
+    A context manager around each pass: a pass that raises leaves nothing in flight.
+    """
 
     plan: AttentionPlan
     ranks: SequenceRanks
     scale: float
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.plan.abandon(self.ranks)
 
 
 class Attention(torch.autograd.Function):
@@ -96,13 +115,12 @@ class Attention(torch.autograd.Function):
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if modifiers.bias is not None and modifiers.bias.is_neg():
             modifiers = replace(modifiers, bias=modifiers.bias.resolve_neg())
-        plan = call.plan
         # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
-        with no_autocast(q), _torch.below_autograd():
-            out, lse, saved = plan.forward(q, k, v, modifiers, needs_lse, call.ranks, call.scale)
+        with no_autocast(q), _torch.below_autograd(), call:
+            out, lse, saved = call.plan.forward(q, k, v, modifiers, needs_lse, call.ranks, call.scale)
         for_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         # Stands for the inputs in `differentiated_once` where none of them is saved.
-        origin = q.new_empty(0) if plan.saves_rows_of_others else None
+        origin = q.new_empty(0) if call.plan.saves_rows_of_others else None
         ctx.save_for_backward(modifiers.bias, modifiers.seed, up, *for_sinks, origin, *saved)
         ctx.modifiers = modifiers
         if modifiers is not NO_MODIFIERS:
@@ -124,7 +142,7 @@ class Attention(torch.autograd.Function):
             modifiers = replace(modifiers, bias=bias, seed=seed, up=up, grad_up=grad_up)
         grad_bias = zeros_for_sums(bias) if ctx.needs_input_grad[3] else None
         call = ctx.call
-        with no_autocast(grad_out), _torch.below_autograd():
+        with no_autocast(grad_out), _torch.below_autograd(), call:
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
             grads = call.plan.backward(
                 grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias, call.ranks, call.scale

@@ -8,27 +8,22 @@ compiled code runs.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import count
 from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import split_rows
-from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.transport import TransportMethod
-from cp_dtensor.engine.autograd import BoundCall
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
+from cp_dtensor.engine.config import AttentionConfig, check_batch_size, check_bias
 from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.validation import check_bias
-from cp_dtensor.plan.partition import SequencePartition
-from cp_dtensor.spec.documents import PackedEdges
+from cp_dtensor.spec.documents import PackedEdges, packed_mask
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, mask_intersection
 
@@ -91,11 +86,7 @@ class ConstantKeys(Generic[V]):
         return key
 
     def value_of(self, key: str) -> V:
-        """The value of a key.
-
-        Raises:
-            RuntimeError: this process has not stored such a value.
-        """
+        """The value of a key; refused if this process has not stored it."""
         if key not in self._values:
             raise RuntimeError(
                 f"compiled code refers to {self._what} {key}, which this process has not traced yet: it came from "
@@ -140,31 +131,23 @@ class RuntimeNumbers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: OrderedDict[RuntimeValues, int] = OrderedDict()
+        self._numbers: dict[RuntimeValues, int] = {}  # the latest are the last
         self._by_number: dict[int, RuntimeValues] = {}
-        self._next = 0
+        self._unused = count()
 
     def number_of(self, values: RuntimeValues) -> int:
         """A number for the values of a call; valid until thousands of other values have come."""
         with self._lock:
-            number = self._numbers.get(values)
-            if number is None:
-                number = self._numbers[values] = self._next
-                self._next += 1
-                self._by_number[number] = values
-                if len(self._numbers) > _MOST_NUMBERS:
-                    _, oldest = self._numbers.popitem(last=False)
-                    del self._by_number[oldest]
-            else:
-                self._numbers.move_to_end(values)
+            known = self._numbers.pop(values, None)
+            number = self._numbers[values] = next(self._unused) if known is None else known
+            self._by_number[number] = values
+            if len(self._numbers) > _MOST_NUMBERS:
+                oldest = next(iter(self._numbers))
+                del self._by_number[self._numbers.pop(oldest)]
         return number
 
     def of(self, number: int) -> RuntimeValues:
-        """The values of a number.
-
-        Raises:
-            RuntimeError: too many others have come since.
-        """
+        """The values of a number; refused if too many others have come since."""
         if number not in self._by_number:
             raise RuntimeError(
                 f"the mask of a forward pass is no longer known: {_MOST_NUMBERS} others came before its backward"
@@ -184,11 +167,7 @@ class PendingBackwards:
         self._passes: Counter[ContextValues] = Counter()
 
     def begin(self, values: RuntimeValues, needs_backward: bool) -> int:
-        """Counts a forward pass, unless it is a recompute in a backward.
-
-        Returns:
-            the backward in which it ran, an argument of `end`.
-        """
+        """Counts a forward pass, unless it is a recompute in a backward; returns that backward, for `end`."""
         running = _torch.current_backward()
         if running is not None:
             return running
@@ -243,60 +222,47 @@ class ActiveConfig:
 class CompiledCallSpec:
     """An `AttentionConfig` with process groups by their names, valid in every process that has these groups.
 
-    Its `repr` is its key in compiled code. The lengths of a context's buffers, its mask, and a layout made for it are
-    not part of the spec, or code would be compiled for each context: they are read from the context when code runs.
+    Its `repr` is its key in compiled code. It has no lengths, mask or layout that belong to a single context.
     """
 
     groups: tuple[str, ...]
-    layout: Layout
-    method: str
-    transport: TransportMethod
-    deterministic: bool
-    fixed_lengths: tuple[int, ...] | None
-    debug: bool
-    reads_context: bool = False
+    fixed: AttentionConfig
+    """The part of the configuration that is the same in all contexts, without ranks."""
+    reads_context: bool
     """True if a mask or a layout is read from the open context."""
-    fixed_mask: Mask | None = None
-    alignment: int = 1
+    alignment: int
     """Alignment of a layout that is read from the open context."""
-    placed: SequencePartition | None = None
-    """The partition of DTensors, whatever their lengths."""
 
     @classmethod
     def of(cls, config: AttentionConfig) -> CompiledCallSpec:
         """The compiled call spec of a configuration."""
-        groups = tuple(
-            _torch.name_of_group(group) for group in (config.ranks.outer, config.ranks.inner) if group is not None
-        )
-        varies, layout = config.lengths_vary, config.layout
+        ranks = (config.ranks.outer, config.ranks.inner)
+        groups = tuple(_torch.name_of_group(group) for group in ranks if group is not None)
+        # Process groups end before compiled code does. The partition of DTensors is the same whatever their lengths.
+        no_ranks: Any = None
+        placed = None if config.placed is None else config.placed.resized(0, 0, 0)
+        fixed = replace(config, ranks=no_ranks, placed=placed, batch_size=None, lengths_vary=False)
+        if not config.lengths_vary:
+            return cls(groups, fixed, reads_context=False, alignment=1)
         # A layout of one length is made for a mask, and like it differs from context to context.
-        of_one_context = varies and layout.only_length is not None
-        return cls(
-            groups,
-            _LAYOUT_OF_CONTEXT if of_one_context else layout,
-            config.method,
-            config.transport,
-            config.deterministic,
-            None if varies else config.declared_lengths,
-            config.debug,
-            reads_context=varies and (config.mask is not None or of_one_context),
-            fixed_mask=None if varies else config.mask,
-            alignment=layout.alignment if of_one_context else 1,
-            placed=None if config.placed is None else config.placed.resized(0, 0, 0),
-        )
+        of_one_context = config.layout.only_length is not None
+        layout = _LAYOUT_OF_CONTEXT if of_one_context else config.layout
+        fixed = replace(fixed, layout=layout, mask=None, declared_lengths=None)
+        reads_context = config.mask is not None or of_one_context
+        return cls(groups, fixed, reads_context, config.layout.alignment if of_one_context else 1)
 
     def __repr__(self) -> str:
-        lengths = "" if self.fixed_lengths is None else f", lengths {self.fixed_lengths}"
+        fixed = self.fixed
         return (
-            f"{self.method} ({self.transport.name}) over {' x '.join(self.groups)}, {self.placed or self.layout}"
-            f"{lengths}{', deterministic' * self.deterministic}{', debug' * self.debug}"
-            f"{', masked' * self.reads_context}"
-            f"{'' if self.fixed_mask is None else f', {self.fixed_mask}'}"
+            f"{fixed.method} ({fixed.transport.name}) over {' x '.join(self.groups)}, {fixed.placed or fixed.layout}"
+            f"{'' if fixed.declared_lengths is None else f', lengths {fixed.declared_lengths}'}"
+            f"{', deterministic' * fixed.deterministic}{', debug' * fixed.debug}{', masked' * self.reads_context}"
+            f"{'' if fixed.mask is None else f', {fixed.mask}'}"
             f"{'' if self.alignment == 1 else f', in blocks of {self.alignment}'}"
         )
 
     def resolve(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, modifiers: Modifiers, scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, modifiers: Modifiers, scale: float,
         known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
     ) -> tuple[tuple[int, int], RuntimeValues]:  # fmt: skip
         """The global (q, kv) lengths, checked or found, and what the call reads at run time; may communicate.
@@ -304,10 +270,10 @@ class CompiledCallSpec:
         With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, and `mask` is
         the mask inside of each document.
         """
-        if self.placed is not None and known is not None:
+        if self.fixed.placed is not None and known is not None:
             return known, RuntimeValues(mask)
         context = active = None
-        reads_lengths = edges is not None and self.fixed_lengths is None
+        reads_lengths = edges is not None and self.fixed.declared_lengths is None
         if known is None or self.reads_context or reads_lengths:
             active, entered_in = _torch.get_thread_state(CONTEXT_STATE) or (None, None)
             if active is not None and active.key != key_of(self):  # not the context that the code was compiled in
@@ -315,16 +281,15 @@ class CompiledCallSpec:
             if self.reads_context or reads_lengths:
                 is_recompute = _torch.current_backward() not in (None, entered_in)
                 context = _values_of_recompute() if is_recompute else _values_of(active)
+        config = self.config(context)
         if active is not None and context in (None, _values_of(active)):
             config = active.config
-        else:
-            config = self.config(context)
         rows = 1
         if edges is not None:
-            packed = edges.in_rows(config.declared_lengths)
-            rows, known, mask = packed.rows, packed.lengths, packed.mask(within=mask)
+            rows, known = edges.rows_and_lengths(config.declared_lengths)
+            mask = packed_mask(edges, rows, known, within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
-            mask = mask if self.fixed_mask is None else mask_intersection(self.fixed_mask, mask)
+            mask = mask if self.fixed.mask is None else mask_intersection(self.fixed.mask, mask)
         if context is not None and context.mask is not None:
             mask = mask_intersection(context.mask, mask)
         check_batch_size(q, config)
@@ -332,26 +297,12 @@ class CompiledCallSpec:
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
         return lengths, RuntimeValues(mask, context, rows)
 
-    def bind(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, int], found: RuntimeValues,
-        modifiers: Modifiers, scale: float, allowed: Allowed,
-    ) -> BoundCall:  # fmt: skip
-        """The call on local shards; does not communicate, and gives the same in backward as in forward."""
-        return bound_call(q, k, v, self.config(found.context), lengths, found.mask, modifiers, scale, allowed)
-
     def config(self, context: ContextValues | None = None) -> AttentionConfig:
         """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""
-        return AttentionConfig(
-            SequenceRanks.over([_torch.group_of_name(name) for name in self.groups]),
-            self.layout if context is None else context.layout,
-            self.method,
-            self.transport,
-            self.deterministic,
-            self.debug,
-            self.fixed_mask,
-            self.fixed_lengths if context is None else context.lengths,
-            placed=self.placed,
-        )
+        ranks = SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+        if context is None:
+            return replace(self.fixed, ranks=ranks)
+        return replace(self.fixed, ranks=ranks, layout=context.layout, declared_lengths=context.lengths)
 
 
 _OPERATORS = 7

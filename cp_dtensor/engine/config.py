@@ -1,18 +1,142 @@
-"""Configuration of attention: what a context, a module or a call decides once."""
+"""Configuration of attention, and checks of arguments before a call launches anything."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
-from cp_dtensor.engine.validation import Mesh, checked_layout, ranks_and_method
 from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
-from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, mask_intersection
+
+METHODS = ("auto", "ring", "ulysses", "hybrid")
+"""Methods of attention over the ranks that share a sequence."""
+Mesh = DeviceMesh | dist.ProcessGroup
+# One of these words, alone or before a separator or digit: "sparse" and "split_dp" are no sequence axes.
+_SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*)?")
+
+
+def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
+    """Returns the ranks that share a sequence.
+
+    Args:
+        mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
+            "ring", "ulysses", "cp", "sp", "seq", "sequence" or "context" (as "cp_node" and "cp2" do, and "sparse" does
+            not). Other names are refused, since they may be those of data parallelism. The inner axis, whose ranks own
+            adjacent parts of the sequence, is the one whose name begins with "ulysses", else the second.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: a mesh of other dims, one of two inner axes, or one that this rank is not part of.
+        NotImplementedError: a mesh of other devices than CPUs and CUDA devices.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return SequenceRanks(mesh)
+    if mesh is cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # an object of no documented type
+        raise ValueError("this rank is not part of the process group: new_group returned no group here")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "
+            f"sequence; got {type(mesh).__name__}"
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
+        sequence = [name for name in names if _SEQUENCE_AXIS.fullmatch(name)][-2:] or list(names[-1:])
+        hint = "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        if sequence:
+            hint = f"mesh[{', '.join(map(repr, sequence))}]"
+        raise ValueError(
+            "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
+            f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
+            f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass those axes of it, such as {hint}"
+        )
+    if mesh.ndim == 2 and all(map(is_ulysses_axis, names)):
+        raise ValueError(
+            'expected at most one axis whose name begins with "ulysses", the inner one, beside an outer one such as '
+            f"'ring'; got names {mesh.mesh_dim_names}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    if mesh.ndim == 1:
+        return SequenceRanks(mesh.get_group())
+    inner = inner_axis(mesh)
+    members = frozenset(mesh.mesh.flatten().tolist())
+    return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner), members)
+
+
+def axis_names(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
+        return ("the group",)
+    names: tuple[str, ...] = mesh.mesh_dim_names
+    return names[::-1] if mesh.ndim == 2 and inner_axis(mesh) == 0 else names
+
+
+def inner_axis(mesh: DeviceMesh) -> int:
+    """Returns the index of the inner one of two axes."""
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
+
+
+def is_ulysses_axis(name: str) -> bool:
+    """True if a name begins with the word "ulysses"."""
+    found = _SEQUENCE_AXIS.fullmatch(name)
+    return found is not None and found[1] == "ulysses"
+
+
+def checked_method(method: str) -> str:
+    """Returns `method`; refuses other names than those of `METHODS`."""
+    if method not in METHODS:
+        raise ValueError(f"unknown method: got {method!r}, expected one of {', '.join(map(repr, METHODS))}")
+    return method
+
+
+def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str]:
+    """Returns the ranks without axes of one rank, and the method without them.
+
+    Refuses what `sequence_ranks` refuses, unknown methods, and methods that need another number of axes.
+    """
+    checked_method(method)
+    ranks = sequence_ranks(mesh)
+    if ranks.inner is None:
+        if method == "hybrid":
+            raise ValueError(
+                f'method "hybrid" expects a mesh of two dims, got one axis of {ranks.size} ranks: make one with '
+                'init_device_mesh(..., mesh_dim_names=("ring", "ulysses"))'
+            )
+        return ranks, method
+    if method == "ulysses":
+        raise ValueError(
+            f'method "ulysses" expects a mesh of one dim, got two axes of {ranks.outer.size()} x {ranks.inner.size()} '
+            'ranks: pass one axis, or use "hybrid"'
+        )
+    if ranks.inner.size() == 1:
+        return SequenceRanks(ranks.outer), "ring" if method == "hybrid" else method
+    if ranks.outer.size() == 1:
+        return SequenceRanks(ranks.inner), "ulysses" if method == "hybrid" else method
+    return ranks, method
+
+
+def checked_layout(layout: Layout | None) -> Layout:
+    """Returns `layout`, or `HeadTail()` if None; refuses anything else, such as the class itself."""
+    if layout is None:
+        return HeadTail()
+    if not isinstance(layout, Layout):
+        raise TypeError(f"expected layout to be a Layout such as HeadTail() or None, got {layout!r}")
+    return layout
 
 
 @dataclass(frozen=True)
@@ -22,7 +146,7 @@ class AttentionConfig:
     ranks: SequenceRanks
     layout: Layout
     method: str
-    """One of `validation.METHODS`."""
+    """One of `METHODS`."""
     transport: TransportMethod
     """The KV transport of rings."""
     deterministic: bool = False
@@ -46,11 +170,7 @@ class AttentionConfig:
         cls, mesh: Mesh | None, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
         deterministic: bool = False,
     ) -> AttentionConfig:  # fmt: skip
-        """The checked configuration of public arguments.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: arguments that do not fit.
-        """
+        """The configuration of public arguments, which are checked."""
         ranks, method = ranks_and_method(mesh, method)
         transport = transport_by_name(rotate_method)
         return cls(ranks, checked_layout(layout), method, transport, bool(deterministic), debug)
@@ -65,13 +185,193 @@ class AttentionConfig:
 
 
 def check_batch_size(q: torch.Tensor, config: AttentionConfig) -> None:
-    """Refuses batches of another size than the context's buffers, where the layout partitions batch rows differently.
-
-    Raises:
-        ValueError: such a batch.
-    """
+    """Refuses batches of another size than the context's buffers, if the layout partitions batch rows differently."""
     if config.batch_size not in (None, q.size(0)):
         raise ValueError(
             f"{config.layout} divides batch rows differently, so attention needs the batch size of the "
             f"buffers, {config.batch_size}; got q of shape {tuple(q.shape)}"
         )
+
+
+# Arguments
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
+    """Refuses queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    check = _refuse_unfit.__wrapped__ if _torch.is_traced(q) else _refuse_unfit  # sizes in a trace cannot be hashed
+    check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
+
+
+def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
+    """Refuses DTensors where functions take local shards."""
+    for name, tensor in tensors.items():
+        placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
+        if placements is not None:
+            raise TypeError(
+                f"expected {name} to be a plain tensor, this rank's own, got a DTensor placed {placements}: "
+                "pass what is local of it (to_local()); "
+                "F.scaled_dot_product_attention takes q, k, v and attn_mask as DTensors"
+            )
+
+
+@lru_cache(maxsize=1024)  # arguments that passed are not checked again
+def _refuse_unfit(
+    shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], devices: tuple[torch.device, ...], enable_gqa: bool
+) -> None:
+    q, k, v = shapes
+    received = f"got q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    _expect(len(q) == len(k) == len(v) == 4, "q, k and v of four dims (batch, heads, sequence, head_dim)", received)
+    _expect(len(set(dtypes)) == 1, "one dtype for q, k and v", f"got {', '.join(map(str, dtypes))}")
+    if not dtypes[0].is_floating_point:
+        raise ValueError(f"expected a floating dtype, got {dtypes[0]}")
+    _expect(len(set(devices)) == 1, "one device for q, k and v", f"got {', '.join(map(str, devices))}")
+    _expect(q[0] == k[0] == v[0], "one batch size (dim 0) for q, k and v", received)
+    _expect(q[3] == k[3], "one head dim (dim 3) for q and k", received)
+    _expect(k[2] == v[2], "one sequence length (dim 2) for k and v", received)
+    _expect(k[1] == v[1], "as many value heads as key heads (dim 1)", received)
+    _expect(0 not in (q[0], q[1], k[1], q[3], v[3]), "at least one batch row, head and head dim", received)
+    _expect(enable_gqa or q[1] == k[1], "as many key heads as query heads, or enable_gqa=True", received)
+    if q[1] % k[1]:
+        raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
+
+
+def _expect(fits: bool, expected: str, received: str) -> None:
+    if not fits:
+        raise ValueError(f"expected {expected}; {received}")
+
+
+def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:
+    """Refuses another length than the only one of a layout; the message begins with `what`."""
+    if layout.only_length not in (None, length):
+        raise ValueError(
+            f"{what}: got {length} tokens, but this {type(layout).__name__} divides sequences of {layout.only_length} "
+            "tokens only"
+        )
+
+
+def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
+    """Returns the global lengths of queries and keys; refuses anything but a length or a pair of lengths."""
+    pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
+    if len(pair) != 2 or not all(is_integer(length) and length >= 0 for length in pair):
+        raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
+    return pair[0], pair[1]
+
+
+def checked_length(length: int, what: str = "seq_len") -> int:
+    """Returns `length`, a global length; refuses anything but integers >= 0."""
+    if not is_integer(length) or length < 0:
+        raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
+    return length
+
+
+# Masks, dropout and sinks
+_TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
+
+
+def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+    """Refuses arguments that fused operators do not support on sequence shards, while SDPA itself does."""
+    mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
+    dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
+    for name, received in (("attn_mask", mask), ("dropout", dropout)):
+        if received:
+            raise NotImplementedError(
+                f"{name} is not supported by this operator on sequence shards: got {received}; "
+                "F.scaled_dot_product_attention takes it"
+            )
+
+
+def checked_mask(mask: object, is_causal: bool) -> Mask:
+    """Returns the intersection of a call's mask and `is_causal`; refuses other than mask values."""
+    if mask is not None and not isinstance(mask, Mask):
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
+        hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
+        raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
+    return mask_intersection(Full() if mask is None else mask, Causal() if is_causal else Full())
+
+
+def checked_dropout_p(dropout_p: float) -> float:
+    """Returns `dropout_p`; refuses anything but a probability."""
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    return float(dropout_p)
+
+
+def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Returns `sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"expected sinks to be a torch.Tensor, got {type(sinks).__name__}")
+    received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
+    _expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
+    one_of_each = f"one sink for each of this rank's query heads, ({q.size(1)},)"
+    _expect(tuple(sinks.shape) == (q.size(1),), one_of_each, received)
+    _expect(sinks.device == q.device, f"sinks on the device of q, {q.device}", received)
+    return sinks
+
+
+def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Returns `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+
+    Refuses other types and devices, and dims that do not broadcast to those of q.
+    """
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"expected attn_mask to be a torch.Tensor, got {type(attn_mask).__name__}")
+    received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
+    _expect(attn_mask.dtype == torch.bool or attn_mask.is_floating_point(), "a boolean or floating attn_mask", received)
+    _expect(attn_mask.device == q.device, f"attn_mask on the device of q, {q.device}", received)
+    fits = attn_mask.dim() <= 4 and all(
+        size in (1, full) for size, full in zip(attn_mask.shape[-2::-1], q.shape[2::-1], strict=False)
+    )
+    if not fits or attn_mask.dim() < 1:
+        of_other_rows = attn_mask.dim() > 1 and attn_mask.size(-2) not in (1, q.size(2))
+        hint = f". {_TO_SHARD}" if of_other_rows else ""
+        raise ValueError(
+            "expected attn_mask to broadcast to (batch, heads, this rank's queries, keys of the whole sequence); "
+            f"{received}{hint}"
+        )
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def check_bias(
+    q: torch.Tensor, bias: torch.Tensor | None, lengths: tuple[int, int], layout: Layout | None = None,
+    world_size: int = 1,
+) -> None:  # fmt: skip
+    """Refuses an attn_mask (four dims) without the keys of the whole sequence, or whose rows are not those of q.
+
+    `layout` is that of `world_size` ranks; None if it is known to be the same in every batch row.
+    """
+    if bias is None:
+        return
+    q_len, kv_len = lengths
+    if bias.size(3) not in (1, kv_len):
+        hint = _TO_SHARD
+        if bias.size(2) == 1 < q.size(2):  # a padding mask, for example: there are no rows to shard
+            hint = "One that is the same for all queries is passed whole"
+        raise ValueError(
+            f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
+            f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. {hint}"
+        )
+    if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
+        return
+    # The mask of a single query looks alike with and without query rows; so all ranks refuse if one has a single query.
+    if bias.size(2) > 1 or min(layout.local_length(q_len, rank, world_size) for rank in range(world_size)) <= 1:
+        raise ValueError(
+            f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
+            f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
+        )
+
+
+def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
+    """Returns the factor of the logits; 1 / sqrt(D) if None."""
+    return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
+
+
+def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """Returns `(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN."""
+    if scale < 0:
+        return q * -1, -scale
+    return (q * 0, 1.0) if scale == 0 else (q, scale)

@@ -1,8 +1,4 @@
-"""Cost model of methods: time, bytes over each mesh axis and memory of a call. The same on every rank.
-
-The planner chooses the method by these estimates, and `explain` prints them; `tools.bench` compares them with
-measurements.
-"""
+"""Cost model of methods: time, bytes over each mesh axis and memory of a call. The same on every rank."""
 
 from __future__ import annotations
 
@@ -15,14 +11,17 @@ from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.latent import EXPANDED_BYTES, rows_of_tiles
 from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
-from cp_dtensor.plan.head_partition import (
-    DEFAULT_HEAD_STAGING,
+from cp_dtensor.plan.partition import (
+    CallSpec,
     HeadPartition,
+    MergedPartition,
+    OuterPartition,
+    head_stages,
     hides_exchanges,
+    inner_partitions,
     partition_call,
     with_heads,
 )
-from cp_dtensor.plan.partition import CallSpec, MergedPartition, OuterPartition, inner_partitions
 from cp_dtensor.plan.plan import Step, TilePlan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
@@ -80,9 +79,11 @@ def estimates(
             "ulysses": ulysses_estimate(shape, outer, None, transport_method),
         }
     else:
+        places = sorted({0, outer.size - 1})
+        nested = (nested_ring_estimate(shape, outer, inner, transport_method, place) for place in places)
         found = {
             "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
-            "ring": nested_ring_estimate(shape, outer, inner, transport_method),
+            "ring": max(nested, key=lambda estimate: estimate.seconds),
         }
     if shape.latent_dims is not None:
         expanding = _expanding(rows_in_order(shape.partition.groups()[0].kv_by_rank).longest, shape, outer)
@@ -145,7 +146,7 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
 
 def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
-    stages = DEFAULT_HEAD_STAGING.stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
+    stages = head_stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
     heads = partition_call(shape, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # Of the first rank, which has the most heads.
@@ -172,31 +173,23 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
-    forward, backward = times
     return Estimate(
         method="ulysses" if outer is None else "hybrid",
         transport="-" if outer is None else ring.name,
-        forward=forward + expanding,
-        backward=backward + 3 * expanding,
+        forward=times[0] + expanding,
+        backward=times[1] + 3 * expanding,
         outer_bytes=over_ring,
         inner_bytes=sent,
         memory=memory,
     )
 
 
-def nested_ring_estimate(shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod) -> Estimate:
-    """A ring over the outer axis of rings over the inner one."""
-    places = sorted({0, outer.size - 1})
-    found = (_nested_ring_at(place, shape, outer, inner, transport_method) for place in places)
-    return max(found, key=lambda estimate: estimate.seconds)
-
-
-def _nested_ring_at(
-    place: int, shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod
+def nested_ring_estimate(
+    shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod, outer_rank: int
 ) -> Estimate:
-    """Returns the estimate of the ranks with one rank of the outer axis."""
+    """A ring over the outer axis of rings over the inner one, on the ranks with that outer rank."""
     tiling = replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling
-    plan = ring_plan(tiling, place, shape.kv_heads)
+    plan = ring_plan(tiling, outer_rank, shape.kv_heads)
     forward = backward = _begun(inner)
     received = memory = 0.0
     name = "-"
@@ -228,9 +221,8 @@ def _nested_ring_at(
 
 def _transport(transport_method: TransportMethod, shape: CallSpec, axis: Axis) -> KVTransport:
     """Returns the KV transport that the method takes on an axis, without a collective."""
-    if axis.size == 1:
-        return AllGather()
-    if isinstance(transport_method, SymmetricMemory) and not axis.shares_memory:
+    needs_memory = isinstance(transport_method, SymmetricMemory)
+    if axis.size == 1 or (needs_memory and not axis.shares_memory):
         return AllGather()
     if isinstance(transport_method, KVTransport):
         return transport_method

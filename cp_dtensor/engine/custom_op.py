@@ -1,24 +1,24 @@
 """Operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
 
-Compiled code holds constants, not objects. So the operators take the key of a `CompiledCallSpec`; global lengths, and
-with them the plan, are found when they run, by the code of eager calls. Eager calls do not use the operators.
-
-Calls that read lengths or a mask at run time are the overload `found`, which Inductor leaves out of CUDA graphs: a
-replay would use the lengths and the mask of the capture.
+The operators take the key of a `CompiledCallSpec`; global lengths, and with them the plan, are found when they run, by
+the code of eager calls, which do not use the operators. Calls that read lengths or a mask at run time are the overload
+`found`, which Inductor leaves out of CUDA graphs: a replay would use those of the capture.
 """
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
-from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows
+from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows, wide_dtype
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, zeros_for_sums
@@ -31,15 +31,15 @@ from cp_dtensor.engine.compiled_spec import (
     pending_backwards,
     runtime_numbers,
 )
+from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.masks import Mask
 
 # Rows saved for backward
 #
 # Compiled code saves tensors whose shapes it can compute, which excludes those of exchanged heads. These are saved as
-# an attribute of the storage of an operator's result: autograd, AOTAutograd and checkpoint policies save that very
-# tensor or an alias of it, and all is freed with the last of these. A copy (of offloading hooks, say, or what a CUDA
-# graph has written) has no such attribute: backward then plans the call and exchanges the rows again.
+# an attribute of the storage of an operator's result, which autograd, AOTAutograd and checkpoint policies save. A copy
+# of it (by offloading or a CUDA graph) has no such attribute: backward then plans the call and exchanges rows again.
 
 _ATTRIBUTE = "_cp_dtensor_saved"
 """Attribute of the storage of `numbers`, an operator's last result: a `SavedCall`."""
@@ -52,7 +52,7 @@ class SavedCall:
         self.call, self.rows = call, rows
 
 
-def saves_rows(call: BoundCall, q: torch.Tensor) -> bool:
+def saves_rows(call: BoundCall, q: Tensor) -> bool:
     """True if the rows of a call are saved here: those of other ranks, unless a CUDA graph is captured.
 
     A graph's memory is written again at each replay, and Inductor has to know all of it. Other calls save arguments and
@@ -63,23 +63,15 @@ def saves_rows(call: BoundCall, q: torch.Tensor) -> bool:
 
 # Operators
 
-Optional = torch.Tensor | None
-CuSeqlens = tuple[torch.Tensor, torch.Tensor]
+Optional = Tensor | None
+"""An argument that a call may lack."""
+CuSeqlens = tuple[Tensor, Tensor]
 """Integers: the edges of packed documents among queries and among keys."""
-
-
-def backends_key() -> str:
-    """The key of the allowed backends: the enabled ones, their order, determinism. Dynamo recompiles on a change."""
-    allowed = allowed_backends()
-    flags = "".join("01"[flag] for flag in (*allowed.enabled, allowed.deterministic))
-    return flags if allowed.order is None else f"{flags} {','.join(allowed.order)}"
 
 
 @lru_cache(maxsize=64)
 def _backends(key: str) -> Allowed:
-    flags, _, order = key.partition(" ")
-    *enabled, deterministic = (flag == "1" for flag in flags)
-    return Allowed(tuple(enabled), tuple(order.split(",")) if order else None, deterministic)
+    return Allowed(*literal_eval(key))
 
 
 class _Constants(NamedTuple):
@@ -97,38 +89,33 @@ class _Constants(NamedTuple):
     kv_len: int
 
     def modifiers(self, bias: Optional, seed: Optional, sinks: Optional, up: Optional) -> Modifiers:
-        """The modifiers of the call."""
         return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, up)
 
-    def found_at_run_time(self, cu_seq_q: torch.Tensor | None) -> bool:
+    def found_at_run_time(self, cu_seq_q: Tensor | None) -> bool:
         """True if lengths or mask are known only when the code runs."""
         unknown = isinstance(self.q_len, int) and self.q_len < 0  # a symbol of Dynamo is a known length
         return cu_seq_q is not None or unknown or call_spec_of(self.call_spec).reads_context
 
 
+CallKeys = tuple[str, str, str, bool]
+"""Keys of call spec, backends and mask; and True if each run reads the open context or compares values of the ranks."""
+
+
+def keys_of(call_spec: CompiledCallSpec, mask: Mask) -> CallKeys:
+    """The keys of a call, which are constants of compiled code."""
+    backends = repr(tuple(allowed_backends()))  # Dynamo recompiles on a change
+    return key_of(call_spec), backends, mask_keys.key_of(mask), call_spec.reads_context or call_spec.fixed.debug
+
+
 def traced_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: CompiledCallSpec, mask: Mask,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, keys: CallKeys, scale: float,
+    lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
 
     With `cu_seqlens`, of packed tokens: see `CompiledCallSpec.resolve`.
     """
-    return traced_attention_by_keys(
-        q, k, v, modifiers, key_of(call_spec), backends_key(), mask_keys.key_of(mask), scale, lengths, needs_lse,
-        reads_more=call_spec.reads_context or call_spec.debug, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-
-
-def traced_attention_by_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, call_spec: str, backends: str, mask: str,
-    scale: float, lengths: tuple[int, int] | None, needs_lse: bool, *, reads_more: bool,
-    cu_seqlens: CuSeqlens | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`traced_attention`, by the keys of call spec, backends and mask.
-
-    `reads_more`: True if each run reads the open context, or compares values of the ranks.
-    """
+    call_spec, backends, mask, reads_more = keys
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
@@ -140,9 +127,9 @@ def traced_attention_by_keys(
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
     cu_seq_q: Optional, cu_seq_k: Optional, *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *constants, needs_lse, needs_backward = others
     constant = _Constants(*constants)
     spec, scale, backends = call_spec_of(constant.call_spec), constant.scale, _backends(constant.backends)
@@ -154,8 +141,8 @@ def _forward(
     mask = mask_keys.value_of(constant.mask)
     lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, gives_lse=gives_lse)
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
-    call = spec.bind(q, k, v, lengths, found, modifiers, scale, backends)
-    with no_autocast(q), _torch.below_autograd():
+    call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
+    with no_autocast(q), _torch.below_autograd(), call:
         out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
@@ -171,13 +158,12 @@ def _forward(
 
 
 def _fake_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
     cu_seq_q: Optional, cu_seq_k: Optional, *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *constants, needs_lse, needs_backward = others
     batch, heads, length, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=lse_dtype)
+    lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=wide_dtype(q))
     at_run_time = _Constants(*constants).found_at_run_time(cu_seq_q)
     numbers = torch.empty(4 if at_run_time else 0, dtype=torch.int64, device="cpu" if at_run_time else q.device)
     out = q.new_empty(batch, heads, length, Modifiers(up=up).value_dim(q, v))
@@ -185,9 +171,9 @@ def _fake_forward(
 
 
 def _backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    numbers: torch.Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional, *others: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor,
+    bias: Optional, seed: Optional, sinks: Optional, up: Optional, *others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     *constants, needs_grad_bias, needs_grad_sinks, needs_grad_up = others
     constant = _Constants(*constants)
     lengths, found = (constant.q_len, constant.kv_len), RuntimeValues(mask_keys.value_of(constant.mask))
@@ -196,16 +182,17 @@ def _backward(
         lengths, found = tuple(lengths_of_forward), runtime_numbers.of(number)
         pending_backwards.end(found, begun_in)
         q, k, v, out, lse, grad_out = (split_rows(x, found.rows) for x in (q, k, v, out, lse, grad_out))
-    grad_up = zeros_for_sums(up) if needs_grad_up and up is not None else None
-    modifiers = constant.modifiers(bias, seed, sinks, up)
-    if grad_up is not None:
+    modifiers, grad_up = constant.modifiers(bias, seed, sinks, up), None
+    if needs_grad_up and up is not None:
+        grad_up = zeros_for_sums(up)
         modifiers = replace(modifiers, grad_up=grad_up)
     from_forward: SavedCall = getattr(numbers.untyped_storage(), _ATTRIBUTE, SavedCall())
-    call = from_forward.call or call_spec_of(constant.call_spec).bind(
-        q, k, v, lengths, found, modifiers, constant.scale, _backends(constant.backends)
-    )
+    call = from_forward.call
+    if call is None:  # the same as in forward, and found without communication
+        config, backends = call_spec_of(constant.call_spec).config(found.context), _backends(constant.backends)
+        call = bound_call(q, k, v, config, lengths, found.mask, modifiers, constant.scale, backends)
     grad_bias = zeros_for_sums(bias) if needs_grad_bias and bias is not None else None
-    with no_autocast(grad_out), _torch.below_autograd():
+    with no_autocast(grad_out), _torch.below_autograd(), call:
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = from_forward.rows if saves_rows(call, q) else ()
         saved = rows or call.plan.remake_saved(q, k, v, out, lse, modifiers, call.ranks)
@@ -216,42 +203,41 @@ def _backward(
 
 
 def _fake_backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    numbers: torch.Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional, *others: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    grads = (_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v))
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor,
+    bias: Optional, seed: Optional, sinks: Optional, up: Optional, *others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    of_qkv = [_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v)]
     of_modifiers = zip((bias, sinks, up), others[-3:], strict=True)
-    return (
-        *grads,
-        *(torch.empty_like(x) if needed and x is not None else q.new_empty(0) for x, needed in of_modifiers),
-    )
+    nothing = q.new_empty(0)
+    return *of_qkv, *(torch.empty_like(x) if needed and x is not None else nothing for x, needed in of_modifiers)
 
 
-def _row_after_row(tensor: torch.Tensor) -> torch.Tensor:
+def _row_after_row(tensor: Tensor) -> Tensor:
     """(B, H, S, D) in memory (B, S, H, D), as most backends give and projections take it; fakes have these strides."""
     row_after_row = tensor.transpose(1, 2)
     return tensor if row_after_row.is_contiguous() else row_after_row.contiguous().transpose(1, 2)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, bias, seed, sinks, up, _cu_seq_q, _cu_seq_k, *ctx.constants, _needs_lse, _needs_backward = inputs
     out, lse, numbers = output
     ctx.save_for_backward(q, k, v, out, lse, numbers, bias, seed, sinks, up)
     ctx.mark_non_differentiable(lse, numbers)
 
 
-def _gradients_by(overload: str) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
     """Backward of the overload of that name."""
 
     @differentiated_once
-    def gradients(ctx: Any, saved: Tensors, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        of_bias, _, *of_others = ctx.needs_input_grad[3:7]
+    def gradients(ctx: Any, saved: Tensors, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        of_bias, _of_seed, *of_others = ctx.needs_input_grad[3:7]
+        needed = (of_bias, *of_others)
         *grads, grad_bias, grad_sinks, grad_up = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
-            grad_out, *saved, *ctx.constants, of_bias, *of_others
+            grad_out, *saved, *ctx.constants, *needed
         )
-        given = zip((grad_sinks, grad_up), of_others, strict=True)
-        of_modifiers = (grad_bias if of_bias else None, None, *(x if needed else None for x, needed in given))
-        return (*grads, *of_modifiers, *[None] * (len(ctx.constants) + 4))
+        given = zip((grad_bias, grad_sinks, grad_up), needed, strict=True)
+        grad_bias, *of_modifiers = (x if is_needed else None for x, is_needed in given)
+        return *grads, grad_bias, None, *of_modifiers, *[None] * (len(ctx.constants) + 4)
 
     return gradients
 

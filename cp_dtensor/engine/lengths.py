@@ -13,12 +13,11 @@ from hashlib import blake2b
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.validation import refuse_other_lengths
+from cp_dtensor.engine.config import AttentionConfig, refuse_other_lengths
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -27,7 +26,7 @@ Facts = dict[str, object]
 
 
 def global_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, *, gives_lse: bool = False, compiled: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
     """Returns the global lengths of queries and keys.
@@ -35,16 +34,8 @@ def global_lengths(
     Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except in
     debug mode.
 
-    Args:
-        q, k, v: local shards.
-        settings: the ranks, the layout, declared lengths and debug mode.
-        mask, modifiers, scale: other facts that ranks compare if they exchange.
-        lengths: (queries, keys) that the caller passed, None if they were not passed.
-        gives_lse: True if the call returns the log-sum-exp.
-        compiled: True in compiled code.
-
-    Raises:
-        ValueError: lengths that do not fit the local shards; and, on every rank alike, calls that differ between ranks.
+    Refuses `lengths` of the caller that do not fit the local shards; and, on every rank alike, calls that differ
+    between ranks. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
     """
     layout, rank, world_size = settings.layout, settings.ranks.rank, settings.ranks.size
     if not settings.debug:
@@ -56,7 +47,12 @@ def global_lengths(
         if known_q is not None and known_kv is not None:
             return known_q, known_kv
     facts = _facts(q, k, v, settings, mask, modifiers, scale, lengths, gives_lse, compiled)
-    local_q, local_kv = _exchange(q.size(2), k.size(2), facts, settings.ranks, q.device)
+    # Readable facts travel only where their hashes differ.
+    digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little", signed=True)
+    gathered = settings.ranks.gather_integers([q.size(2), k.size(2), digest], q.device)
+    local_q, local_kv, digests = map(list, zip(*gathered, strict=True))
+    if len({*digests}) > 1:
+        _refuse_disagreement(settings.ranks.gather_objects(facts, q.device), has_single_query=1 in local_q)
     found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
@@ -69,14 +65,13 @@ def global_lengths(
 
 
 def _facts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
-    method = settings.method
-    exchanges_heads = method in ("ulysses", "hybrid")
+    exchanges_heads = settings.method in ("ulysses", "hybrid")
     # Over one axis of CPUs "auto" is a ring, where lse does not travel.
-    may_exchange = exchanges_heads or (method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
-    declared_q, declared_kv = (None, None) if lengths is None else lengths
+    may_exchange = exchanges_heads or (settings.method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
+    declared_q, declared_kv = lengths or (None, None)
     facts: Facts = {
         "batch_size": q.size(0),
         "q_heads": q.size(1),
@@ -91,7 +86,7 @@ def _facts(
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
         "layout": repr(settings.layout),
-        "method": method,
+        "method": settings.method,
         "rotate_method": settings.transport.name,
         "deterministic": is_deterministic(q, allowed_backends(), settings.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
@@ -106,27 +101,11 @@ def _facts(
     return _without_gradients(facts) if compiled else facts
 
 
-def _exchange(
-    q_length: int, kv_length: int, facts: Facts, ranks: SequenceRanks, device: torch.device
-) -> tuple[list[int], list[int]]:
-    """Returns the local lengths of queries and of keys on every rank.
-
-    Readable facts travel only where their hashes differ. Ranks exchange on the host where their groups have a CPU
-    backend; otherwise through `device`, which the host waits for.
-
-    Raises:
-        ValueError: on every rank alike, if the facts differ; names them, the ranks and their values.
-    """
-    digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little", signed=True)
-    gathered = ranks.gather_integers([q_length, kv_length, digest], device)
-    q_lengths, kv_lengths, digests = map(list, zip(*gathered, strict=True))
-    if len({*digests}) > 1:
-        _refuse_disagreement(ranks.gather_objects(facts, device), has_single_query=1 in q_lengths)
-    return q_lengths, kv_lengths
-
-
 def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
-    """`has_single_query`: True if a rank has one query only, so that its attn_mask has one row in any case."""
+    """Names the facts that differ, the ranks and their values, on every rank alike.
+
+    `has_single_query`: True if a rank has one query only, so that its attn_mask has one row in any case.
+    """
     if any(facts["compiled"] for facts in by_rank):
         by_rank = [_without_gradients(facts) for facts in by_rank]
     disagreements: list[str] = []
@@ -171,11 +150,7 @@ def odd_ones(values: list[int]) -> str:
 
 
 def global_length(lengths: list[int], layout: Layout, what: str) -> int:
-    """Returns the global length that a layout divides into these local `lengths`.
-
-    Raises:
-        ValueError: on every rank alike, if there is none.
-    """
+    """Returns the global length that a layout divides into these local `lengths`; refused on every rank if none."""
     world_size = len(lengths)
     total = sum(lengths) if layout.only_length is None else layout.only_length
     expected = [layout.local_length(total, rank, world_size) for rank in range(world_size)]
@@ -188,11 +163,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 
 def checked_only_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
-    """Returns the only length of a layout, if this rank's shard fits it.
-
-    Raises:
-        ValueError: a shard of another length.
-    """
+    """Returns the only length of a layout; refuses a shard of this rank that does not fit it."""
     assert layout.only_length is not None
     expected = layout.local_length(layout.only_length, rank, world_size)
     if local_length != expected:
@@ -211,11 +182,8 @@ def known_length(
     """Returns the declared global length that fits this rank's shard, or None if the ranks have to exchange lengths.
 
     All ranks must return the same, each from its own local length. So the result is None if there is a length that
-    fits one declared length on one rank and another declared length on another rank.
-
-    Raises:
-        ValueError: a shard of an undeclared length that may fit a declared one on other ranks, which then would not
-            exchange; or a shard that does not fit the layout's only length.
+    fits one declared length on one rank and another declared length on another rank. A shard of an undeclared length is
+    refused if it may fit a declared one on other ranks, which then would not exchange.
     """
     if layout.only_length is not None:
         return checked_only_length(local_length, layout, rank, world_size)
@@ -239,10 +207,8 @@ def known_length(
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
     """Returns the smallest and the largest global length whose shard on some rank is as long as that of `length`."""
-    spans = [
-        _lengths_with_share(layout.local_length(length, rank, world_size), layout, rank, world_size)
-        for rank in range(world_size)
-    ]
+    local = [layout.local_length(length, rank, world_size) for rank in range(world_size)]
+    spans = [_lengths_with_share(each, layout, rank, world_size) for rank, each in enumerate(local)]
     return min(span[0] for span in spans), max(span[-1] for span in spans)
 
 
@@ -260,11 +226,7 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:
-    """Refuses queries of a whole buffer's length on every rank, which are probably not sharded.
-
-    Raises:
-        ValueError: on every rank alike.
-    """
+    """Refuses queries of a whole buffer's length on every rank, which are probably not sharded; on every rank alike."""
     if len(local) > 1 and found not in declared and len({*local}) == 1 and local[0] in declared:
         raise ValueError(
             f"got queries of {local[0]} tokens on each of {len(local)} ranks, as long as a whole buffer of the context "

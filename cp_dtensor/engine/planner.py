@@ -1,4 +1,4 @@
-"""Planner: the plan of a call, as a ring, by heads, by both, or as a nested ring. Plans are cached by `CallSpec`."""
+"""Planner: the plan of a call, as a ring, by heads, by both, or as a nested ring. Plans are cached."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.autograd import AttentionPlan, BoundCall
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
-from cp_dtensor.engine.latent import ExpandedPlan
+from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING, HeadPartition, partition_call, with_heads
 from cp_dtensor.plan.partition import (
     CallSpec,
+    HeadPartition,
     MergedPartition,
     OuterPartition,
     SequencePartition,
+    head_stages,
     inner_partitions,
     masking_of,
+    partition_call,
+    with_heads,
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
@@ -69,42 +72,43 @@ def bound_call(
 ) -> BoundCall:
     """The call on checked local shards with these global (queries, keys).
 
-    A call like an earlier one costs two look-ups: of its `CallSpec`, and of the plan for this spec.
+    A call like an earlier one costs one look-up.
 
     Args:
         mask: the mask of the call and of `config` together.
         allowed: the backends that may be used; None for those that are allowed at this moment.
     """
     allowed = allowed or allowed_backends()
-    spec = call_spec(
-        config.partition(lengths, q.size(0)), mask, q.shape, k.shape, v.shape, q.dtype, q.device,
-        modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
-        value_dim=None if modifiers.up is None else modifiers.value_dim(q, v),
-    )  # fmt: skip
     ranks = config.ranks
+    properties = (
+        mask, q.shape, k.shape, v.shape, q.dtype, q.device,
+        modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
+        None if modifiers.up is None else modifiers.value_dim(q, v),
+    )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
-    key = (spec, config.method, config.transport, allowed, ranks.rank, inner)
+    split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner
+    key = split, lengths, properties, allowed
     plans = _plans.get(ranks.outer)
     if plans is None or len(plans) > _MOST_PLANS:
         plans = _plans[ranks.outer] = {}
     plan = plans.get(key)
     if plan is None:
+        spec = call_spec(config.partition(lengths, q.size(0)), *properties)
         backend = choose_backend(spec, allowed)
         plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
     return BoundCall(plan, ranks, scale)
 
 
-@lru_cache(maxsize=1024)
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
-    masking: Masking | None = None, value_dim: int | None = None,
+    value_dim: int | None = None,
 ) -> CallSpec:  # fmt: skip
-    """The `CallSpec` of shards of these shapes; `masking` None is that of `masking_of`.
+    """The `CallSpec` of shards of these shapes.
 
     With `value_dim`, the head dim of values, k and v are latents and rotary keys.
     """
-    masking = masking or masking_of(partition, mask, has_bias, has_dropout, deterministic)
+    masking = masking_of(partition, mask, has_bias, has_dropout, deterministic)
     return CallSpec(
         partition=partition,
         mask=as_plain(mask) if masking is Masking.BY_SHAPE else mask,
@@ -167,7 +171,8 @@ def plan_ring(
     own = None
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
-    return RingPlan(_tile_plan(chosen, spec, rank), spec, chosen, backend, own or backend, _state_dtype(spec))
+    kind = RingPlan if spec.latent_dims is None else LatentRingPlan
+    return kind(_tile_plan(chosen, spec, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
 
 
 def plan_ulysses(
@@ -180,7 +185,7 @@ def plan_ulysses(
     with on_device(device):
         obstacle = obstacle_to_shared_memory(spec, axis, device)
     # Not in a hybrid: all ranks of its ring need the same stages, and ranks of other groups may share no memory.
-    stage_count = DEFAULT_HEAD_STAGING.stages(spec, axis.size(), publishes=ring is None and obstacle is None)
+    stage_count = head_stages(spec, axis.size(), publishes=ring is None and obstacle is None)
     heads = partition_call(spec, axis.size(), stage_count)
     merged = MergedPartition(spec.partition, axis.size())
     merged_spec = replace(spec, partition=merged)
@@ -201,7 +206,7 @@ def exchange_stages(
     heads: HeadPartition, merged: MergedPartition, ring_rank: int
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
     """For each stage the rows and heads of the ranks: of queries, and of keys and values."""
-    query_rows, key_rows = merged.query_rows(ring_rank), merged.key_rows(ring_rank)
+    query_rows, key_rows = merged.rows(ring_rank)
     by_stage = [
         tuple(heads.kv_groups(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)
     ]
@@ -220,13 +225,12 @@ def plan_nested_ring(
     # Direct hops between ranks with the same inner rank. All heads at once: each hop is a whole inner ring.
     partition = OuterPartition(spec.partition, inner_size, inner_rank)
     tile_plan = ring_plan(replace(spec, partition=partition).tiling, ranks.outer.rank(), spec.kv_heads)
-    outer = RingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, backend, _state_dtype(spec))
     by_step = [replace(spec, partition=each) for each in inner_partitions(spec.partition, tile_plan, inner_size)]
     inner = (
         plan_ring(inner_spec, transport, backend, ranks.inner, inner_rank) if _has_tiles(inner_spec) else None
         for inner_spec in by_step
     )
-    return NestedRingPlan(outer, tuple(inner))
+    return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), tuple(inner))
 
 
 @lru_cache(maxsize=4096)

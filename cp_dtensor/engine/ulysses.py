@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import Tensors, cleaned_up_on_error
+from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import current_stream, on_device_of
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
-from cp_dtensor.engine.autograd import AttentionPlan, zeros_for_sums
-from cp_dtensor.plan.head_partition import HeadPartition
+from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result, zeros_for_sums
+from cp_dtensor.plan.partition import HeadPartition
 
 
 class StageBias:
@@ -88,12 +88,12 @@ class UlyssesPlan(AttentionPlan):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
         ranks: SequenceRanks, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:  # fmt: skip
+    ) -> Result:  # fmt: skip
         group, ring = _axes(ranks)
         out = _row_after_row(q, modifiers.value_dim(q, v))
         lse = _row_after_row(q, self._lse_copies, self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
-        with on_device_of(q), self._abandoned_on_error(group):
+        with on_device_of(q):
             modifiers_by_stage = [_of_stage(modifiers, queries, q.size(0), group)[0] for queries, _ in self.stages]
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
             leaving: list[Departure] = []
@@ -142,7 +142,7 @@ class UlyssesPlan(AttentionPlan):
     def backward(
         self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
         ranks: SequenceRanks, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         group, ring = _axes(ranks)
         count, rest = divmod(len(saved), len(self.stages))
         assert rest == 0, "every stage saves equally many tensors"
@@ -150,7 +150,7 @@ class UlyssesPlan(AttentionPlan):
         q_like, k_like, v_like = saved_by_stage[0][:3]  # some heads of all rows
         grad_q = _row_after_row(grad_out, q_like.size(3))
         grad_k, grad_v = (self._grad_of_units(like, group) for like in (k_like, v_like))
-        with on_device_of(grad_out), self._abandoned_on_error(group):
+        with on_device_of(grad_out):
             arriving = self.exchange.to_heads([[grad_out]], [stage[:1] for stage in self.stages], group)
             leaving: list[Departure] = []
             for index, (stage, inner, stage_saved) in enumerate(
@@ -178,7 +178,7 @@ class UlyssesPlan(AttentionPlan):
     ) -> Tensors:  # fmt: skip
         group, ring = _axes(ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
-        with on_device_of(q), self._abandoned_on_error(group):
+        with on_device_of(q):
             # One exchange after the other: they share the symmetric buffer.
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
@@ -203,8 +203,10 @@ class UlyssesPlan(AttentionPlan):
         """(B, H, S) to (B, H, S, copies), which is exchanged."""
         return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
 
-    def _abandoned_on_error(self, group: dist.ProcessGroup) -> AbstractContextManager[None]:
-        return cleaned_up_on_error(lambda: self.exchange.abandon(group))
+    def abandon(self, ranks: SequenceRanks) -> None:
+        group, ring = _axes(ranks)
+        self.exchange.abandon(group)
+        self.inner[0].abandon(ring)
 
     def _grad_of_units(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = sum(self.stages[0][1].rows.lengths[group.rank()])

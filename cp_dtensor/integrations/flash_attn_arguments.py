@@ -36,12 +36,7 @@ class PackedForms(ABC):
 
 
 def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "batch, sequence") -> tuple[Any, ...]:
-    """Returns `count` views (B, S, H, D) of `packed` (B, S, count, H, D), or of one with other leading dims.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: another shape.
-    """
+    """Returns `count` views (B, S, H, D) of `packed` (B, S, count, H, D), or of one with other leading dims."""
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"expected {name} to be a torch.Tensor, got {type(packed).__name__}")
     dim = len(leading_dims.split(","))
@@ -51,12 +46,10 @@ def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "b
     return packed.unbind(dim)
 
 
-def refuse_unsupported(softcap: float, alibi_slopes: torch.Tensor | None) -> None:
-    """Refuses options of flash-attn that attention over sequence shards cannot compute.
-
-    Raises:
-        NotImplementedError: a soft cap or ALiBi slopes.
-    """
+def supported_window(
+    window_size: Sequence[int], softcap: float, alibi_slopes: torch.Tensor | None
+) -> tuple[int | None, int | None]:
+    """Returns flash-attn's `window_size` as (left, right), with None for -1; refuses unsupported options."""
     if softcap:
         raise NotImplementedError(
             f"capped logits are not supported on sequence shards yet: got softcap={softcap}, expected 0.0"
@@ -66,14 +59,6 @@ def refuse_unsupported(softcap: float, alibi_slopes: torch.Tensor | None) -> Non
         raise NotImplementedError(
             f"ALiBi is not supported on sequence shards yet: got alibi_slopes, {received}, expected None"
         )
-
-
-def window_of(window_size: Sequence[int]) -> tuple[int | None, int | None]:
-    """Returns flash-attn's `window_size` as (left, right), with None for -1.
-
-    Raises:
-        ValueError: not a pair of numbers of keys.
-    """
     ends = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(ends) != 2 or not all(is_integer(end) and end >= -1 for end in ends):
         raise ValueError(
@@ -84,12 +69,7 @@ def window_of(window_size: Sequence[int]) -> tuple[int | None, int | None]:
 
 
 def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> None:
-    """Refuses a `max_seqlen` below the longest document, which flash-attn would truncate.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: too small.
-    """
+    """Refuses a `max_seqlen` below the longest document, which flash-attn would truncate."""
     if not hasattr(max_seqlen, "__index__"):
         raise TypeError(f"{function} expects {name} to be an integer, got {type(max_seqlen).__name__}")
     if index(max_seqlen) < longest:
@@ -97,14 +77,9 @@ def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> No
 
 
 def group_or_default(group: Mesh | None) -> Mesh:
-    """Returns `group`, or the default process group if None.
-
-    Raises:
-        ValueError: there is no default process group.
-    """
-    if group is not None:
-        return group
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
+    """Returns `group`, or the default process group if None."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
         raise ValueError("expected a group, or torch.distributed.init_process_group() before; got group=None")
-    return world
+    return group

@@ -31,8 +31,7 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     PackedForms,
     check_longest,
     group_or_default,
-    refuse_unsupported,
-    window_of,
+    supported_window,
 )
 
 _PREPARE = "llama3_flash_attn_prepare_cu_seqlens"
@@ -72,8 +71,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
         raise ValueError(f"expected cu_seqlens to begin with 0, got {list(edges)}")
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank of world_size={world_size}, got rank={rank}")
-    starts = [_part(edges[-1], each, world_size)[0] for each in range(world_size)]
-    start, stop = _part(edges[-1], rank, world_size)
+    parts = [Contiguous().segments(edges[-1], each, world_size)[0] for each in range(world_size)]
+    start, stop = parts[rank].start, parts[rank].start + parts[rank].length
     queries, keys = [], []  # spans of positions, by document of this rank
     for first, last in pairwise(edges):
         if first < stop and (last > start or first == start):
@@ -83,19 +82,13 @@ def llama3_flash_attn_prepare_cu_seqlens(
     max_seqlen_q, max_seqlen_k = (max((last - first for first, last in each), default=0) for each in (queries, keys))
     documents = _Documents(
         edges, rank, world_size, stop - start, keys_of_rank, (max_seqlen_q, max_seqlen_k),
-        leaves_out_keys=bool(causal) and not {*starts} <= {*edges},
+        leaves_out_keys=bool(causal) and not {part.start for part in parts} <= {*edges},
     )  # fmt: skip
     cu_seqlens_q = cu_seqlens.new_tensor([0, *(last - start for _, last in queries)])
     cu_seqlens_k = cu_seqlens.new_tensor([0, *(last - keys_of_rank[0] for _, last in keys)])
     for tensor in (cu_seqlens_q, cu_seqlens_k):
         setattr(tensor, _NOTE, (documents, version_of(tensor)))
     return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, slice(*keys_of_rank)
-
-
-def _part(seq_len: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the positions of a rank."""
-    (segment,) = Contiguous().segments(seq_len, rank, world_size)
-    return segment.start, segment.start + segment.length
 
 
 @dataclass(frozen=True)
@@ -117,11 +110,7 @@ class _Documents:
 
 
 def _documents_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> _Documents:
-    """Returns the documents that two tensors were prepared from.
-
-    Raises:
-        ValueError: other tensors, copies, or tensors written to since.
-    """
+    """Returns the documents that two tensors were prepared from; refuses copies, and tensors written to since."""
     found: list[_Documents] = []
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         documents, version = getattr(tensor, _NOTE, (None, None))
@@ -174,16 +163,11 @@ class _Llama3(PackedForms):
                 `llama3_flash_attn_prepare_cu_seqlens`, the very tensors. The maxima may be larger.
             heads_k_stride: a divisor of Hkv, in ring-flash-attention the key heads to gather at a time. Not used here,
                 since the planner chooses the stages.
-            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
-            softmax_scale: factor of the logits, 1 / sqrt(D) if None.
             causal: True if query i sees keys j <= i of its document.
             window_size: (left, right), numbers of keys to the left and right of its own position in the document that
                 a query sees, -1 for no limit. With `causal`, right is 0.
-            alibi_slopes: None; other values are refused.
-            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
-            return_attn_probs: True to return the log-sum-exp too.
-            group: the ranks that share the sequence, as for the functions without documents.
-            softcap: 0.0; other values are refused.
+            dropout_p, softmax_scale, alibi_slopes, deterministic, return_attn_probs, group, softcap: as for
+                `ring_flash_attn_func`.
             debug: True to compare between ranks all arguments that must agree.
 
         Returns:
@@ -196,8 +180,7 @@ class _Llama3(PackedForms):
             NotImplementedError: options refused above, before any collective.
         """
         heads_first_of_packed(q, k, v)
-        refuse_unsupported(softcap, alibi_slopes)
-        window = window_of(window_size)
+        window = supported_window(window_size, softcap, alibi_slopes)
         if heads_k_stride < 1 or k.size(1) % heads_k_stride:
             raise ValueError(f"expected heads_k_stride to divide the {k.size(1)} key heads, got {heads_k_stride}")
         mesh = group_or_default(group)

@@ -40,7 +40,7 @@ from cp_dtensor import (
     context_parallel_unshard,
 )
 from cp_dtensor.api.extension import Segment, bottom_right_mask, heads_before_rows, take_shard
-from cp_dtensor.integrations.flash_attn_arguments import refuse_unsupported, unpacked, window_of
+from cp_dtensor.integrations.flash_attn_arguments import supported_window, unpacked
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
@@ -79,7 +79,7 @@ class AttnType(Enum):
         return cls(s)
 
 
-_EXACT = (AttnType.AITER, AttnType.FA, AttnType.FA3, AttnType.FLASHINFER, AttnType.TORCH)
+_EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch")
 
 
 class LongContextAttention(nn.Module):
@@ -116,7 +116,16 @@ class LongContextAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_dims(scatter_idx, gather_idx, heads_dim=2)
-        _check_kernel(attn_type, attn_processor)
+        name = attn_type.value if isinstance(attn_type, Enum) else attn_type
+        if name not in _EXACT:
+            expected = ", ".join(map(repr, _EXACT))
+            raise NotImplementedError(
+                f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}"
+            )
+        if attn_processor is not None:
+            raise NotImplementedError(
+                f"expected attn_processor=None, since kernels here are torch's own; got {type(attn_processor).__name__}"
+            )
         self.layout = layout_of(ring_impl_type, mesh)
         self.mesh = mesh
 
@@ -143,18 +152,9 @@ class LongContextAttention(nn.Module):
             key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); neither has to be a multiple
                 of the Ulysses degree.
             value: (B, T, Hkv, Dv), this rank's values.
-            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
-            softmax_scale: factor of the logits, 1 / sqrt(D) if None.
-            causal: True for a causal mask by global position, aligned bottom-right: the last query sees all keys, the
-                one before all but the last, and so on.
-            window_size: (left, right), numbers of keys to the left and right of its own position that a query sees, -1
-                for no limit; the last query is aligned with the last key. With `causal`, right is 0.
-            softcap: 0.0; other values are refused.
-            alibi_slopes: None; other values are refused.
-            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, seq_len: as for
+                `cp_dtensor.integrations.ring_flash_attn.ring_flash_attn_func`.
             return_attn_probs: no effect: yunchang's layer returns the output alone too.
-            seq_len: the global number of tokens, or the pair of those of queries and keys. If None, the ranks exchange
-                their local lengths.
 
         Returns:
             (B, S, H, Dv), contiguous.
@@ -165,11 +165,10 @@ class LongContextAttention(nn.Module):
         """
         shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
         q, k, v = heads_before_rows(query, key, value, 1, shapes)
-        refuse_unsupported(softcap, alibi_slopes)
+        mask = bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes))
         out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, method="hybrid", mask=bottom_right_mask(causal, window_of(window_size)),
-            dropout_p=dropout_p, scale=softmax_scale, enable_gqa=True, layout=self.layout, deterministic=deterministic,
-            seq_len=seq_len,
+            q, k, v, mesh=self.mesh, method="hybrid", mask=mask, dropout_p=dropout_p, scale=softmax_scale,
+            enable_gqa=True, layout=self.layout, deterministic=deterministic, seq_len=seq_len,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2).contiguous()
@@ -219,16 +218,6 @@ def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:
         )
 
 
-def _check_kernel(attn_type: Enum | str, attn_processor: nn.Module | None) -> None:
-    name = attn_type.value if isinstance(attn_type, Enum) else attn_type
-    if name not in {kernel.value for kernel in _EXACT}:
-        expected = ", ".join(repr(kernel.value) for kernel in _EXACT)
-        raise NotImplementedError(f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}")
-    if attn_processor is not None:
-        received = type(attn_processor).__name__
-        raise NotImplementedError(f"expected attn_processor=None, since kernels here are torch's own; got {received}")
-
-
 @dataclass(frozen=True)
 class UlyssesCut(Layout):
     """Adjacent parts of each ring rank's tokens, one for each Ulysses rank; rank = ring rank * degree + Ulysses rank.
@@ -260,18 +249,9 @@ class UlyssesCut(Layout):
     def batch_groups(self, batch_size: int) -> tuple[tuple[int, int], ...]:
         return self.ring_layout.batch_groups(batch_size)
 
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        ring_rank, part = divmod(rank, self.ulysses_degree)
-        rows = self.ring_layout.local_length(seq_len, ring_rank, world_size // self.ulysses_degree)
-        return Contiguous().local_length(rows, part, self.ulysses_degree)
-
     @property
     def only_length(self) -> int | None:
         return self.ring_layout.only_length
-
-    @property
-    def alignment(self) -> int:
-        return 1
 
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
@@ -289,11 +269,11 @@ _RING_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 
-def _ring_layout(ring_impl_type: str) -> Layout:
+def _ulysses_cut(ring_impl_type: str, ulysses_degree: int) -> UlyssesCut:
     if ring_impl_type not in _RING_LAYOUTS:
         expected = ", ".join(map(repr, _RING_LAYOUTS))
         raise ValueError(f"expected ring_impl_type to be one of {expected}; got {ring_impl_type!r}")
-    return _RING_LAYOUTS[ring_impl_type]
+    return UlyssesCut(_RING_LAYOUTS[ring_impl_type], ulysses_degree)
 
 
 def set_seq_parallel_pg(
@@ -341,34 +321,22 @@ def set_seq_parallel_pg(
 
 
 def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
-    """Returns the layout of a mesh's ranks.
-
-    Raises:
-        TypeError, ValueError: an unknown type; a mesh without the two axes.
-    """
+    """Returns the layout of a mesh's ranks."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a DeviceMesh, as from set_seq_parallel_pg; got {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
     if sorted(names) != ["ring", "ulysses"]:
         raise ValueError(f'expected a mesh with the axes "ring" and "ulysses", got {names or "one without names"}')
-    return UlyssesCut(_ring_layout(ring_impl_type), mesh.size(names.index("ulysses")))
+    return _ulysses_cut(ring_impl_type, mesh.size(names.index("ulysses")))
 
 
 def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
     """Returns this rank's shard of a tensor that every rank has whole.
 
     Args:
-        tensor: of any dtype and shape: q, k, v, packed ones, token ids.
         ring_impl_type: "basic", "zigzag" or "strip".
         mesh: the result of `set_seq_parallel_pg`.
-        dim: the sequence dim, negative counts from the end.
-
-    Returns:
-        a new tensor. Differentiable: gradients of other ranks' tokens are zero here, so that the sum over ranks is the
-        gradient of the whole tensor.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit.
+        tensor, dim, returns, raises: as for `cp_dtensor.integrations.ring_flash_attn.shard`.
     """
     (local,) = context_parallel_shard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh))
     return local
@@ -385,16 +353,8 @@ def unshard(
     """Returns the whole tensor on every rank from the ranks' shards: the inverse of `shard`.
 
     Args:
-        tensor: this rank's shard.
-        ring_impl_type, mesh, dim: as for `shard`.
-        grad: "replicated" if all ranks compute the same from the result, "partial" if each computes its own share of
-            the loss (see `context_parallel_unshard`).
-
-    Returns:
-        a new tensor, differentiable.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit; shards of other lengths than the layout's.
+        ring_impl_type, mesh: as for `shard`.
+        tensor, dim, grad, returns, raises: as for `cp_dtensor.integrations.ring_flash_attn.unshard`.
     """
     (whole,) = context_parallel_unshard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh), grad=grad)
     return whole
@@ -405,7 +365,7 @@ def _extract_local(
 ) -> torch.Tensor:
     if rd * ud != world_size:
         raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
-    return take_shard(value, dim, UlyssesCut(_ring_layout(ring_impl_type), ud), rank, world_size)
+    return take_shard(value, dim, _ulysses_cut(ring_impl_type, ud), rank, world_size)
 
 
 EXTRACT_FUNC_DICT: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(

@@ -40,8 +40,7 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     AttentionResult,
     PackedForms,
     group_or_default,
-    refuse_unsupported,
-    window_of,
+    supported_window,
 )
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
@@ -145,8 +144,7 @@ class _Kind(PackedForms):
         """
         shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
         q, k, v = heads_before_rows(q, k, v, 1, shapes)
-        refuse_unsupported(softcap, alibi_slopes)
-        mask = bottom_right_mask(causal, window_of(window_size))
+        mask = bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes))
         out, lse = ring_attention(
             q, k, v, mesh=group_or_default(group), mask=mask, dropout_p=dropout_p, scale=softmax_scale, enable_gqa=True,
             layout=self.layout, deterministic=deterministic, return_lse=True, seq_len=seq_len,
@@ -155,24 +153,25 @@ class _Kind(PackedForms):
         return (out, lse, None) if return_attn_probs else out
 
 
-_RING = _Kind(Contiguous())
-_ZIGZAG_RING = _Kind(HeadTail())
-_STRIPE = _Kind(Striped(1))
-_STEP = _Kind(MirroredBatch())
-_KINDS = {"ring": _RING, "zigzag_ring": _ZIGZAG_RING, "stripe": _STRIPE, "step": _STEP}
+_KINDS = {
+    "ring": _Kind(Contiguous()),
+    "zigzag_ring": _Kind(HeadTail()),
+    "stripe": _Kind(Striped(1)),
+    "step": _Kind(MirroredBatch()),
+}
 
-ring_flash_attn_func = _RING.func
-ring_flash_attn_kvpacked_func = _RING.kvpacked_func
-ring_flash_attn_qkvpacked_func = _RING.qkvpacked_func
-zigzag_ring_flash_attn_func = _ZIGZAG_RING.func
-zigzag_ring_flash_attn_kvpacked_func = _ZIGZAG_RING.kvpacked_func
-zigzag_ring_flash_attn_qkvpacked_func = _ZIGZAG_RING.qkvpacked_func
-stripe_flash_attn_func = _STRIPE.func
-stripe_flash_attn_kvpacked_func = _STRIPE.kvpacked_func
-stripe_flash_attn_qkvpacked_func = _STRIPE.qkvpacked_func
-step_flash_attn_func = _STEP.func
-step_flash_attn_kvpacked_func = _STEP.kvpacked_func
-step_flash_attn_qkvpacked_func = _STEP.qkvpacked_func
+ring_flash_attn_func = _KINDS["ring"].func
+ring_flash_attn_kvpacked_func = _KINDS["ring"].kvpacked_func
+ring_flash_attn_qkvpacked_func = _KINDS["ring"].qkvpacked_func
+zigzag_ring_flash_attn_func = _KINDS["zigzag_ring"].func
+zigzag_ring_flash_attn_kvpacked_func = _KINDS["zigzag_ring"].kvpacked_func
+zigzag_ring_flash_attn_qkvpacked_func = _KINDS["zigzag_ring"].qkvpacked_func
+stripe_flash_attn_func = _KINDS["stripe"].func
+stripe_flash_attn_kvpacked_func = _KINDS["stripe"].kvpacked_func
+stripe_flash_attn_qkvpacked_func = _KINDS["stripe"].qkvpacked_func
+step_flash_attn_func = _KINDS["step"].func
+step_flash_attn_kvpacked_func = _KINDS["step"].kvpacked_func
+step_flash_attn_qkvpacked_func = _KINDS["step"].qkvpacked_func
 
 
 def shard(tensor: torch.Tensor, kind: str, group: Mesh | None = None, dim: int = 1) -> torch.Tensor:

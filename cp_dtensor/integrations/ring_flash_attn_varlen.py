@@ -15,10 +15,9 @@ Documents of 4 and 8 tokens on 2 ranks: `cu_seqlens` is [0, 2, 6] on both. With 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -45,12 +44,8 @@ from cp_dtensor.integrations.flash_attn_arguments import (
     PackedForms,
     check_longest,
     group_or_default,
-    refuse_unsupported,
-    window_of,
+    supported_window,
 )
-
-_CHUNKS: Mapping[str, int] = MappingProxyType({"ring": 1, "zigzag_ring": 2})
-"""Chunks of every document on each rank, by kind."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,8 @@ class _Kind(PackedForms):
     """The functions of "ring" or "zigzag_ring"."""
 
     name: str
+    chunks: int
+    """Chunks of every document on each rank."""
     leading_dims = "tokens"
 
     def func(
@@ -89,16 +86,11 @@ class _Kind(PackedForms):
                 integers or a tensor (reading one on a GPU waits for the GPU). Tokens after the last document are
                 padding: their output and gradients are zero.
             max_seqlen: the length of the longest document on this rank, or more.
-            dropout_p: probability to drop a softmax weight, as for `context_parallel_attention`.
-            softmax_scale: factor of the logits, 1 / sqrt(D) if None.
             causal: True if query i sees keys j <= i of its document, by their positions in the document.
             window_size: (left, right), numbers of keys to the left and right of its own position in the document that
                 a query sees, -1 for no limit. With `causal`, right is 0.
-            alibi_slopes: None; other values are refused.
-            deterministic: True for equal bits from equal inputs on GPUs too, as for `context_parallel_attention`.
-            return_attn_probs: True to return the log-sum-exp too.
-            group: the ranks that share the sequence, as for the functions without documents.
-            softcap: 0.0; other values are refused.
+            dropout_p, softmax_scale, alibi_slopes, deterministic, return_attn_probs, group, softcap: as for
+                `ring_flash_attn_func`.
             debug: True to compare lengths, documents and all other arguments between ranks. Otherwise ranks exchange no
                 metadata, as in ring-flash-attention.
 
@@ -112,15 +104,14 @@ class _Kind(PackedForms):
             NotImplementedError: options refused above, before any collective.
         """
         heads_first_of_packed(q, k, v)
-        refuse_unsupported(softcap, alibi_slopes)
-        window = window_of(window_size)
+        window = supported_window(window_size, softcap, alibi_slopes)
         mesh = group_or_default(group)
         ranks = sequence_ranks(mesh).size
         edges = self._global_edges(q, k, cu_seqlens, max_seqlen, ranks)
         seq_len = ranks * q.size(0)
         result = varlen_attention(
             q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window_size=window, method="ring",
-            dropout_p=dropout_p, scale=softmax_scale, layout=_layout(self.name, edges, seq_len),
+            dropout_p=dropout_p, scale=softmax_scale, layout=self.layout(edges, seq_len),
             deterministic=deterministic, return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
         )  # fmt: skip
         return (*result, None) if isinstance(result, tuple) else result
@@ -142,26 +133,30 @@ class _Kind(PackedForms):
                 f"documents that end at {edges[-1]} for {q.size(0)} tokens of this rank"
             )
         refuse_ids_and_lengths(edges, q.size(0), function, "cu_seqlens")
-        chunks = _CHUNKS[self.name]
-        if any(edge % chunks for edge in edges):
+        if any(edge % self.chunks for edge in edges):
             raise ValueError(
-                f"{function} has {chunks} chunks of every document on each rank and expects cu_seqlens of one rank to "
-                f"be multiples of {chunks}, got {list(edges)}"
+                f"{function} has {self.chunks} chunks of every document on each rank and expects cu_seqlens of one "
+                f"rank to be multiples of {self.chunks}, got {list(edges)}"
             )
         longest = max([0, *[stop - start for start, stop in pairwise(edges)]])
         check_longest(function, "max_seqlen", max_seqlen, longest)
         return tuple(ranks * edge for edge in edges)
 
+    def layout(self, cu_seqlens: tuple[int, ...], seq_len: int) -> Layout:
+        """Returns the layout for documents of the whole sequence."""
+        if self.chunks == 1:
+            return ContiguousPerDocument(cu_seqlens, seq_len)
+        return PerDocument(cu_seqlens, seq_len=seq_len)
 
-_RING = _Kind("ring")
-_ZIGZAG_RING = _Kind("zigzag_ring")
 
-ring_flash_attn_varlen_func = _RING.func
-ring_flash_attn_varlen_kvpacked_func = _RING.kvpacked_func
-ring_flash_attn_varlen_qkvpacked_func = _RING.qkvpacked_func
-zigzag_ring_flash_attn_varlen_func = _ZIGZAG_RING.func
-zigzag_ring_flash_attn_varlen_kvpacked_func = _ZIGZAG_RING.kvpacked_func
-zigzag_ring_flash_attn_varlen_qkvpacked_func = _ZIGZAG_RING.qkvpacked_func
+_KINDS = {"ring": _Kind("ring", 1), "zigzag_ring": _Kind("zigzag_ring", 2)}
+
+ring_flash_attn_varlen_func = _KINDS["ring"].func
+ring_flash_attn_varlen_kvpacked_func = _KINDS["ring"].kvpacked_func
+ring_flash_attn_varlen_qkvpacked_func = _KINDS["ring"].qkvpacked_func
+zigzag_ring_flash_attn_varlen_func = _KINDS["zigzag_ring"].func
+zigzag_ring_flash_attn_varlen_kvpacked_func = _KINDS["zigzag_ring"].kvpacked_func
+zigzag_ring_flash_attn_varlen_qkvpacked_func = _KINDS["zigzag_ring"].qkvpacked_func
 
 
 @dataclass(frozen=True)
@@ -196,19 +191,9 @@ class ContiguousPerDocument(CachedHash, Layout):
                 parts.append(Segment.contiguous(start, start + chunk.length))
         return tuple(parts) or (Segment.contiguous(0, 0),)
 
-    def batch_groups(self, batch_size: int) -> tuple[tuple[int, int], ...]:
-        return ((0, batch_size),)
-
-    def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
-
     @property
     def only_length(self) -> int:
         return self.seq_len
-
-    @property
-    def alignment(self) -> int:
-        return 1
 
 
 def shard_varlen(
@@ -217,17 +202,11 @@ def shard_varlen(
     """Returns this rank's shard of a packed tensor that every rank has whole, for the varlen functions of `kind`.
 
     Args:
-        tensor: of any dtype and shape: q, k, v, packed ones, token ids.
+        tensor, group, dim, returns: as for `shard`.
         kind: "ring", "zigzag_ring" or "llama3".
         cu_seqlens: (documents + 1,), positions where documents begin and end in the whole sequence (the functions of
             "ring" and "zigzag_ring" take cu_seqlens // ranks). Tokens before the first and after the last document are
             divided like a document.
-        group: as for the functions.
-        dim: the sequence dim, negative counts from the end.
-
-    Returns:
-        a new tensor. Differentiable: gradients of other ranks' tokens are zero here, so that the sum over ranks is the
-        gradient of the whole tensor.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; documents whose lengths are not multiples of the number of
@@ -252,37 +231,24 @@ def unshard_varlen(
     Args:
         tensor: this rank's shard. With "ring" and "zigzag_ring", all ranks have equally many tokens.
         kind, cu_seqlens, group, dim: as for `shard_varlen`.
-        grad: as for `unshard`.
-
-    Returns:
-        a new tensor, differentiable.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit; on all ranks alike, shards of other lengths than the layout's.
+        grad, returns, raises: as for `unshard`.
     """
     mesh = group_or_default(group)
     layout = _checked_layout(kind, cu_seqlens, tensor.size(dim) * sequence_ranks(mesh).size, mesh)
     return context_parallel_unshard(mesh, [tensor], [dim], layout, grad=grad)[0]
 
 
-def _layout(kind: str, cu_seqlens: tuple[int, ...], seq_len: int) -> Layout:
-    """Returns the layout of "ring" or "zigzag_ring" for documents of the whole sequence."""
-    if kind == "ring":
-        return ContiguousPerDocument(cu_seqlens, seq_len)
-    return PerDocument(cu_seqlens, seq_len=seq_len)
-
-
 def _checked_layout(kind: str, cu_seqlens: Any, seq_len: int, mesh: Mesh) -> Layout:
     if kind == "llama3":
         return Contiguous()
-    if kind not in _CHUNKS:
-        raise ValueError(f"expected kind to be one of {', '.join(map(repr, _CHUNKS))}, 'llama3'; got {kind!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"expected kind to be one of {', '.join(map(repr, _KINDS))}, 'llama3'; got {kind!r}")
     edges = ascending(cu_seqlens, "shard_varlen", "cu_seqlens")
     ranks = sequence_ranks(mesh).size
-    multiple = _CHUNKS[kind] * ranks
+    multiple = _KINDS[kind].chunks * ranks
     if edges[-1] > seq_len or seq_len % ranks or any(edge % multiple for edge in edges):
         raise ValueError(
             f"{kind!r} expects cu_seqlens of the whole sequence, multiples of {multiple}, and a multiple of {ranks} "
             f"tokens; got {list(edges)} and {seq_len} tokens"
         )
-    return _layout(kind, edges, seq_len)
+    return _KINDS[kind].layout(edges, seq_len)

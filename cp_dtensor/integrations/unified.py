@@ -18,8 +18,11 @@ be marked:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from abc import abstractmethod
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,26 @@ __all__ = [
 
 class _AttnMode(context_parallel):
     """Base of the modes."""
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        layout: Layout | None = None,
+        rotate_method: str | None = None,
+        seq_lens: Collection[int] = (),
+        debug: bool = False,
+    ) -> None:
+        axes, method = self._axes_and_method(group_or_default(mesh))
+        super().__init__(
+            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_len=tuple(seq_lens),
+            debug=debug,
+        )  # fmt: skip
+
+    @staticmethod
+    @abstractmethod
+    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
+        """Returns the axes of a mode and its method, an argument of `context_parallel`."""
 
     @staticmethod
     def replicated_keys() -> AbstractContextManager[None]:
@@ -81,20 +104,34 @@ class UnifiedAttnMode(_AttnMode):
     Inside, an `attn_mask` has this rank's query rows and the key columns of the whole sequence.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh | None = None,
-        *,
-        layout: Layout | None = None,
-        rotate_method: str | None = None,
-        seq_lens: Collection[int] = (),
-        debug: bool = False,
-    ) -> None:
-        axes, method = _axes_and_method(group_or_default(mesh))
-        super().__init__(
-            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_len=tuple(seq_lens),
-            debug=debug,
-        )  # fmt: skip
+    @staticmethod
+    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
+        if not isinstance(mesh, DeviceMesh):
+            return mesh, "ulysses"
+        axes = tuple(axis for axis in ("ring", "ulysses") if axis in (mesh.mesh_dim_names or ()))
+        if not axes:
+            raise ValueError(
+                'expected a mesh with an axis called "ulysses", "ring" or both; got '
+                f"{mesh.mesh_dim_names or 'one without names'}"
+            )
+        if len(axes) == 2:
+            # DeviceMesh slices keep the mesh's own order of axes; context_parallel finds the inner axis by its name.
+            names = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
+            return (mesh if len(names) == mesh.ndim else mesh[names]), "hybrid"
+        return (mesh if mesh.ndim == 1 else mesh[axes[0]]), axes[0]
+
+
+class RingAttnMode(_AttnMode):
+    """Ring attention over one axis.
+
+    Args:
+        mesh: a DeviceMesh of one dim or a process group, the default group if None.
+        layout, rotate_method, seq_lens, debug: as for `UnifiedAttnMode`. Raises as well.
+    """
+
+    @staticmethod
+    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
+        return mesh, "ring"
 
 
 class UlyssesAttnMode(_AttnMode):
@@ -113,110 +150,54 @@ class UlyssesAttnMode(_AttnMode):
         seq_lens: Collection[int] = (),
         debug: bool = False,
     ) -> None:
-        super().__init__(
-            group_or_default(mesh),
-            method="ulysses",
-            layout=layout or Contiguous(),
-            seq_len=tuple(seq_lens),
-            debug=debug,
-        )
+        super().__init__(mesh, layout=layout, seq_lens=seq_lens, debug=debug)
+
+    @staticmethod
+    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
+        return mesh, "ulysses"
 
 
-class RingAttnMode(_AttnMode):
-    """Ring attention over one axis.
+@dataclass(frozen=True)
+class _AttnFunc:
+    attention: Callable[..., Any]
 
-    Args:
-        mesh: a DeviceMesh of one dim or a process group, the default group if None.
-        layout, rotate_method, seq_lens, debug: as for `UnifiedAttnMode`. Raises as well.
-    """
-
-    def __init__(
+    def func(
         self,
-        mesh: Mesh | None = None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
         *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        mesh: Mesh | None = None,
         layout: Layout | None = None,
-        rotate_method: str | None = None,
-        seq_lens: Collection[int] = (),
-        debug: bool = False,
-    ) -> None:
-        super().__init__(
-            group_or_default(mesh), method="ring", layout=layout or Contiguous(), rotate_method=rotate_method,
-            seq_len=tuple(seq_lens), debug=debug,
+    ) -> torch.Tensor:
+        """`cp_dtensor.ulysses_attention` or `ring_attention` with the arguments of `F.scaled_dot_product_attention`.
+
+        Args:
+            query, key, value: (B, H, S, D), this rank's shards.
+            attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
+            dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
+            mesh: the context-parallel axis, the default group if None.
+            layout: which rank owns which tokens, `Contiguous()` if None.
+
+        Returns:
+            (B, H, S, Dv).
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `context_parallel_attention`.
+        """
+        return self.attention(
+            query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask,
+            dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
         )  # fmt: skip
 
 
-def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
-    if not isinstance(mesh, DeviceMesh):
-        return mesh, "ulysses"
-    axes = tuple(axis for axis in ("ring", "ulysses") if axis in (mesh.mesh_dim_names or ()))
-    if not axes:
-        raise ValueError(
-            'expected a mesh with an axis called "ulysses", "ring" or both; got '
-            f"{mesh.mesh_dim_names or 'one without names'}"
-        )
-    if len(axes) == 2:
-        # DeviceMesh slices keep the mesh's own order of axes; context_parallel finds the inner axis by its name.
-        names = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
-        return (mesh if len(names) == mesh.ndim else mesh[names]), "hybrid"
-    return (mesh if mesh.ndim == 1 else mesh[axes[0]]), axes[0]
-
-
-def ulysses_attn_func(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-) -> torch.Tensor:
-    """`cp_dtensor.ulysses_attention` with the arguments of `F.scaled_dot_product_attention`.
-
-    Args:
-        query, key, value: (B, H, S, D), this rank's shards.
-        attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
-        dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
-        mesh: the context-parallel axis, the default group if None.
-        layout: which rank owns which tokens, `Contiguous()` if None.
-
-    Returns:
-        (B, H, S, Dv).
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `context_parallel_attention`.
-    """
-    out = ulysses_attention(
-        query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p,
-        scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
-    )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def ring_attn_func(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-) -> torch.Tensor:
-    """`cp_dtensor.ring_attention` with the arguments of `ulysses_attn_func`."""
-    out = ring_attention(
-        query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p,
-        scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
-    )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out
+ring_attn_func = _AttnFunc(ring_attention).func
+ulysses_attn_func = _AttnFunc(ulysses_attention).func
 
 
 def init_context_parallel_mesh(

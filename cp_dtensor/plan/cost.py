@@ -2,8 +2,7 @@
 
 The model follows the steps of a plan on three clocks: the host launches kernels, the GPU computes, the link transfers.
 A step starts when all three have reached it, and the next transfer starts with it. (With two transfers in flight
-predictions differ by 3% at most, where links are slow.) Predictions are good enough to choose between plans;
-`tools.bench` prints them beside measurements.
+predictions differ by 3% at most, where links are slow.)
 """
 
 from __future__ import annotations
@@ -56,15 +55,9 @@ class Hardware:
 def predicted_seconds(
     plan: TilePlan, shape: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool
 ) -> float:
-    """Returns the time of forward, or of backward, on the plan's rank, if the other ranks are in step.
+    """Returns the time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
 
-    Args:
-        plan: the plan of a KV transport.
-        shape: the facts of the call that the plan was made for.
-        hardware: speeds of every rank.
-        backward: True for the time of backward, False for that of forward.
-        slows_compute: True if transfers are kernels, which take multiprocessors (see `KVTransport.slows_compute`) and
-            another launch.
+    With `slows_compute`, transfers are kernels, which take multiprocessors and another launch.
     """
     steps = plan.backward if backward else plan.forward
     arrivals = [step.transfer for step in steps if step.transfer is not None]

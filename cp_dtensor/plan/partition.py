@@ -1,4 +1,4 @@
-"""Partitions of a sequence over one or two mesh axes. Integers only.
+"""Partitions of a sequence and of heads over one or two mesh axes. Integers only.
 
 The whole partition is over all ranks, rank = outer rank * inner size + inner rank. Ulysses inside of a ring and nested
 rings use partitions of single axes, which derive from the whole one.
@@ -9,14 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 
-from cp_dtensor.plan.interval_tiling import tiling_of
 from cp_dtensor.plan.plan import TilePlan
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, group_segments, rows_in_order
-from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
-from cp_dtensor.spec.load_balance import workload_of, workload_of_segments
-from cp_dtensor.spec.masks import Full, Mask, is_plain
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, rows_in_order, tiling_of
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk
+from cp_dtensor.spec.masks import Full, Mask, is_plain, workload_by_rank
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of backward over FLOPs of forward: five matrix products instead of two."""
@@ -63,7 +62,13 @@ class LayoutPartition(SequencePartition):
     world_size: int
 
     def groups(self) -> tuple[GroupSegments, ...]:
-        return group_segments(self.layout, self.q_len, self.kv_len, self.batch_size, self.world_size)
+        def by_rank(length: int, group: int) -> tuple[tuple[Segment, ...], ...]:
+            return tuple(self.layout.segments(length, rank, self.world_size, group) for rank in range(self.world_size))
+
+        return tuple(
+            GroupSegments(batch, by_rank(self.q_len, group), by_rank(self.kv_len, group))
+            for group, batch in enumerate(self.layout.batch_groups(self.batch_size))
+        )
 
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -128,12 +133,7 @@ class CallSpec(CachedHash):
         segments = (segment for group in groups for by_rank in group.q_by_rank for segment in by_rank)
         if q_len != kv_len or not all(segment.is_contiguous for segment in segments):
             return None
-        pairs = [0] * len(groups[0].q_by_rank)
-        for group in groups:
-            rows = 1 if self.mask.batch_size else group.batch[1] - group.batch[0]
-            workloads = workload_of(self.mask, q_len, group.batch)
-            for rank, workload in enumerate(workload_of_segments(group.q_by_rank, workloads)):
-                pairs[rank] += rows * workload
+        pairs = workload_by_rank([(group.batch, group.q_by_rank) for group in groups], self.mask, q_len)
         return pairs.index(max(pairs))
 
     @property
@@ -178,23 +178,17 @@ class MergedPartition(AxisPartition):
 
     def groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
-        unbroken = all(
-            segment.is_contiguous
-            for group in whole
-            for segments in (*group.q_by_rank, *group.kv_by_rank)
-            for segment in segments
-        )
+        shards = [segments for group in whole for segments in (*group.q_by_rank, *group.kv_by_rank)]
+        unbroken = all(segment.is_contiguous for segments in shards for segment in segments)
         queries = self._merged([group.q_by_rank for group in whole], unbroken)
         keys = self._merged([group.kv_by_rank for group in whole], unbroken)
         return tuple(map(GroupSegments, (group.batch for group in whole), queries, keys))
 
-    def query_rows(self, outer_rank: int) -> GatheredRows:
-        """Returns the places of the inner ranks' queries among their merged rows."""
-        return rows_in_order(self._block(self.whole.groups()[0].q_by_rank, outer_rank))
-
-    def key_rows(self, outer_rank: int) -> GatheredRows:
-        """Returns the places of the inner ranks' K/V among their merged rows."""
-        return rows_in_order(self._block(self.whole.groups()[0].kv_by_rank, outer_rank))
+    def rows(self, outer_rank: int) -> tuple[GatheredRows, GatheredRows]:
+        """Returns the places of the inner ranks' queries, and of their K/V, among their merged rows."""
+        whole = self.whole.groups()[0]
+        queries, keys = (self._block(by_rank, outer_rank) for by_rank in (whole.q_by_rank, whole.kv_by_rank))
+        return rows_in_order(queries), rows_in_order(keys)
 
     def _merged(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
         """Returns every outer rank's segments for each batch group, in the order of the first group's positions.
@@ -225,14 +219,12 @@ class OuterPartition(AxisPartition):
     inner_rank: int
 
     def groups(self) -> tuple[GroupSegments, ...]:
-        def queries(by_rank: tuple[Segments, ...]) -> tuple[Segments, ...]:
-            outer_ranks = range(len(by_rank) // self.inner_size)
-            return tuple(tuple(chain.from_iterable(self._block(by_rank, outer))) for outer in outer_ranks)
-
-        return tuple(
-            GroupSegments(group.batch, queries(group.q_by_rank), group.kv_by_rank[self.inner_rank :: self.inner_size])
-            for group in self.whole.groups()
-        )
+        found = []
+        for group in self.whole.groups():
+            outer_ranks = range(len(group.q_by_rank) // self.inner_size)
+            queries = tuple(tuple(chain.from_iterable(self._block(group.q_by_rank, outer))) for outer in outer_ranks)
+            found.append(GroupSegments(group.batch, queries, group.kv_by_rank[self.inner_rank :: self.inner_size]))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -243,18 +235,17 @@ class InnerPartition(AxisPartition):
     source: int
 
     def groups(self) -> tuple[GroupSegments, ...]:
+        mine, source = self.outer_rank, self.source
         return tuple(
-            GroupSegments(
-                group.batch, self._block(group.q_by_rank, self.outer_rank), self._block(group.kv_by_rank, self.source)
-            )
+            GroupSegments(group.batch, self._block(group.q_by_rank, mine), self._block(group.kv_by_rank, source))
             for group in self.whole.groups()
         )
 
 
 def inner_partitions(whole: Partition, plan: TilePlan, inner_size: int) -> list[InnerPartition]:
     """Returns the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
-    hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
-    return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
+    sources = [(plan.rank - step.hop) % plan.world_size for step in plan.forward]
+    return [InnerPartition(whole, inner_size, plan.rank, source) for source in sources]
 
 
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
@@ -277,11 +268,7 @@ def masking_of(
     partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
     deterministic: bool = False,
 ) -> Masking:  # fmt: skip
-    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
-
-    Args:
-        deterministic: the result of `is_deterministic`.
-    """
+    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank."""
     if has_bias:
         return Masking.INTERVALS_UNBROKEN
     if has_dropout:
@@ -289,15 +276,112 @@ def masking_of(
     # Few of torch's kernels on GPUs are deterministic, and those are slower than ours.
     if deterministic or not is_plain(mask, *partition.lengths):
         return Masking.INTERVALS
-    return Masking.BY_SHAPE if _has_simple_tiles(partition, mask == Full()) else Masking.INTERVALS
-
-
-def _has_simple_tiles(partition: Partition, is_full: bool) -> bool:
-    """True if few rectangles and triangles cover a plain mask.
-
-    Causal tiles between stripes of several tokens are neither.
-    """
     group = partition.groups()[0]
     shards = (*group.q_by_rank, *group.kv_by_rank)
+    # Causal tiles between stripes of several tokens are neither rectangles nor triangles.
     has_stripes = any(not each.is_contiguous and each.block > 1 for segments in shards for each in segments)
-    return max(map(len, shards)) <= _MOST_SHAPED_SEGMENTS and (is_full or not has_stripes)
+    is_simple = max(map(len, shards)) <= _MOST_SHAPED_SEGMENTS and (mask == Full() or not has_stripes)
+    return Masking.BY_SHAPE if is_simple else Masking.INTERVALS
+
+
+# Heads
+
+
+@dataclass(frozen=True)
+class HeadPartition:
+    """KV-head groups of each rank: a group is one key/value head and query heads that read it.
+
+    A key/value head that several ranks need is replicated: it is in `replication` groups, each with a part of its query
+    heads. Ranks take consecutive groups, and compute them in consecutive stages.
+
+    >>> heads = partition_heads(q_heads=8, kv_heads=2, world_size=4)
+    >>> heads.replication, [heads.kv_groups(rank) for rank in range(4)]
+    (2, [(0, 1), (1, 2), (2, 3), (3, 4)])
+    >>> [heads.query_heads(heads.kv_groups(rank)) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 6), (6, 8)]
+    """
+
+    q_heads: int
+    kv_heads: int
+    world_size: int
+    replication: int
+    stages: int
+
+    @property
+    def kv_group_count(self) -> int:
+        """Number of groups of all ranks."""
+        return self.kv_heads * self.replication
+
+    def kv_groups(self, rank: int, stage: int | None = None) -> Span:
+        """Returns the groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
+        span = chunk((0, self.kv_group_count), self.world_size, rank)
+        return span if stage is None else chunk(span, self.stages, stage)
+
+    def query_heads(self, kv_groups: Span) -> Span:
+        """Returns the query heads of some groups."""
+        count = max(self.kv_group_count, 1)
+        return -(-self.q_heads * kv_groups[0] // count), -(-self.q_heads * kv_groups[1] // count)
+
+
+@lru_cache(maxsize=4096)
+def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
+    """Returns the partition with the fewest query heads on the busiest rank, and then the least replication.
+
+    If heads do not divide by the ranks, some ranks have fewer heads or none. If ranks have fewer groups than `stages`,
+    K/V heads are replicated; there are fewer stages if that is not possible.
+    """
+    if kv_heads == 0:  # possible where heads are sharded unevenly over another axis
+        return HeadPartition(q_heads, kv_heads, world_size, replication=1, stages=1)
+    ratio = q_heads // kv_heads
+    divisors = [times for times in range(1, ratio + 1) if ratio % times == 0]
+
+    def busiest(times: int) -> int:
+        return -(-kv_heads * times // world_size) * (ratio // times)
+
+    least = min(map(busiest, divisors))
+    balanced = [times for times in divisors if busiest(times) == least]
+
+    stages = max(1, min(stages, kv_heads * balanced[-1] // world_size))
+    replication = next((times for times in balanced if kv_heads * times // world_size >= stages), balanced[0])
+    return HeadPartition(q_heads, kv_heads, world_size, replication, stages)
+
+
+def partition_call(shape: CallSpec, world_size: int, stages: int) -> HeadPartition:
+    """Returns `partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
+    if shape.latent_dims is None:
+        return partition_heads(shape.q_heads, shape.kv_heads, world_size, stages)
+    return HeadPartition(shape.q_heads, 1, world_size, replication=min(world_size, shape.q_heads), stages=1)
+
+
+_MORE_UNHIDDEN = 3.0
+"""Multiplier of `flops_per_stage` if exchanges do not overlap attention (measured on 4 H200s, docs/log.md)."""
+
+
+def head_stages(
+    shape: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.3e12, most: int = 4
+) -> int:
+    """Returns the number of stages of Ulysses that are worthwhile and divide a rank's query heads.
+
+    Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
+    `flops_per_stage` FLOPs of a rank (half a millisecond on an H200).
+    """
+    groups = shape.partition.groups()
+    least = flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else _MORE_UNHIDDEN)
+    worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
+    heads = max(shape.q_heads // world_size, 1)
+    return next(count for count in range(max(1, min(most, worthwhile)), 0, -1) if heads % count == 0)
+
+
+def hides_exchanges(shape: CallSpec, publishes: bool) -> bool:
+    """True if exchanges of heads overlap attention.
+
+    Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
+    it no multiprocessors; cuDNN's causal kernels do towards their end (measured on H200s).
+    """
+    return shape.masking is Masking.BY_SHAPE or not publishes
+
+
+def with_heads(shape: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
+    """Returns the shape of attention with some KV-head groups only."""
+    first, last = heads.query_heads(kv_groups)
+    return replace(shape, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])

@@ -1,8 +1,4 @@
-"""Execution plans: steps of a call on one rank, forward and backward, and the transfers that they wait for.
-
-A plan orders the tiles of a tiling, by groups of heads, so that the next transfer overlaps the current step. Integers
-only.
-"""
+"""Execution plans: the tiles of one rank in steps, forward and backward, and the transfers that steps wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import NamedTuple
 
 from cp_dtensor.plan.tiles import Tile, without_long_triangles
 from cp_dtensor.plan.tiling import GatheredRows, Tiling
-from cp_dtensor.spec.layouts import Span, joined_spans, share
+from cp_dtensor.spec.layouts import Span, chunk, joined_spans
 
 LONGEST_TRIANGLE = 1 << 16
 """Most rows of a causal tile in forward: cuDNN is 7% slower on a longer one than on its parts (H200, docs/log.md)."""
@@ -54,6 +50,11 @@ class Step:
     """True if no later step has any of the heads."""
     has_gaps: bool = False
     """True if some received rows are seen by no query of some batch rows."""
+
+    @property
+    def hop(self) -> int:
+        """That of the transfer; 0 for tiles against this rank's own shard, and where rows come from all ranks."""
+        return 0 if self.transfer is None or self.transfer.hop is None else self.transfer.hop
 
 
 Steps = tuple[Step, ...]
@@ -138,13 +139,13 @@ class TilePlan:
     @cached_property
     def pulls(self) -> tuple[Pull, ...]:
         """All copies into the gathered buffer."""
-        pulls = []
-        for peer in self._peers:
-            for part in self.recv_parts[peer]:
-                start, stop = self.rows.span(peer, part)
-                if start < stop:
-                    pulls.append(Pull(peer, start, self.rows.local_span(peer, part)[0], stop - start))
-        return tuple(pulls)
+        rows = self.rows
+        return tuple(
+            Pull(peer, rows.starts[peer][part], rows.local_span(peer, part)[0], rows.lengths[peer][part])
+            for peer in self._peers
+            for part in self.recv_parts[peer]
+            if rows.lengths[peer][part]
+        )
 
     @cached_property
     def grad_pulls(self) -> tuple[GradPulls, ...]:
@@ -238,7 +239,7 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     ((0, 3), (3, 6), (6, 8))
     """
     count = max(1, min(count, kv_heads))
-    return tuple(share((0, kv_heads), index, count) for index in range(count))
+    return tuple(chunk((0, kv_heads), count, index) for index in range(count))
 
 
 def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePlan:
@@ -246,19 +247,26 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePla
     rows = tiling.gathered_rows(rank)
     recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
     send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
-    batches = [group.batch for group in tiling.groups]
+
+    def has_gaps(step: Step) -> bool:
+        if step.transfer is None:
+            return False
+        rows_of = rows.span if step.transfer.hop is None else rows.local_span
+        sources = step.transfer.sources(rank, rows.world_size)
+        brought = [rows_of(source, part) for source in sources for part in recv_parts[source]]
+        for group in tiling.groups:
+            seen = joined_spans(tile.kv for tile in step.tiles if tile.batch == group.batch)
+            for start, stop in brought:
+                if start < stop and not any(first <= start and stop <= last for first, last in seen):
+                    return True
+        return False
 
     def marked(steps: Steps) -> Steps:
-        return tuple(
-            replace(
-                step,
-                is_last=not any(
-                    later.heads[0] < step.heads[1] and step.heads[0] < later.heads[1] for later in steps[index + 1 :]
-                ),
-                has_gaps=_has_gaps(step, rank, rows, recv_parts, batches),
-            )
-            for index, step in enumerate(steps)
-        )
+        found: list[Step] = []
+        for step in reversed(steps):
+            meets_later = any(later.heads[0] < step.heads[1] and step.heads[0] < later.heads[1] for later in found)
+            found.append(replace(step, is_last=not meets_later, has_gaps=has_gaps(step)))
+        return tuple(reversed(found))
 
     return TilePlan(
         rank=rank,
@@ -274,19 +282,3 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePla
         ),
         backward=marked(backward),
     )
-
-
-def _has_gaps(
-    step: Step, rank: int, rows: GatheredRows, recv_parts: Sequence[Sequence[int]], batches: Sequence[Span]
-) -> bool:
-    if step.transfer is None:
-        return False
-    rows_of = rows.span if step.transfer.hop is None else rows.local_span
-    sources = step.transfer.sources(rank, rows.world_size)
-    brought = [rows_of(source, part) for source in sources for part in recv_parts[source]]
-    for batch in batches:
-        seen = joined_spans(tile.kv for tile in step.tiles if tile.batch == batch)
-        for start, stop in brought:
-            if start < stop and not any(first <= start and stop <= last for first, last in seen):
-                return True
-    return False

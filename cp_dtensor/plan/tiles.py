@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from cp_dtensor.spec.intervals import IntervalBand, IntervalSet, clipped_bands, count_pairs
 from cp_dtensor.spec.layouts import Segment, Span
@@ -23,8 +23,8 @@ class KeyRun:
     `segments` follow each other; each begins beyond the end of the one before, and none is empty.
 
     >>> run = KeyRun((Segment.contiguous(2, 4), Segment.contiguous(6, 9)))
-    >>> run.length, run.rows_before(3), run.rows_before(6), run.rows_before(8), run.position(2)
-    (5, 1, 2, 4, 6)
+    >>> run.starts, run.rows_before(3), run.rows_before(6), run.rows_before(8), run.position(2)
+    ((0, 2, 5), 1, 2, 4, 6)
     """
 
     segments: tuple[Segment, ...]
@@ -34,15 +34,6 @@ class KeyRun:
         """First row of each segment, then the number of rows."""
         return tuple(accumulate((segment.length for segment in self.segments), initial=0))
 
-    @cached_property
-    def _first_positions(self) -> list[int]:
-        return [segment.start for segment in self.segments]
-
-    @property
-    def length(self) -> int:
-        """Number of rows."""
-        return self.starts[-1]
-
     @property
     def positions(self) -> Span:
         """The range from the first to the last position."""
@@ -50,12 +41,12 @@ class KeyRun:
 
     def rows_before(self, position: int) -> int:
         """Returns the number of rows whose position is smaller."""
-        index = bisect_right(self._first_positions, position) - 1
-        return 0 if index < 0 else self.starts[index] + rows_before(self.segments[index], position)
+        index = bisect_right(self.segments, position, key=attrgetter("start")) - 1
+        return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
 
     def meeting(self, positions: Span) -> Iterator[Segment]:
         """Yields the segments that overlap a range of positions."""
-        index = max(bisect_right(self._first_positions, positions[0]) - 1, 0)
+        index = max(bisect_right(self.segments, positions[0], key=attrgetter("start")) - 1, 0)
         while index < len(self.segments) and self.segments[index].start < positions[1]:
             if self.segments[index].last >= positions[0]:
                 yield self.segments[index]
@@ -67,37 +58,22 @@ class KeyRun:
         return self.segments[index].position(row - self.starts[index])
 
 
-def rows_before(segment: Segment, position: int) -> int:
-    """Returns the number of a segment's tokens whose position is smaller.
+def runs_of(pieces: Iterable[tuple[int, Segment]], *, unbroken: bool) -> list[tuple[int, KeyRun]]:
+    """Returns consecutive rows as few runs, each with its first row.
 
-    >>> [rows_before(Segment(start=2, length=5, block=2, period=8), position) for position in (2, 4, 10, 11, 99)]
-    [0, 2, 2, 3, 5]
+    `pieces` are first rows and segments, in the order of rows; there may be gaps between rows. If `unbroken`, the
+    positions of a run have equal distances.
     """
-    beyond = max(position - segment.start, 0)
-    blocks, rest = divmod(beyond, segment.period)
-    return min(blocks * segment.block + min(rest, segment.block), segment.length)
-
-
-def runs_of(pieces: Iterable[tuple[int, Segment]], *, unbroken: bool) -> Iterator[tuple[int, KeyRun]]:
-    """Yields consecutive rows as few runs, each with its first row.
-
-    Args:
-        pieces: first rows and segments, in the order of rows; there may be gaps between rows.
-        unbroken: True if the positions of a run must have equal distances.
-    """
-    first, segments, end = 0, list[Segment](), 0
+    runs: list[tuple[int, list[Segment]]] = []
+    end = -1
     for row, segment in pieces:
-        if not segment.length:
-            continue
-        if segments and row == end and _continues(segments[-1], segment, unbroken):
-            segments.append(segment)
-        else:
-            if segments:
-                yield first, KeyRun(tuple(segments))
-            first, segments = row, [segment]
-        end = row + segment.length
-    if segments:
-        yield first, KeyRun(tuple(segments))
+        if segment.length:
+            if row == end and _continues(runs[-1][1][-1], segment, unbroken):
+                runs[-1][1].append(segment)
+            else:
+                runs.append((row, [segment]))
+            end = row + segment.length
+    return [(first, KeyRun(tuple(segments))) for first, segments in runs]
 
 
 def _continues(before: Segment, segment: Segment, unbroken: bool) -> bool:
@@ -114,7 +90,6 @@ class ShapedMask:
 
     @property
     def is_full(self) -> bool:
-        """True if every row sees every column."""
         return not self.is_causal
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
@@ -176,14 +151,11 @@ class IntervalMask:
         if len(self.keys.segments) > _FEW_SEGMENTS:
             lo, hi = band.key_range
             return band.pairs * (self.keys.rows_before(hi) - self.keys.rows_before(lo)) / (hi - lo)
-        return sum(
-            _density(keys) * count_pairs(((band,),), (band.first, band.last), (keys.start, keys.last + 1))
-            for keys in self.keys.meeting(band.key_range)
-        )
-
-
-def _density(segment: Segment) -> float:
-    return segment.length / (segment.last + 1 - segment.start)
+        total = 0.0
+        for keys in self.keys.meeting(band.key_range):
+            span = keys.start, keys.last + 1
+            total += keys.length / (span[1] - span[0]) * count_pairs(((band,),), (band.first, band.last), span)
+        return total
 
 
 TileMask = ShapedMask | IntervalMask
@@ -206,24 +178,21 @@ class Tile:
     mask: TileMask
 
 
-def joined(tiles: list[Tile]) -> list[Tile]:
+def joined(tiles: Iterable[Tile]) -> list[Tile]:
     """Returns fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
-    return sorted(_joined_along("q", _joined_along("kv", tiles)), key=attrgetter("q", "kv"))
-
-
-def _joined_along(dim: Literal["q", "kv"], tiles: list[Tile]) -> list[Tile]:
-    other = "kv" if dim == "q" else "q"
-    found: list[Tile] = []
-    for tile in sorted(tiles, key=attrgetter(other, dim)):
-        last = found[-1] if found else tile
-        (start, end), (begin, stop) = getattr(last, dim), getattr(tile, dim)
-        is_adjacent = end == begin and getattr(last, other) == getattr(tile, other)
-        if is_adjacent and last.mask.is_full and tile.mask.is_full:
-            span: Any = {dim: (start, stop)}
-            found[-1] = replace(last, **span)
-        else:
-            found.append(tile)
-    return found
+    for dim, other in (("kv", "q"), ("q", "kv")):
+        found: list[Tile] = []
+        for tile in sorted(tiles, key=attrgetter(other, dim)):
+            last = found[-1] if found else tile
+            (start, end), (begin, stop) = getattr(last, dim), getattr(tile, dim)
+            is_adjacent = end == begin and getattr(last, other) == getattr(tile, other)
+            if is_adjacent and last.mask.is_full and tile.mask.is_full:
+                longer: Any = {dim: (start, stop)}
+                found[-1] = replace(last, **longer)
+            else:
+                found.append(tile)
+        tiles = found
+    return sorted(tiles, key=attrgetter("q", "kv"))
 
 
 def without_long_triangles(tiles: Iterable[Tile], longest: int) -> tuple[Tile, ...]:

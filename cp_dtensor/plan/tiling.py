@@ -1,21 +1,22 @@
 """Tiling: the tiles that each rank computes, and the K/V rows that it receives for them.
 
-Pure functions from layouts and masks to frozen `Tile`s. Over all ranks, tiles cover every allowed (query, key) pair
-exactly once and no other; the tests hold every tiling to this.
+Over all ranks, tiles cover every allowed (query, key) pair exactly once and no other.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, zip_longest
 
-from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile, TileMask, joined
-from cp_dtensor.spec.layouts import Layout, Segment, Span
-from cp_dtensor.spec.masks import Causal, Full, Mask
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, Tile, TileMask, joined, runs_of
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSet, clipped_bands
+from cp_dtensor.spec.layouts import Segment, Span, joined_spans
+from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,6 @@ class GroupSegments:
         return len(self.kv_by_rank)
 
 
-def group_segments(
-    layout: Layout, q_len: int, kv_len: int, batch_size: int, world_size: int
-) -> tuple[GroupSegments, ...]:
-    """Returns the segments of all ranks for global lengths of queries and keys, by batch groups of a layout."""
-
-    def by_rank(length: int, group: int) -> tuple[tuple[Segment, ...], ...]:
-        return tuple(layout.segments(length, rank, world_size, group) for rank in range(world_size))
-
-    return tuple(
-        GroupSegments(batch, by_rank(q_len, group), by_rank(kv_len, group))
-        for group, batch in enumerate(layout.batch_groups(batch_size))
-    )
-
-
 @dataclass(frozen=True)
 class GatheredRows:
     """Places of all ranks' rows in a gathered buffer without gaps.
@@ -60,11 +47,11 @@ class GatheredRows:
     """`starts[rank][part]`: first row of the part in the buffer; -1 if it is not there."""
 
     @staticmethod
-    def of(lengths: tuple[tuple[int, ...], ...], places: Iterable[tuple[int, int]]) -> GatheredRows:
-        """Returns a buffer of the parts at `places`, (rank, part) each, in this order."""
+    def of(lengths: tuple[tuple[int, ...], ...], positions: dict[tuple[int, int], int]) -> GatheredRows:
+        """Returns a buffer of the parts in `positions`, which has the first position of each (rank, part)."""
         starts = [[-1] * len(parts) for parts in lengths]
         row = 0
-        for rank, part in places:
+        for rank, part in sorted(positions, key=positions.__getitem__):
             starts[rank][part] = row
             row += lengths[rank][part]
         return GatheredRows(lengths, tuple(map(tuple, starts)))
@@ -105,66 +92,17 @@ class GatheredRows:
 def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
     """Returns a buffer of the rows of all ranks, with segments in the order of their positions."""
     lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
-    places = [(rank, part) for rank, segments in enumerate(by_rank) for part in range(len(segments))]
-    return GatheredRows.of(lengths, sorted(places, key=lambda place: by_rank[place[0]][place[1]].start))
+    starts = {(rank, part): each.start for rank, row in enumerate(by_rank) for part, each in enumerate(row)}
+    return GatheredRows.of(lengths, starts)
 
 
-def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
-    """Returns tiles between the local rows of two shards; the caller sets `source` and `batch`."""
-    filled = [segment for segment in q if segment.length]
-    if mask == Causal() and q == kv and all(one.last < other.start for one, other in pairwise(filled)):
-        length = sum(segment.length for segment in q)  # positions ascend: the whole shard is one triangle
-        return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
-    tiles = []
-    q_row = 0
-    for q_segment in q:
-        kv_row = 0
-        for kv_segment in kv:
-            for q_span, kv_span, tile_mask in _segment_tiles(q_segment, kv_segment, mask):
-                if q_span[0] < q_span[1] and kv_span[0] < kv_span[1]:
-                    tiles.append(Tile(None, (0, 0), _shift(q_span, q_row), _shift(kv_span, kv_row), tile_mask))
-            kv_row += kv_segment.length
-        q_row += q_segment.length
-    return tiles
+def _with_first_rows(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]:
+    """Yields segments that follow each other, each with its first row."""
+    row = 0
+    for segment in segments:
+        yield row, segment
+        row += segment.length
 
-
-def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
-    """Yields rectangles and triangles between two segments, in rows of these; some may be empty."""
-    if mask == Full():
-        yield (0, q.length), (0, kv.length), FULL_TILE
-        return
-    if not (q.is_contiguous and kv.is_contiguous):
-        if not q.block == kv.block == 1 or q.period != kv.period:
-            raise NotImplementedError(
-                f"causal tiles by shape need stripes of one token and of equal periods: {q} and {kv}"
-            )
-        # Row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes.
-        ahead = -((q.start - kv.start) // q.period)
-        q, kv = Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length)
-    # Rows before the first key of kv see nothing. The next rows see the `before` keys left of the diagonal (a
-    # rectangle) and a triangle. Rows behind the last key of kv see all keys (a rectangle).
-    first = min(max(kv.start - q.start, 0), q.length)
-    before = min(max(q.start - kv.start, 0), kv.length)
-    diagonal = min(q.length - first, kv.length - before)
-    yield (first, first + diagonal), (0, before), FULL_TILE
-    yield (first, first + diagonal), (before, before + diagonal), CAUSAL_TILE
-    yield (first + diagonal, q.length), (0, kv.length), FULL_TILE
-
-
-def _shift(span: Span, offset: int) -> Span:
-    return (span[0] + offset, span[1] + offset)
-
-
-def _to_buffer_rows(kv: Span, source: int, rows: GatheredRows) -> Span:
-    """Returns rows of `source`'s shard as rows of the gathered buffer. A tile is within one part."""
-    for part in range(len(rows.lengths[source])):
-        start, stop = rows.local_span(source, part)
-        if start <= kv[0] < stop:
-            return _shift(kv, rows.starts[source][part] - start)
-    raise AssertionError(f"rows {kv} lie outside of the shard of rank {source}")
-
-
-# Tilings
 
 RUN = 16
 """Positions that begin at a multiple of this number and share a draw of dropout's random numbers."""
@@ -215,6 +153,9 @@ class Tiling(ABC):
         return max(self.gathered_rows(rank).total for rank in range(self.world_size))
 
 
+# Tiles by shape
+
+
 @dataclass(frozen=True)
 class ShapeTiling(Tiling):
     """Rectangles and triangles of a plain mask; parts are segments. Gathered buffers have the rows of all ranks."""
@@ -231,17 +172,16 @@ class ShapeTiling(Tiling):
 
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
         """See `Tiling`. Causal attention in a head-tail layout takes two tiles with any number of ranks."""
-        rows = self.gathered_rows(rank)
-        by_group = (
-            [
-                replace(tile, batch=group.batch, kv=_to_buffer_rows(tile.kv, source, rows))
-                for source in range(self.world_size)
+        found: list[Tile] = []
+        for group in self.groups:
+            found += joined(
+                replace(tile, batch=group.batch, kv=_shift(tile.kv, start))
+                for source, starts in enumerate(self.gathered_rows(rank).starts)
                 if source != rank
-                for tile in _tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask)
-            ]
-            for group in self.groups
-        )
-        return tuple(tile for tiles in by_group for tile in joined(tiles))
+                for segment, start in zip(group.kv_by_rank[source], starts, strict=True)
+                for tile in _tiles_between(group.q_by_rank[rank], (segment,), self.mask)
+            )
+        return tuple(found)
 
     def gathered_rows(self, rank: int) -> GatheredRows:
         return rows_in_order(self.groups[0].kv_by_rank)
@@ -257,3 +197,241 @@ class ShapeTiling(Tiling):
                 for group in self.groups
             )
         )
+
+
+def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
+    """Returns tiles between the local rows of two shards; the caller sets `source` and `batch`."""
+    filled = [segment for segment in q if segment.length]
+    if mask == Causal() and q == kv and all(one.last < other.start for one, other in pairwise(filled)):
+        length = sum(segment.length for segment in q)  # positions ascend: the whole shard is one triangle
+        return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
+    return [
+        Tile(None, (0, 0), _shift(q_span, q_row), _shift(kv_span, kv_row), tile_mask)
+        for q_row, q_segment in _with_first_rows(q)
+        for kv_row, kv_segment in _with_first_rows(kv)
+        for q_span, kv_span, tile_mask in _segment_tiles(q_segment, kv_segment, mask)
+        if q_span[0] < q_span[1] and kv_span[0] < kv_span[1]
+    ]
+
+
+def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
+    """Yields rectangles and triangles between two segments, in rows of these; some may be empty."""
+    if mask == Full():
+        yield (0, q.length), (0, kv.length), FULL_TILE
+        return
+    if not (q.is_contiguous and kv.is_contiguous):
+        if not q.block == kv.block == 1 or q.period != kv.period:
+            raise NotImplementedError(
+                f"causal tiles by shape need stripes of one token and of equal periods: {q} and {kv}"
+            )
+        # Row i sees column j iff j - i <= (q.start - kv.start) // period: a diagonal, as without stripes.
+        ahead = -((q.start - kv.start) // q.period)
+        q, kv = Segment.contiguous(0, q.length), Segment.contiguous(ahead, ahead + kv.length)
+    # Rows before the first key of kv see nothing. The next rows see the `before` keys left of the diagonal (a
+    # rectangle) and a triangle. Rows behind the last key of kv see all keys (a rectangle).
+    first = min(max(kv.start - q.start, 0), q.length)
+    before = min(max(q.start - kv.start, 0), kv.length)
+    diagonal = min(q.length - first, kv.length - before)
+    yield (first, first + diagonal), (0, before), FULL_TILE
+    yield (first, first + diagonal), (before, before + diagonal), CAUSAL_TILE
+    yield (first + diagonal, q.length), (0, kv.length), FULL_TILE
+
+
+def _shift(span: Span, offset: int) -> Span:
+    return (span[0] + offset, span[1] + offset)
+
+
+# Tiles of any mask
+
+_MOST_PARTS = 64
+"""Each part is a transfer of its own; shards of more pieces travel whole."""
+
+
+class IntervalTiling(Tiling):
+    """Rows of queries against runs of keys, where every row sees an interval; for any mask.
+
+    Shards are cut into parts where the keys that some rank attends to begin or end, so a rank receives the keys of its
+    window and no more. It receives them in the order of their positions, without gaps, so they are one run of keys, and
+    one tile for each interval set of the mask computes all of them.
+    """
+
+    def __init__(
+        self, groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]
+    ) -> None:
+        self.groups = groups
+        self._unbroken = masking is Masking.INTERVALS_UNBROKEN
+        self._run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
+        """Ranks receive whole multiples of so many positions; tiles begin at multiples of it, in rows and columns."""
+        by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
+        self._sets: tuple[tuple[IntervalSet, ...], ...] = tuple(zip_longest(*by_row, fillvalue=()))
+        """`_sets[index]`: the index-th interval set of every batch row, or one for all rows."""
+
+    def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
+        parts = range(len(self._cuts[source]) - 1) if rank == source else self.recv_parts(rank, source)
+        starts = {(source, part): self._cuts[source][part] for part in parts}
+        return tuple(self._tiles(rank, starts, source))
+
+    def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
+        rows = self.gathered_rows(rank)
+        starts = {(source, part): rows.starts[source][part] for source, part in rows.places}
+        return tuple(self._tiles(rank, starts, None))
+
+    def gathered_rows(self, rank: int) -> GatheredRows:
+        return self._rows[rank]
+
+    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
+        return self._recv_parts[rank][source]
+
+    def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
+        """Yields tiles against parts of shards; `starts` has their first rows, in the order of rows."""
+        for group, pieces in zip(self.groups, self._pieces, strict=True):
+            placed = [
+                (start + row, piece)
+                for (owner, part), start in starts.items()
+                for row, piece in _with_first_rows(pieces[owner][part])
+            ]
+            for first_row, run in runs_of(placed, unbroken=self._unbroken):
+                for sets in self._sets:
+                    mask = self._mask_of_tile(_of_batch(sets, group.batch), group.q_by_rank[rank], run)
+                    if mask is not None:
+                        kv = first_row + mask.kv[0], first_row + mask.kv[1]
+                        yield Tile(source, group.batch, mask.q, kv, mask)
+
+    def _mask_of_tile(
+        self, sets: tuple[IntervalSet, ...], queries: tuple[Segment, ...], run: KeyRun
+    ) -> IntervalMask | None:
+        """Returns the mask of the smallest tile of all that queries see of a run of keys, None if they see nothing."""
+        rows, columns = [], []
+        for bands in sets:
+            for row, segment, band in _bands_by_segment(queries, bands, run.positions):
+                lo, hi = map(run.rows_before, band.key_range)
+                first, last = segment.rows_before(band.first), segment.rows_before(band.last)
+                if lo < hi and first < last:
+                    rows += [row + first, row + last]
+                    columns += [lo, hi]
+        if not rows:
+            return None
+        q, kv = ((min(places) // self._run * self._run, max(places)) for places in (rows, columns))
+        return IntervalMask(sets, queries, q, run, kv)
+
+    @cached_property
+    def _seen(self) -> list[list[list[Span]]]:
+        """`_seen[index][rank]`: the ranges of key positions that a rank's queries see in a batch group, joined."""
+
+        def whole_runs(keys: Span) -> Span:
+            return keys[0] // self._run * self._run, -(-keys[1] // self._run) * self._run
+
+        return [
+            [
+                joined_spans(
+                    whole_runs(band.key_range)
+                    for sets in self._sets
+                    for bands in _of_batch(sets, group.batch)
+                    for _, _, band in _bands_by_segment(segments, bands)
+                )
+                for segments in group.q_by_rank
+            ]
+            for group in self.groups
+        ]
+
+    @cached_property
+    def _cuts(self) -> list[list[int]]:
+        """Rows where each rank's shard is cut into parts; equally many on every rank."""
+        cuts = [self._cuts_of(owner) for owner in range(self.world_size)]
+        most = max(map(len, cuts))
+        return [rows + [rows[-1]] * (most - len(rows)) for rows in cuts]
+
+    def _cuts_of(self, owner: int) -> list[int]:
+        shards = [group.kv_by_rank[owner] for group in self.groups]
+        cuts = {row for segments in shards for row in accumulate((s.length for s in segments), initial=0)}
+        whole = sorted({0, max(cuts)})
+        # Shards of more segments than there may be parts travel whole. Stripes are not cut: a cut inside of a stripe
+        # would be at other positions in another batch group.
+        if len(cuts) <= _MOST_PARTS and all(segment.is_contiguous for segments in shards for segment in segments):
+            cuts |= {
+                row + edge - segment.start
+                for segments, seen in zip(shards, self._seen, strict=True)
+                for row, segment in _with_first_rows(segments)
+                for reader in range(self.world_size)
+                if reader != owner
+                for edge in _edges_inside(seen[reader], segment)
+            }
+        return sorted(cuts) if len(cuts) <= _MOST_PARTS else whole
+
+    @cached_property
+    def _pieces(self) -> list[list[list[list[Segment]]]]:
+        """`_pieces[index][owner][part]`: the segments of a part of a shard in a batch group."""
+        return [list(map(_divided, group.kv_by_rank, self._cuts)) for group in self.groups]
+
+    @cached_property
+    def _recv_parts(self) -> list[list[tuple[int, ...]]]:
+        """`_recv_parts[reader][owner]`: as `recv_parts`."""
+
+        def reads(reader: int, owner: int, part: int) -> bool:
+            return reader != owner and any(
+                _meets(seen[reader], (piece.start, piece.last + 1))
+                for seen, pieces in zip(self._seen, self._pieces, strict=True)
+                for piece in pieces[owner][part]
+            )
+
+        ranks, parts = range(self.world_size), range(len(self._cuts[0]) - 1)
+        return [[tuple(part for part in parts if reads(reader, owner, part)) for owner in ranks] for reader in ranks]
+
+    @cached_property
+    def _rows(self) -> list[GatheredRows]:
+        lengths = tuple(tuple(stop - start for start, stop in pairwise(rows)) for rows in self._cuts)
+        starts = [[pieces[0].start if pieces else -1 for pieces in parts] for parts in self._pieces[0]]
+        by_reader = (
+            {(owner, part): starts[owner][part] for owner, parts in enumerate(received) for part in parts}
+            for received in self._recv_parts
+        )
+        return [GatheredRows.of(lengths, positions) for positions in by_reader]
+
+
+def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:
+    """Returns the interval sets of some batch rows; `sets` has one for each row or one for all."""
+    return sets[slice(*batch)] if len(sets) > 1 else sets
+
+
+def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segment]]:
+    """Returns the segments of each part between two cuts."""
+    parts: list[list[Segment]] = []
+    for start, stop in pairwise(cuts):
+        parts.append([])
+        for row, segment in _with_first_rows(segments):
+            first, last = max(start - row, 0), min(stop - row, segment.length)
+            if first < last:  # stripes are not cut
+                cut = Segment.contiguous(segment.start + first, segment.start + last)
+                parts[-1].append(segment if last - first == segment.length else cut)
+    return parts
+
+
+def _bands_by_segment(
+    segments: Sequence[Segment], bands: IntervalSet, keys: Span = (-FAR, FAR)
+) -> Iterator[tuple[int, Segment, IntervalBand]]:
+    """Yields segments of queries with the bands of keys that they see, and the first row of the segment."""
+    for row, segment in _with_first_rows(segments):
+        for band in clipped_bands(bands, (segment.start, segment.last + 1), keys):
+            yield row, segment, band
+
+
+def _edges_inside(spans: Sequence[Span], segment: Segment) -> Iterator[int]:
+    """Yields the edges of spans that are inside of a segment's range of positions."""
+    index = bisect_left(spans, segment.start, key=lambda span: span[1])
+    while index < len(spans) and spans[index][0] <= segment.last:
+        yield from (edge for edge in spans[index] if segment.start < edge <= segment.last)
+        index += 1
+
+
+def _meets(spans: Sequence[Span], range_of_keys: Span) -> bool:
+    """True if any of some ascending spans overlaps a range."""
+    index = bisect_right(spans, range_of_keys[0], key=lambda span: span[1])
+    return index < len(spans) and spans[index][0] < range_of_keys[1]
+
+
+@lru_cache(maxsize=256)
+def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]) -> Tiling:
+    """Returns the tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
+    if masking is Masking.BY_SHAPE:
+        return ShapeTiling(groups, mask)
+    return IntervalTiling(groups, mask, masking, lengths)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isfinite
 from operator import add
 from typing import Any
 from warnings import warn
 
 from cp_dtensor.spec.documents import ascending
-from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk_length, joined_spans
-from cp_dtensor.spec.load_balance import BalancedPartition, Workload, imbalance, workload_of
-from cp_dtensor.spec.masks import Mask, is_integer
+from cp_dtensor.spec.intervals import Workload
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk, joined_spans
+from cp_dtensor.spec.masks import Mask, is_integer, workload_of
 
 
 class OneLength(CachedHash, Layout):
@@ -132,8 +134,29 @@ def _causal_work(chunks: list[tuple[int, int]]) -> list[int]:
     return work
 
 
+class _EvenWork(OneLength):
+    """Base of layouts by a balanced partition."""
+
+    @abstractmethod
+    def _partition(self, world_size: int) -> BalancedPartition:
+        """The partition of tokens, or of blocks of tokens."""
+
+    def imbalance(self, world_size: int) -> float:
+        """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
+
+        >>> from cp_dtensor import Causal
+        >>> Balanced(Causal(), 8).imbalance(world_size=2), BalancedBlocks((1, 3), block=128, seq_len=256).imbalance(2)
+        (0.0, 0.5)
+        """
+        if not is_integer(world_size) or world_size < 1:
+            raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
+        partition = self._partition(world_size)
+        busiest, total = partition.busiest(partition.blocks()), partition.total
+        return (busiest * world_size - total) / total if total else 0.0
+
+
 @dataclass(frozen=True)
-class Balanced(OneLength):
+class Balanced(_EvenWork):
     """Every rank owns equally many tokens and computes equally many (query, key) pairs of `mask`.
 
     A rank has one block if that is balanced already; otherwise n ranks own at most 2n - 1 blocks together, and no rank
@@ -169,18 +192,11 @@ class Balanced(OneLength):
         _checked_length("Balanced", self.seq_len, self.tolerance)
         workload_of(self.mask, self.seq_len)
 
+    def _partition(self, world_size: int) -> BalancedPartition:
+        return BalancedPartition(workload_of(self.mask, self.seq_len), self.seq_len, world_size, self.tolerance)
+
     def blocks(self, world_size: int) -> list[list[Span]]:
-        lengths = tuple(chunk_length(self.seq_len, world_size, rank) for rank in range(world_size))
-        return BalancedPartition(workload_of(self.mask, self.seq_len), lengths, self.tolerance).blocks()
-
-    def imbalance(self, world_size: int) -> float:
-        """Returns by how much the pairs of the busiest rank exceed the mean, as a fraction of the mean.
-
-        >>> from cp_dtensor import Causal
-        >>> Balanced(Causal(), 8).imbalance(world_size=2)
-        0.0
-        """
-        return imbalance(self, self.mask, self.seq_len, world_size)
+        return self._partition(world_size).blocks()
 
 
 def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
@@ -193,7 +209,7 @@ def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
 
 
 @dataclass(frozen=True, init=False)
-class BalancedBlocks(OneLength):
+class BalancedBlocks(_EvenWork):
     """`Balanced` for FlexAttention: ranks own whole blocks of a block mask, equally many and of equal work.
 
     A rank's block mask then consists of rows of the whole block mask. The numbers of blocks differ by one at most, so
@@ -260,19 +276,9 @@ class BalancedBlocks(OneLength):
             for ranges in self._partition(world_size).blocks()
         ]
 
-    def imbalance(self, world_size: int) -> float:
-        """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
-
-        >>> BalancedBlocks((1, 2, 3, 4), block=128, seq_len=512).imbalance(2)
-        0.0
-        """
-        partition = self._partition(world_size)
-        return partition.busiest(partition.blocks()) * world_size / partition.total - 1 if partition.total else 0.0
-
     def _partition(self, world_size: int) -> BalancedPartition:
         """The partition of blocks, not tokens. Cuts cost nothing, since FlexAttention gathers all keys."""
-        lengths = tuple(chunk_length(len(self.work), world_size, rank) for rank in range(world_size))
-        return BalancedPartition(Workload((), self.work), lengths, self.tolerance)
+        return BalancedPartition(Workload((), self.work), len(self.work), world_size, self.tolerance)
 
 
 def _work_of_block_mask(block_mask: Any) -> tuple[tuple[int, ...], int, int]:
@@ -297,3 +303,169 @@ def _work_of_block_mask(block_mask: Any) -> tuple[tuple[int, ...], int, int]:
     if block_mask.full_kv_num_blocks is not None:
         seen = seen + block_mask.full_kv_num_blocks
     return tuple(seen.sum((0, 1)).tolist()), block_mask.BLOCK_SIZE[0], q_len
+
+
+# Balanced partition
+
+_PROBES = 16
+"""Windows that are tried at least; between two of them the workload may cross the even one."""
+_FEW = 128
+"""Below so many tokens every window is tried."""
+
+Blocks = list[Span]
+
+
+@dataclass(frozen=True)
+class BalancedPartition:
+    """Division of a sequence over n ranks with even lengths and workload, in at most 2 n - 1 blocks.
+
+    The sequence is closed to a circle. Half of the ranks take one window of the circle that has their share of both
+    tokens and workload; the other half take the rest; both are divided again. Such a window exists: over all windows of
+    that length the mean workload is the even one, so sliding from a lighter to a heavier window passes it. Each window
+    makes two cuts.
+
+    Source: Goldberg and West, Bisection of circle colorings (1985); Alon, Splitting necklaces (1987).
+    """
+
+    workload: Workload
+    length: int
+    ranks: int
+    tolerance: float
+    """Excess over the mean that a rank may have, as a fraction of the mean, if that saves blocks."""
+
+    @property
+    def total(self) -> int:
+        """Work of all queries."""
+        return self.workload.before(self.length)
+
+    def blocks(self) -> list[Blocks]:
+        """Returns the blocks of each rank in order: one block each if that is even enough."""
+        contiguous = [joined_spans([chunk((0, self.length), self.ranks, rank)]) for rank in range(self.ranks)]
+        if self.busiest(contiguous) <= self._most(1):
+            return contiguous
+        divided = self._divide([(0, self.length)], range(self.ranks))
+        return min(divided, contiguous, key=self.busiest)
+
+    def busiest(self, by_rank: Sequence[Blocks]) -> int:
+        """Returns the work of the rank that has most."""
+        return max(sum(map(self.workload.of, blocks)) for blocks in by_rank)
+
+    def _most(self, ranks: int) -> float:
+        """Returns the most work that `ranks` ranks may have before they are divided further.
+
+        Each division may use up an equal part of the tolerance, so larger groups of ranks must be more even.
+        """
+        times = (self.ranks - 1).bit_length()
+        done = times - (ranks - 1).bit_length()
+        return self.total * ranks / self.ranks * (1 + self.tolerance * (done / times if times else 1))
+
+    def _divide(self, blocks: Blocks, ranks: range) -> list[Blocks]:
+        """Divides `blocks` over some ranks: a window to the second half of the ranks, the rest to the first half."""
+        if len(ranks) == 1:
+            return [blocks]
+        first, second = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
+        circle = Circle(blocks, self.workload)
+        places = [chunk((0, self.length), self.ranks, rank) for rank in second]
+        length = places[-1][1] - places[0][0]
+        around, inside = circle.cut(self._best_window(circle, length, len(first), len(second)), length)
+        return self._divide(around, first) + self._divide(inside, second)
+
+    def _best_window(self, circle: Circle, length: int, first: int, second: int) -> int:
+        """Returns the start of the window of `second` ranks: even enough, with the fewest and cheapest cuts."""
+        if length in (0, circle.length):
+            return 0
+        even = circle.workload * length / circle.length
+        least, most = circle.workload - self._most(first), self._most(second)
+        if least > most:  # too much work here for both to stay within the tolerance
+            least = most = even
+
+        def rank_window(start: int) -> tuple[float, int, int, int]:
+            workload = circle.window_workload(start, length)
+            ends = [end for end in (start, (start + length) % circle.length) if not circle.is_edge(end)]
+            across = sum(self.workload.reach_across(circle.position(end)) for end in ends)
+            wraps = start + length > circle.length
+            return max(least - workload, workload - most, 0), len(ends), across, start if wraps else -start
+
+        ranks = first + second
+        probes = -(-_PROBES // ranks) * ranks  # among them windows that cover the circle evenly
+        return min(circle.window_starts(length, even, probes), key=rank_window)
+
+
+class Circle:
+    """Blocks of a sequence one after the other, with the end joined to the beginning. Places count along it.
+
+    >>> from cp_dtensor import Causal
+    >>> circle = Circle([(0, 2), (6, 8)], workload_of(Causal(), 8))
+    >>> [circle.window_workload(start, 2) for start in range(4)]  # queries 0 1 6 7 see 1 2 7 8 keys
+    [3, 9, 15, 9]
+    >>> circle.cut(1, 2)
+    ([(0, 1), (7, 8)], [(1, 2), (6, 7)])
+    """
+
+    def __init__(self, blocks: Blocks, workload: Workload) -> None:
+        self._blocks = [block for block in blocks if block[0] < block[1]]
+        self._workload = workload
+        self._edges = list(accumulate((stop - start for start, stop in self._blocks), initial=0))
+        self._before_blocks = list(accumulate(map(workload.of, self._blocks), initial=0))
+        self._offsets = [workload.before(start) for start, _ in self._blocks]
+        self.length = self._edges[-1]
+        self.workload = self._before_blocks[-1]
+
+    def is_edge(self, place: int) -> bool:
+        """True if two blocks meet at `place`."""
+        return self._edges[bisect_right(self._edges, place) - 1] == place
+
+    def position(self, place: int) -> int:
+        """Returns the position in the sequence of a place."""
+        index = bisect_right(self._edges, place) - 1
+        return self._blocks[index][0] + place - self._edges[index]
+
+    def window_workload(self, start: int, length: int) -> int:
+        """Returns the work of a window, which may run over the end to the beginning."""
+        stop = start + length
+        if stop <= self.length:
+            return self._before(stop) - self._before(start)
+        return self.workload - self._before(start) + self._before(stop - self.length)
+
+    def window_starts(self, length: int, workload: float, probes: int) -> Sequence[int]:
+        """Returns candidates: windows at edges of blocks, evenly spread ones, and those nearest to `workload`."""
+        if self.length <= _FEW:
+            return range(self.length)
+        aligned = {place % self.length for edge in self._edges for place in (edge, edge - length)}
+        starts = sorted(aligned | {self.length * probe // probes for probe in range(probes)})
+        return sorted({*starts, *self._crossings([*starts, starts[0] + self.length], length, workload)})
+
+    def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
+        """Returns the blocks around a window and the blocks in it."""
+        stop = start + length
+        if stop <= self.length:
+            return self._between((0, start), (stop, self.length)), self._between((start, stop))
+        return self._between((stop - self.length, start)), self._between((0, stop - self.length), (start, self.length))
+
+    def _before(self, place: int) -> int:
+        index = bisect_right(self._edges, place, hi=len(self._edges) - 1) - 1
+        workload = self._workload.before(self._blocks[index][0] + place - self._edges[index])
+        return self._before_blocks[index] + workload - self._offsets[index]
+
+    def _crossings(self, starts: Sequence[int], length: int, workload: float) -> Iterator[int]:
+        """Yields the window nearest to `workload` between any two starts on different sides of it."""
+
+        def excess(start: int) -> float:
+            return self.window_workload(start % self.length, length) - workload
+
+        for low, high in pairwise(starts):
+            side = excess(low) > 0
+            if side == (excess(high) > 0):
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if (excess(middle) > 0) == side else (low, middle)
+            yield min(low, high, key=lambda start: abs(excess(start))) % self.length
+
+    def _between(self, *places: Span) -> Blocks:
+        """Returns the blocks of some ranges of places, with neighbours joined."""
+        return joined_spans(
+            (max(start, start + first - edge), min(stop, start + last - edge))
+            for first, last in places
+            for (start, stop), edge in zip(self._blocks, self._edges, strict=False)
+        )

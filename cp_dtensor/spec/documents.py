@@ -211,24 +211,17 @@ class PackedEdges:
 
     @classmethod
     def of(cls, cu_seq_q: Any, cu_seq_k: Any) -> PackedEdges:
-        """Reads the positions from tensors; waits for those on a GPU.
+        """Reads the positions from tensors, waiting for those on a GPU; refuses other than ascending integers.
 
         The numbers are not cached by tensor: collectives and compiled code may change them without a trace.
-
-        Raises:
-            ValueError: no ascending integers.
         """
         queries = ascending(cu_seq_q, "varlen_attn", "cu_seq_q")
         return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
 
-    def in_rows(self, lengths: tuple[int, ...] | None) -> PackedRows:
-        """Returns the documents with the number of batch rows, which follows from the length of a row.
+    def rows_and_lengths(self, lengths: tuple[int, ...] | None) -> tuple[int, tuple[int, int]]:
+        """Returns the number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
 
-        Args:
-            lengths: the lengths that a row may have; None if unknown.
-
-        Raises:
-            ValueError: documents that fit no number of rows, or several.
+        Refuses documents that fit no number of rows or several, and unknown lengths (None).
         """
         for name, edges in (("cu_seq_q", self.queries), ("cu_seq_k", self.keys)):
             if edges[0] != 0:
@@ -258,15 +251,11 @@ class PackedEdges:
                 f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_len=the one"
             )
         rows, q_len = fitting[0]
-        return PackedRows(self, rows, (q_len, kv_total // rows))
+        return rows, (q_len, kv_total // rows)
 
 
 def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the lengths that batch rows may have.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Returns the lengths that batch rows may have; refuses calls without any."""
     if not lengths:
         raise ValueError(
             "varlen_attn of sequence shards needs to know how long the whole sequence of a batch row is, since packed "
@@ -276,27 +265,11 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
     return lengths
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Documents of `rows` batch rows, whose whole sequences have the `lengths` (queries, keys)."""
-
-    edges: PackedEdges
-    rows: int
-    lengths: tuple[int, int]
-
-    def mask(self, within: Mask) -> Mask:
-        """Returns the mask of each row's documents, with `within` inside.
-
-        Raises:
-            ValueError: a document that is in two rows.
-        """
-        return _mask(self, within)
-
-
 @lru_cache(maxsize=64)
-def _mask(packed: PackedRows, within: Mask) -> Mask:
-    edges, (q_len, kv_len) = packed.edges, packed.lengths
-    if packed.rows == 1:
+def packed_mask(edges: PackedEdges, rows: int, lengths: tuple[int, int], within: Mask) -> Mask:
+    """Returns the mask of each row's documents, with `within` inside; refuses a document that is in two rows."""
+    q_len, kv_len = lengths
+    if rows == 1:
         return Documents(edges.queries, edges.keys, within=within)
     by_row: list[list[tuple[Span, Span]]] = [[]]
     for queries, keys in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):

@@ -1,4 +1,4 @@
-"""Interval sets: masks as bands of integers.
+"""Interval sets: masks as bands of integers, and the workload of queries under a mask.
 
 A band gives each query of a range one interval of keys, whose ends are fixed or move along with the query. An interval
 set is a tuple of bands over disjoint, ascending ranges of queries, so each query sees one interval of keys. A mask is a
@@ -9,7 +9,7 @@ bands, not of tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cp_dtensor.spec.layouts import Span
@@ -35,8 +35,8 @@ class IntervalBand(NamedTuple):
         """Returns the interval of a query of the band; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
-    def clipped(self, queries: Span | None = None, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
-        """Returns the band within some queries (None: its own) and some keys, None if it is empty.
+    def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
+        """Returns the band within some queries and some keys, None if it is empty.
 
         Every query of the result sees at least one key, and the intervals of neighbours touch or overlap.
         """
@@ -44,9 +44,8 @@ class IntervalBand(NamedTuple):
         if lo >= hi or self.left + self.right < 0:
             return None
         # i + right + 1 > lo and i - left < hi; then the moving ends leave something too.
-        first, last = max(self.first, lo - self.right), min(self.last, hi + self.left)
-        if queries is not None:
-            first, last = max(first, queries[0]), min(last, queries[1])
+        first = max(self.first, lo - self.right, queries[0])
+        last = min(self.last, hi + self.left, queries[1])
         return IntervalBand(first, last, lo, hi, self.left, self.right) if first < last else None
 
     @property
@@ -55,37 +54,53 @@ class IntervalBand(NamedTuple):
         return self.keys(self.first)[0], self.keys(self.last - 1)[1]
 
     @property
+    def lines(self) -> tuple[Line, ...]:
+        """Lines whose sum is the number of keys that each query of a clipped band sees."""
+        # min(hi, i + right + 1) - max(lo, i - left), each with one turn
+        upper = min(max(self.hi - self.right - 1, self.first), self.last)
+        lower = min(max(self.lo + self.left, self.first), self.last)
+        return (
+            Line(self.first, upper, self.right + 1, 1),
+            Line(upper, self.last, self.hi, 0),
+            Line(self.first, lower, -self.lo, 0),
+            Line(lower, self.last, self.left, -1),
+        )
+
+    @property
     def pairs(self) -> int:
         """Number of (query, key) pairs of a clipped band."""
-        queries = (self.first, self.last)
-        return _sum_of_smaller(queries, self.right + 1, self.hi) + _sum_of_smaller(queries, self.left, -self.lo, -1)
+        return sum(line.total for line in self.lines)
 
 
 IntervalSet = tuple[IntervalBand, ...]
 IntervalSets = tuple[IntervalSet, ...]
 
 
-def _sum_of_smaller(queries: Span, shift: int, limit: int, sign: int = 1) -> int:
-    """Sum over queries i of min(limit, sign * i + shift)."""
-    first, last = queries if sign > 0 else (1 - queries[1], 1 - queries[0])  # of sign * i, ascending
-    turn = min(max(limit - shift, first), last)  # below it, i + shift is the smaller one
-    moving = (first + turn - 1) * (turn - first) // 2 + shift * (turn - first)
-    return moving + limit * (last - turn)
+class Line(NamedTuple):
+    """Numbers that are linear in the query: constant + slope * i for first <= i < last."""
+
+    first: int
+    last: int
+    constant: int
+    slope: int
+
+    @property
+    def total(self) -> int:
+        """Sum over the queries."""
+        count = self.last - self.first
+        return self.constant * count + self.slope * ((self.first + self.last - 1) * count // 2)
 
 
-def clipped_bands(bands: IntervalSet, queries: Span, keys: Span = (-FAR, FAR)) -> Iterator[IntervalBand]:
-    """Yields the bands of an interval set within some queries and keys."""
+def clipped_bands(
+    bands: Sequence[IntervalBand], queries: Span = (-FAR, FAR), keys: Span = (-FAR, FAR)
+) -> Iterator[IntervalBand]:
+    """Yields the bands of an interval set within some queries and keys, without empty ones."""
     index = max(bisect_right(bands, queries[0], key=lambda band: band.first) - 1, 0)
     while index < len(bands) and bands[index].first < queries[1]:
         band = bands[index].clipped(queries, keys)
         if band is not None:
             yield band
         index += 1
-
-
-def without_empty(bands: Iterable[IntervalBand]) -> IntervalSet:
-    """Returns all bands clipped, without empty ones."""
-    return tuple(clipped for band in bands if (clipped := band.clipped()) is not None)
 
 
 def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
@@ -96,15 +111,15 @@ def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> 
 def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
     """Returns the pairs that are in both."""
     found = (
-        without_empty(
+        [
             piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
             for band in one
             for piece in clipped_bands(other, (band.first, band.last), (band.lo, band.hi))
-        )
+        ]
         for one in ours
         for other in theirs
     )
-    return tuple(bands for bands in found if bands)
+    return tuple(clipped for bands in found if (clipped := tuple(clipped_bands(bands))))
 
 
 def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
@@ -134,4 +149,64 @@ def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, In
             above.append(band._replace(first=hidden.first, last=turn, left=left))
             above.append(band._replace(first=turn, last=hidden.last, lo=max(band.lo, hidden.hi)))
         below.append(band._replace(first=reached))
-    return without_empty(below), without_empty(above)
+    return tuple(clipped_bands(below)), tuple(clipped_bands(above))
+
+
+class Workload:
+    """Prefix sums of the workload over queries; a range of queries takes the time of a binary search.
+
+    Between two edges of bands the number of keys that a query sees is linear in its position, so sums are polynomials.
+    Batch rows with masks of their own are added.
+
+    >>> workload = Workload([((IntervalBand(0, 4, 0, 4, right=0),),)])
+    >>> [workload.before(position) for position in range(5)]
+    [0, 1, 3, 6, 10]
+    """
+
+    def __init__(self, rows: Iterable[IntervalSets], counts: Sequence[int] = ()) -> None:
+        """From the interval sets of each batch row, or (with no rows) from the work of each query."""
+        self._rows = tuple(rows)
+        lines = [line for sets in self._rows for bands in sets for band in bands for line in band.lines]
+        lines += [Line(query, query + 1, count, 0) for query, count in enumerate(counts)]
+        changes: dict[int, list[int]] = {0: [0, 0]}  # position -> change of (constant, slope) of keys by query
+        for line in lines:
+            for edge, sign in ((line.first, 1), (line.last, -1)):
+                change = changes.setdefault(edge, [0, 0])
+                change[0] += sign * line.constant
+                change[1] += sign * line.slope
+        self._edges = sorted(changes)
+        self._lines: list[tuple[int, int, int]] = []  # from each edge on: workload before it, constant, slope
+        workload = constant = slope = reached = 0
+        for edge in self._edges:
+            workload += Line(reached, edge, constant, slope).total
+            constant += changes[edge][0]
+            slope += changes[edge][1]
+            reached = edge
+            self._lines.append((workload, constant, slope))
+
+    def before(self, position: int) -> int:
+        """Returns the number of pairs of the queries before `position`."""
+        index = bisect_right(self._edges, position) - 1
+        workload, constant, slope = self._lines[index]
+        return workload + Line(self._edges[index], position, constant, slope).total
+
+    def of(self, queries: Span) -> int:
+        """Returns the number of pairs of some queries."""
+        return self.before(queries[1]) - self.before(queries[0])
+
+    def reach_across(self, position: int) -> int:
+        """Returns about how many K/V rows must be sent because of a cut at `position`.
+
+        It is the distance from the first key that the query behind the cut sees, to the last key that the query before
+        the cut sees, where these are on the other side.
+
+        >>> Workload([((IntervalBand(0, 4, 0, 4, right=0),),)]).reach_across(3)  # causal
+        3
+        """
+        reach = 0
+        for sets in self._rows:
+            behind = [band for bands in sets for band in clipped_bands(bands, (position, position + 1))]
+            before = [band for bands in sets for band in clipped_bands(bands, (position - 1, position))]
+            last = max([position, *(band.key_range[1] for band in before)])
+            reach += last - min([position, *(band.key_range[0] for band in behind)])
+        return reach

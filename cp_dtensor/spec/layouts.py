@@ -1,8 +1,4 @@
-"""Layouts: the global token positions of each rank, in local order.
-
-A layout is a frozen value of integers, without tensors or process groups. Sharding, plans and positions for RoPE all
-read layouts through the methods of `Layout`.
-"""
+"""Layouts: the global token positions of each rank, in local order. Frozen values of integers."""
 
 from __future__ import annotations
 
@@ -68,31 +64,37 @@ class Segment:
         """Returns the position of a local token (of a tensor of local tokens: their positions)."""
         return self.start + index // self.block * self.period + index % self.block
 
+    def rows_before(self, position: int) -> int:
+        """Returns the number of tokens whose position is smaller.
+
+        >>> [Segment(start=2, length=5, block=2, period=8).rows_before(position) for position in (2, 4, 10, 11, 99)]
+        [0, 2, 2, 3, 5]
+        """
+        blocks, rest = divmod(max(position - self.start, 0), self.period)
+        return min(blocks * self.block + min(rest, self.block), self.length)
+
     def positions(self) -> range | list[int]:
         """Returns the global positions in local order."""
         if self.is_contiguous:
             return range(self.start, self.start + self.length)
         return [self.position(index) for index in range(self.length)]
 
+    def spans(self) -> list[Span]:
+        """Returns the unbroken ranges of positions."""
+        step = self.length if self.is_contiguous else self.block
+        starts = range(0, self.length, max(step, 1))
+        return [(self.position(start), self.position(start) + min(step, self.length - start)) for start in starts]
 
-def chunk_length(seq_len: int, chunks: int, index: int) -> int:
-    """Returns the length of chunk `index` when `seq_len` tokens are cut into `chunks` of nearly equal length.
 
-    Lengths differ by at most one; the longer chunks come first.
+def chunk(span: Span, chunks: int, index: int) -> Span:
+    """Returns the index-th of consecutive chunks of a span, whose lengths differ by at most one, longer ones first.
 
-    >>> [chunk_length(10, 4, i) for i in range(4)]
-    [3, 3, 2, 2]
+    >>> [chunk((0, 10), 4, index) for index in range(4)]
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
-    return seq_len // chunks + (index < seq_len % chunks)
-
-
-def chunk_start(seq_len: int, chunks: int, index: int) -> int:
-    """Returns the first position of chunk `index`, cut as in `chunk_length`."""
-    return index * (seq_len // chunks) + min(index, seq_len % chunks)
-
-
-def _chunk(seq_len: int, chunks: int, index: int) -> Segment:
-    return Segment.contiguous(chunk_start(seq_len, chunks, index), chunk_start(seq_len, chunks, index + 1))
+    length, longer = divmod(span[1] - span[0], chunks)
+    start = span[0] + index * length + min(index, longer)
+    return start, start + length + (index < longer)
 
 
 class Layout(ABC):
@@ -152,7 +154,7 @@ class Contiguous(Layout):
     """
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        return (_chunk(seq_len, world_size, rank),)
+        return (Segment.contiguous(*chunk((0, seq_len), world_size, rank)),)
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class HeadTail(Layout):
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         chunks = 2 * world_size
-        return (_chunk(seq_len, chunks, rank), _chunk(seq_len, chunks, chunks - 1 - rank))
+        return tuple(Segment.contiguous(*chunk((0, seq_len), chunks, each)) for each in (rank, chunks - 1 - rank))
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,10 @@ class MirroredBatch(Layout):
     """
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        chunk = _chunk(seq_len, world_size, rank)
-        if group == 0:
-            return (chunk,)
-        return (Segment.contiguous(seq_len - chunk.start - chunk.length, seq_len - chunk.start),)
+        start, stop = chunk((0, seq_len), world_size, rank)
+        if group == 1:
+            start, stop = seq_len - stop, seq_len - start
+        return (Segment.contiguous(start, stop),)
 
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
         half = (batch_size + 1) // 2
@@ -231,15 +233,9 @@ class TorchChunk(Layout):
     """
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        chunk = -(-seq_len // world_size)
-        start = min(rank * chunk, seq_len)
-        return (Segment.contiguous(start, min(start + chunk, seq_len)),)
-
-
-def share(span: Span, index: int, count: int) -> Span:
-    """Returns the index-th of `count` consecutive parts of a span, whose lengths differ by at most one."""
-    length = span[1] - span[0]
-    return span[0] + -(-length * index // count), span[0] + -(-length * (index + 1) // count)
+        longest = -(-seq_len // world_size)
+        start = min(rank * longest, seq_len)
+        return (Segment.contiguous(start, min(start + longest, seq_len)),)
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:

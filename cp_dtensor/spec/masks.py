@@ -1,4 +1,4 @@
-"""Attention masks as values: the (query, key) pairs that attention computes.
+"""Attention masks as values: the (query, key) pairs that attention computes, and the workload of ranks.
 
 Queries and keys are numbered by their positions in the whole sequence, whatever the layout. Masks combine: `a & b` has
 the pairs of both, `a | b` those of either.
@@ -7,12 +7,14 @@ the pairs of both, `a | b` those of either.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, TypeGuard
 
-from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, count_pairs, intersection, union, without_empty
+from cp_dtensor.spec import intervals
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, Workload, clipped_bands, count_pairs
+from cp_dtensor.spec.layouts import Layout, Segment, Span
 
 _TOO_LONG = 1 << 31
 Alignment = Literal["top_left", "bottom_right"]
@@ -27,7 +29,6 @@ class Mask(ABC):
 
     def of_batch_row(self, row: int) -> Mask:
         """Returns the mask of one batch row; most masks are the same in all rows."""
-        del row
         return self
 
     @property
@@ -43,7 +44,8 @@ class Mask(ABC):
 
     def pairs(self, q_len: int, kv_len: int) -> int:
         """Returns the number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
-        return _pairs(self, q_len, kv_len)
+        rows = _interval_sets_by_row(self, q_len, kv_len)
+        return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Intersection(Mask):
     masks: tuple[Mask, ...]
 
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
-        return reduce(intersection, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
+        return reduce(intervals.intersection, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Union(Mask):
     masks: tuple[Mask, ...]
 
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
-        return reduce(union, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
+        return reduce(intervals.union, (clipped_interval_sets(mask, q_len, kv_len) for mask in self.masks))
 
 
 @dataclass(frozen=True, init=False)
@@ -184,22 +186,12 @@ class Batched(Mask):
 
 
 @lru_cache(maxsize=64)
-def _pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    rows = _interval_sets_by_row(mask, q_len, kv_len)
-    return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
-
-
-@lru_cache(maxsize=64)
 def _interval_sets_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[IntervalSets, ...]:
     return tuple(clipped_interval_sets(mask.of_batch_row(row), q_len, kv_len) for row in range(mask.batch_size or 1))
 
 
 def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[IntervalSets, ...]:
-    """Returns the interval sets of each batch row, or one entry if they are the same in all rows.
-
-    Raises:
-        ValueError: a mask that does not fit the lengths or the batch.
-    """
+    """Returns the interval sets of each batch row, or one entry if they are the same in all rows; checks the sizes."""
     if max(q_len, kv_len) >= _TOO_LONG:
         raise ValueError(
             f"masks count positions with 32 bits: expected fewer than 2^31 tokens, got {q_len} and {kv_len}"
@@ -209,9 +201,69 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
     return _interval_sets_by_row(mask, q_len, kv_len)
 
 
+@lru_cache(maxsize=64)
+def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
+    """Returns the workload of a mask over `seq_len` queries and keys, of all batch rows together or of some."""
+    by_row = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
+    return Workload(by_row if rows is None or mask.batch_size is None else by_row[slice(*rows)])
+
+
+def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]], mask: Mask, seq_len: int) -> list[int]:
+    """Returns the number of (query, key) pairs of each rank's queries; `groups`: batch rows, and segments by rank.
+
+    >>> groups = [((0, 1), [[Segment.contiguous(0, 2)], [Segment.contiguous(2, 4)]])]
+    >>> workload_by_rank(groups, Causal(), 4)
+    [3, 7]
+    """
+    by_group = []
+    for batch, by_rank in groups:
+        workload = workload_of(mask, seq_len, batch)
+        rows = 1 if mask.batch_size else batch[1] - batch[0]
+        spans = [[span for segment in segments for span in segment.spans()] for segments in by_rank]
+        by_group.append([rows * sum(map(workload.of, each)) for each in spans])
+    return list(map(sum, zip(*by_group, strict=True)))
+
+
+def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> float:
+    """Returns by how much the workload of the busiest rank exceeds the mean, as a fraction of the mean.
+
+    0.0 is perfect; 0.5 means that attention takes half as long again as with perfect balance. Batch rows with masks of
+    their own count together.
+
+    Args:
+        layout: which rank owns which queries.
+        mask: which query may see which key.
+        seq_len: global number of queries and of keys.
+        world_size: number of ranks.
+
+    Raises:
+        TypeError: no layout or no mask, as when they are exchanged.
+        ValueError: a mask or a layout that is not of this length; a number of ranks below 1.
+
+    >>> from cp_dtensor import Causal, Contiguous, HeadTail
+    >>> imbalance(Contiguous(), Causal(), seq_len=4, world_size=2)  # 3 and 7 pairs, 5 on average
+    0.4
+    >>> imbalance(HeadTail(), Causal(), seq_len=4, world_size=2)
+    0.0
+    """
+    if not isinstance(layout, Layout) or not isinstance(mask, Mask):
+        raise TypeError(
+            f"imbalance expects a layout and a mask, such as HeadTail(), Causal(); got {layout!r}, {mask!r}"
+        )
+    if not is_integer(world_size) or world_size < 1:
+        raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
+    groups = [
+        (batch, [layout.segments(seq_len, rank, world_size, group) for rank in range(world_size)])
+        for group, batch in enumerate(layout.batch_groups(mask.batch_size or len(layout.batch_groups(2))))
+    ]
+    by_rank = workload_by_rank(groups, mask, seq_len)
+    total = sum(by_rank)
+    return (max(by_rank) * world_size - total) / total if total else 0.0
+
+
 def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
     """Returns the interval sets of a mask without empty bands."""
-    return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := without_empty(each)))
+    return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := tuple(clipped_bands(each))))
 
 
 def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:

@@ -11,17 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.command import Progress, start
-from cp_dtensor.tools.bench.errors import NAMES
-from cp_dtensor.tools.bench.inputs import Source
+from cp_dtensor.tools.bench.cases import Case, Heads, Source
+from cp_dtensor.tools.bench.command import progress, start
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.results import IDEAL, MEASURED, OURS_PREFIX, Results, Row
+from cp_dtensor.tools.bench.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
 from cp_dtensor.tools.bench.suite import Suite
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import positive
-from cp_dtensor.tools.report import markdown_table
 
 _TRANSPORTS = ("allgather", "alltoall", "symm_mem")
 _CUDNN, _FLASH, _EFFICIENT = (f"{name}_ATTENTION" for name in ("CUDNN", "FLASH", "EFFICIENT"))
@@ -50,15 +47,14 @@ def main(arguments: Sequence[str]) -> None:
     use_gpu = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not use_gpu:
         parser.error("--device cuda: torch sees no GPU")
-    ranks, device = start("accuracy", use_gpu, 300)
+    ranks, device, command = start("accuracy", arguments, use_gpu, 300)
     measured = cases(options.seq_len, use_gpu, options.quick)
-    progress = Progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
-    suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, progress.row)
+    show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
+    suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, show)
     rows: list[Row] = []
     for case, transports in measured:
         methods = methods_by_name([IDEAL, *(OURS_PREFIX + name for name in transports)])
         rows += suite.run(case, ("fwdbwd",), methods)
-    command = f"torchrun --nproc-per-node {ranks.world_size} -m cp_dtensor accuracy {' '.join(arguments)}".strip()
     text, failed = report(Results(environment(), command, ranks.world_size, tuple(rows)), options.limit)
     if ranks.rank == 0:
         print(text)
@@ -103,9 +99,9 @@ def report(results: Results, limit: float) -> tuple[str, bool]:
         case, ratios = row.case, results.error_ratios(row)
         backend, transport = case.backend.removesuffix("_ATTENTION").lower(), row.method.removeprefix(OURS_PREFIX)
         problem = f"{case.mask}, {case.heads.kv} kv heads, d={case.head_dim}, {case.dtype}"
-        if set(ratios) == set(NAMES):
+        if set(ratios) == set(ERRORS):
             worst = max(worst, *ratios.values())
-            errors = [f"{row.errors[name]:.1e} ({ratios[name]:.2f}x)" for name in NAMES]
+            errors = [f"{row.errors[name]:.1e} ({ratios[name]:.2f}x)" for name in ERRORS]
         else:
             failed, errors = True, [f"{row.status}: {row.message or row.note}", "-", "-", "-"]
         cells.append((backend, transport, case.layout, problem, *errors))
@@ -116,6 +112,6 @@ def report(results: Results, limit: float) -> tuple[str, bool]:
         "the error of `F.scaled_dot_product_attention` with the same backend on one device. Global length "
         f"{case.seq_len}, batch {case.batch}, {case.heads.q} query heads. Largest ratio: {worst:.2f}.\n\n"
         f"{results.environment}\n\n`{results.command}`\n\n"
-        f"{markdown_table(('backend', 'KV transport', 'layout', 'problem', *NAMES), cells)}\n"
+        f"{markdown_table(('backend', 'KV transport', 'layout', 'problem', *ERRORS), cells)}\n"
     )
     return text, failed or worst > limit

@@ -65,10 +65,6 @@ def assignment(
     """Returns who computes what of one batch row, from the plans of all ranks.
 
     Args:
-        mask: mask of the call.
-        layout: partition of queries, keys and values over the ranks.
-        seq_len: global number of tokens.
-        ranks: size of the context-parallel group.
         batch_size: rows of the batch; replaced by that of the mask if the mask has one.
         batch_row: the row to show.
         rotate_method: "alltoall" for a ring; "allgather" for the plan of all-gather and of symmetric memory.
@@ -158,7 +154,7 @@ def draw_assignment(mask: Mask, layout: Layout, seq_len: int, ranks: int, title:
         if len(drawn) > 1:
             axis.set_title(f"{('first', 'second')[number]} half of the batch", fontsize=11, pad=16)
     work = [sum(int(np.count_nonzero(each.owner == rank)) for each in drawn) for rank in range(ranks)]
-    _draw_work(axes[-1], work)
+    _draw_work(axes[-1], work, imbalance(layout, mask, seq_len, ranks))
     figure.suptitle(title, x=0.85 / width, y=0.97, ha="left", fontsize=15, fontweight="bold")
     tiles = sum(len(np.unique(each.tile[each.tile >= 0])) for each in drawn)
     about = f"colour: rank that computes a (query, key) pair · outlines: tiles ({tiles})"
@@ -187,17 +183,14 @@ def _draw_pairs(axis: Axes, drawn: Assignment, ranks: int) -> None:
     if seq_len <= _MOST_LABELLED:
         for block in _blocks(drawn.tile):
             y, x = block[np.argmin(((block - block.mean(0)) ** 2).sum(1))]
-            centre = (
-                block.mean(0) if drawn.tile[tuple(block.mean(0).round().astype(int))] == drawn.tile[y, x] else (y, x)
-            )
+            mean = block.mean(0)
+            centre = mean if drawn.tile[tuple(mean.round().astype(int))] == drawn.tile[y, x] else (y, x)
             size = min(12.0, 0.6 * cell * (np.ptp(block, axis=0).min() + 1))
             if size >= 5:
                 text = str(drawn.step[y, x])
                 axis.text(centre[1], centre[0], text, ha="center", va="center", fontsize=size, color="#222222")
-    for place, owners in (
-        ((0, 1.008, 1, 0.018), drawn.key_owner[None]),
-        ((-0.026, 0, 0.018, 1), drawn.key_owner[:, None]),
-    ):
+    above, beside = (0, 1.008, 1, 0.018), (-0.026, 0, 0.018, 1)
+    for place, owners in ((above, drawn.key_owner[None]), (beside, drawn.key_owner[:, None])):
         strip = axis.inset_axes(place)
         strip.imshow(owners, cmap=colours, vmin=0, vmax=ranks - 1, aspect="auto", interpolation="none")
         strip.axis("off")
@@ -229,7 +222,7 @@ def _blocks(tiles: np.ndarray) -> list[np.ndarray]:
     return blocks
 
 
-def _draw_work(axis: Axes, work: Sequence[int]) -> None:
+def _draw_work(axis: Axes, work: Sequence[int], excess: float) -> None:
     mean = sum(work) / len(work)
     axis.barh(range(len(work)), work, color=RANK_COLOURS[: len(work)], height=0.76)
     axis.axvline(mean, color="#2b2b2b", linestyle=(0, (4, 3)), linewidth=1)
@@ -240,19 +233,10 @@ def _draw_work(axis: Axes, work: Sequence[int]) -> None:
     axis.set_xlim(0, 1.38 * max(*work, 1))
     axis.set_xticks([])
     axis.tick_params(length=0)
-    axis.set_title(f"pairs per rank (dashed: mean)\nimbalance {imbalance_of(work):.1%}", fontsize=11, loc="left")
+    axis.set_title(f"pairs per rank (dashed: mean)\nimbalance {excess:.1%}", fontsize=11, loc="left")
     for side in ("top", "right", "bottom"):
         axis.spines[side].set_visible(False)
     axis.spines["left"].set_color("#bbbbbb")
-
-
-def imbalance_of(work: Sequence[int]) -> float:
-    """Returns the work of the busiest rank over the mean, minus 1.
-
-    >>> imbalance_of([6, 2])
-    0.5
-    """
-    return max(work) * len(work) / sum(work) - 1 if sum(work) else 0.0
 
 
 # Text

@@ -9,12 +9,13 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 _NONE = "none"
+_ALL_GPUS = "all GPUs of this node"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,10 +40,16 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "devices", _devices()
     yield "process groups", ", ".join(name for name in ("gloo", "nccl") if _has_process_group(name)) or _NONE
     yield "peer access", _peer_access()
-    yield "symmetric memory", _symmetric_memory()
-    for title, device, dtype in _backend_rows():
-        yield title, ", ".join(backends(device, dtype)) or _NONE
-    yield "masks, dropout", "Triton kernels" if _has_kernels() else "torch operations"
+    if not torch.cuda.is_available():
+        yield "symmetric memory", "needs GPUs"
+        yield "backends", ", ".join(backends("cpu", torch.float32)) or _NONE
+        yield "masks, dropout", "torch operations"
+        return
+    yield "symmetric memory", "available" if _peer_access() == _ALL_GPUS else "needs GPUs with peer access"
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends("cuda", dtype)) or _NONE
+    has_kernels = _version("triton") != _NONE and torch.cuda.get_device_capability() >= (8, 0)
+    yield "masks, dropout", "Triton kernels" if has_kernels else "torch operations"
 
 
 def environment() -> str:
@@ -84,22 +91,12 @@ def backends(device: str, dtype: torch.dtype) -> list[str]:
     return served
 
 
-def _backend_rows() -> list[tuple[str, str, torch.dtype]]:
-    if not torch.cuda.is_available():
-        return [("backends", "cpu", torch.float32)]
-    return [("backends, bfloat16", "cuda", torch.bfloat16), ("backends, float32", "cuda", torch.float32)]
-
-
 def _version(package: str) -> str:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    try:
-        module: Any = importlib.import_module(package)
-    except ImportError:
-        return _NONE
-    return getattr(module, "__version__", "not installed, imported from its folder")
+    with suppress(ImportError):
+        return getattr(importlib.import_module(package), "__version__", "not installed, imported from its folder")
+    return _NONE
 
 
 def _triton() -> str:
@@ -110,10 +107,6 @@ def _triton() -> str:
     if interpreted:
         return f"{version}, interpreter (TRITON_INTERPRET)"
     return f"{version}, compiler" if torch.cuda.is_available() else f"{version}, no GPU to compile for"
-
-
-def _has_kernels() -> bool:
-    return _version("triton") != _NONE and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _nccl_version() -> str | None:
@@ -142,10 +135,4 @@ def _peer_access() -> str:
         return "needs two GPUs"
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    return "all GPUs of this node" if able == len(pairs) else f"{able} of {len(pairs)} pairs of GPUs"
-
-
-def _symmetric_memory() -> str:
-    if not torch.cuda.is_available():
-        return "needs GPUs"
-    return "available" if _peer_access() == "all GPUs of this node" else "needs GPUs with peer access"
+    return _ALL_GPUS if able == len(pairs) else f"{able} of {len(pairs)} pairs of GPUs"

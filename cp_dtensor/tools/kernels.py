@@ -28,16 +28,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.attention.masked import Dropout, RowMask, attention_forward
+from cp_dtensor.tools.bench.cases import Attention, Case, Heads, Inputs, Source, all_tokens
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import whole_mask
-from cp_dtensor.tools.bench.inputs import Inputs, Source, all_tokens
-from cp_dtensor.tools.bench.method import Attention
-from cp_dtensor.tools.bench.varlen import varlen_on_one_gpu
+from cp_dtensor.tools.bench.methods import kernel_attention
+from cp_dtensor.tools.bench.report import markdown_table
+from cp_dtensor.tools.bench.torch_methods import varlen_on_one_gpu
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive
-from cp_dtensor.tools.report import markdown_table
+from cp_dtensor.tools.parsing import argument, positive
 
 LENGTHS = (16384, 65536)
 MASKS = ("causal", "full", "window 4096", "documents 2048", "prefix")  # the prefix is a quarter of the sequence
@@ -45,10 +44,6 @@ _WARM_UP_S, _REPEATED_S = 0.4, 0.25
 _CHECKED_ROWS = 128
 _MAX_ERROR = 0.02
 """Relative error of bfloat16 results that no rounding explains."""
-
-Pass = Callable[[], tuple[torch.Tensor, ...]]
-Passes = tuple[Pass, Pass]
-"""Forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, help="JSON file to write")
     parser.add_argument("--seq-len", type=positive, nargs="+", default=LENGTHS)
     parser.add_argument("--masks", nargs="+", default=MASKS, choices=MASKS)
-    parser.add_argument("--heads", type=Heads.parse, default=Heads(32, 8), metavar="Q:KV")
+    parser.add_argument("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV")
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation takes a minute")
     parser.add_argument("--dropout", type=float, metavar="P", help="each kernel without dropout, and with it")
@@ -127,19 +122,16 @@ def main(arguments: list[str]) -> None:
                     options.json.write_text(json.dumps([asdict(row) for row in measured], indent=1))
 
 
-def measure(
-    case: Case, dropout_p: float, kernels: Callable[[Problem], dict[str, Callable[[], Passes]]]
-) -> Iterator[Measured]:
+def measure(case: Case, dropout_p: float, kernels: Callable[[Problem], dict[str, Attention]]) -> Iterator[Measured]:
     """Yields a row for each kernel that can compute the case."""
     torch.cuda.empty_cache()
     problem = Problem(case, dropout_p, Source(0, torch.device("cuda")).inputs(case, all_tokens).contiguous())
     forward_flops = case.flops("fwd")
     backward_flops = case.flops("fwdbwd") - forward_flops
-    for name, make in kernels(problem).items():
+    for name, attention in kernels(problem).items():
         try:
-            forward, backward = make()
-            out = forward()[0]
-            error = None if dropout_p and name != "Triton" else relative_error(problem, out)
+            forward, backward = passes(problem, attention)
+            error = None if dropout_p and name != "Triton" else relative_error(problem, forward())
             if error is not None and not error < _MAX_ERROR:
                 print(f"{case}, {name}: wrong, error {error:.1e}", flush=True)
                 continue
@@ -154,63 +146,41 @@ def measure(
 # Kernels
 
 
-def ready_kernels(problem: Problem) -> dict[str, Callable[[], Passes]]:
-    """Returns the makers of passes of the Triton kernels and of torch's kernels that have the mask."""
-    kernels: dict[str, Callable[[], Passes]] = {"Triton": partial(_triton, problem)}
+def ready_kernels(problem: Problem) -> dict[str, Attention]:
+    """Returns the Triton kernels, and torch's kernels that have the mask."""
+    kernels = {"Triton": kernel_attention(problem.mask, problem.dropout)}
     if problem.case.is_plain:
-        kernels["FlashAttention-2"] = lambda: _with_autograd(problem, _sdpa(problem, SDPBackend.FLASH_ATTENTION))
-        kernels["cuDNN"] = lambda: _with_autograd(problem, _sdpa(problem, SDPBackend.CUDNN_ATTENTION))
+        kernels["FlashAttention-2"] = partial(_sdpa, problem, SDPBackend.FLASH_ATTENTION)
+        kernels["cuDNN"] = partial(_sdpa, problem, SDPBackend.CUDNN_ATTENTION)
     elif problem.dropout is None and not problem.case.mask.startswith("prefix"):
-        kernels["FlashAttention-2"] = lambda: _with_autograd(problem, _varlen(problem))
+        kernels["FlashAttention-2"] = varlen_on_one_gpu(problem.case, problem.inputs.q.device)
     return kernels
 
 
-def flex_kernels(problem: Problem) -> dict[str, Callable[[], Passes]]:
-    """Returns the maker of passes of FlexAttention."""
+def flex_kernels(problem: Problem) -> dict[str, Attention]:
+    """Returns FlexAttention, which has no dropout."""
     if problem.dropout is not None:
         return {}
     blocks = whole_mask(problem.case, problem.inputs.q.device)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    return {
-        "FlexAttention": lambda: _with_autograd(
-            problem, lambda q, k, v: compiled(q, k, v, block_mask=blocks, enable_gqa=True)
-        )
-    }
+    return {"FlexAttention": partial(compiled, block_mask=blocks, enable_gqa=True)}
 
 
-def _triton(problem: Problem) -> Passes:
-    inputs, mask, scale, dropout = problem.inputs, problem.mask, problem.case.head_dim**-0.5, problem.dropout
-    q, k, v = inputs.q, inputs.k, inputs.v
-    out, lse = attention_forward(q, k, v, mask, scale, dropout=dropout)
-    return (
-        lambda: attention_forward(q, k, v, mask, scale, dropout=dropout),
-        lambda: attention_backward(inputs.grad_out, q, k, v, out, lse, mask, scale, dropout=dropout)[:3],
-    )
-
-
-def _sdpa(problem: Problem, backend: SDPBackend) -> Attention:
+def _sdpa(problem: Problem, backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     is_causal = problem.case.mask == "causal"
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                q, k, v, dropout_p=problem.dropout_p, is_causal=is_causal, enable_gqa=True
-            )
-
-    return attention
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=problem.dropout_p, is_causal=is_causal, enable_gqa=True
+        )
 
 
-def _varlen(problem: Problem) -> Attention:
-    with varlen_on_one_gpu(problem.case, problem.inputs.q.device) as attention:
-        return attention
-
-
-def _with_autograd(problem: Problem, attention: Attention) -> Passes:
+def passes(problem: Problem, attention: Attention) -> tuple[Callable[[], torch.Tensor], Callable[[], object]]:
+    """Returns forward, which computes out, and backward."""
     q, k, v, grad_out = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.grad_out
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attention(*leaves)
     return (
-        lambda: (attention(q, k, v),),
+        lambda: attention(q, k, v),
         lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True),
     )
 
@@ -234,7 +204,7 @@ def relative_error(problem: Problem, out: torch.Tensor) -> float:
     return ((out[:, :1, rows].double() - exact).norm() / exact.norm()).item()
 
 
-def _median_ms(call: Pass) -> float:
+def _median_ms(call: Callable[[], object]) -> float:
     """Returns the median time of a call, after the clocks have settled."""
     start = time.perf_counter()
     calls = 0

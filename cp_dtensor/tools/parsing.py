@@ -6,8 +6,10 @@ import argparse
 import math
 import random
 import re
-from functools import lru_cache, reduce
+from collections.abc import Callable
+from functools import lru_cache, reduce, wraps
 from operator import and_
+from typing import TypeVar
 
 from cp_dtensor import (
     Balanced,
@@ -25,6 +27,7 @@ from cp_dtensor import (
     Striped,
 )
 
+T = TypeVar("T")
 MASK_HELP = (
     "causal, full, window:LEFT,RIGHT (keys before and after a query, 'none' for no limit), window N (a query and the "
     "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
@@ -120,8 +123,22 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
     raise ValueError(f"expected a layout, one of {', '.join(LAYOUTS)} or one such as Striped(4), got {name!r}")
 
 
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Returns `parse` as the type of a command-line argument: argparse shows the message of its ValueError."""
+
+    @wraps(parse)
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+@argument
 def positive(text: str) -> int:
     """Returns the positive integer of a command-line argument."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+        raise ValueError(f"expected a positive integer, got {text}")
     return int(text)

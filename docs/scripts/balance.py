@@ -27,10 +27,9 @@ from cp_dtensor import (
 )
 from cp_dtensor.spec.intervals import clipped_bands
 from cp_dtensor.spec.layouts import Span
-from cp_dtensor.spec.load_balance import spans_of
 from cp_dtensor.spec.masks import interval_sets_of
+from cp_dtensor.tools.bench.report import markdown_table
 from cp_dtensor.tools.parsing import lognormal_documents
-from cp_dtensor.tools.report import markdown_table
 
 HEADER = ("mask", "layout", "imbalance", "blocks per rank", "shortest, longest shard", "K/V received: most, mean")
 
@@ -94,7 +93,7 @@ def received(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> list[
     (sets,) = interval_sets_of(mask, seq_len, seq_len, 1)
     counts = []
     for rank in range(world_size):
-        owned = [span for segment in layout.segments(seq_len, rank, world_size) for span in spans_of(segment)]
+        owned = [span for segment in layout.segments(seq_len, rank, world_size) for span in segment.spans()]
         seen = [band.key_range for span in owned for bands in sets for band in clipped_bands(bands, span)]
         # Rows that are seen or owned, less those owned.
         counts.append(_length_of_union([*seen, *owned]) - sum(stop - start for start, stop in owned))
@@ -124,7 +123,7 @@ def _rows(seq_len: int, ranks: int) -> Iterator[tuple[str, ...]]:
 
 def _blocks(layout: Layout, seq_len: int, rank: int, ranks: int) -> int:
     """Returns the number of unbroken ranges of positions that a rank owns."""
-    spans = [span for segment in layout.segments(seq_len, rank, ranks) for span in spans_of(segment)]
+    spans = [span for segment in layout.segments(seq_len, rank, ranks) for span in segment.spans()]
     spans = sorted(span for span in spans if span[0] < span[1])
     return sum(1 for before, (start, _) in zip([(-1, -1), *spans], spans, strict=False) if before[1] != start)
 

@@ -169,7 +169,7 @@ class Calls:
         from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
 
         count = padded_count(self.choice((1, 40)))
-        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in range(2)))(0)
+        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in range(2)))()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Torch's fused SDPA ops, called on DTensors themselves: strategies and handlers while the dispatcher is enabled."""
+"""Torch's fused SDPA ops, called on DTensors themselves while the dispatcher is enabled."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +22,10 @@ from support.dtensor_checks import (
 )  # fmt: skip
 from support.problems import Problem, reference
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
-from cp_dtensor import enable_context_parallel_dispatcher
+from cp_dtensor import SlidingWindow, _torch, context_parallel, enable_context_parallel_dispatcher
 
 aten = torch.ops.aten
 FORWARD = {
@@ -164,102 +162,77 @@ def test_masks_of_batch_and_head_shards_meet_their_own_rows_and_heads(placement:
     run_ranks(4, _masked, placement, shape, mask_on)
 
 
-# The ops of CUDA tensors: what the strategies say, asked with shapes alone
-
-Q_SHAPE, KV_SHAPE = (2, 4, 64, 16), (2, 4, 128, 16)
+# The ops of CUDA tensors, on DTensors of the CPU
 
 
-def ask(op: Any, mesh: DeviceMesh, q: Placements, kv: Placements, bias: Placements | None = None) -> Any:
-    """The output sharding of an op on such inputs."""
-
-    def spec(shape: tuple[int, ...], on: Placements, dtype: torch.dtype = torch.bfloat16) -> DTensorSpec:
-        like = torch.empty(shape, dtype=dtype, device="meta")
-        return DTensorSpec(mesh, on, TensorMeta(like.shape, like.stride(), like.dtype))
-
-    lse_shape = Q_SHAPE[:3] if op is not BACKWARD["cudnn"] else (*Q_SHAPE[:3], 1)
-    replicated = (R,) * mesh.ndim
-    values = {
-        **dict.fromkeys(("query", "grad_out", "grad_out_", "out"), spec(Q_SHAPE, q)),
-        **dict.fromkeys(("key", "value"), spec(KV_SHAPE, kv)),
-        **dict.fromkeys(("attn_bias", "cum_seq_q", "cum_seq_k"), None),
-        **dict.fromkeys(("philox_seed", "philox_offset"), spec((), replicated, torch.int64)),
-        "logsumexp": spec(lse_shape, q, torch.float32),
-        "compute_log_sumexp": True,
-        "max_q": Q_SHAPE[2],
-        "max_k": KV_SHAPE[2],
-        "dropout_p": 0.0,
-        "is_causal": bias is None,
-        "grad_input_mask": [True, True, True, bias is not None],
-    }
-    if bias is not None:
-        values["attn_bias"] = spec((*Q_SHAPE[:3], KV_SHAPE[2]), bias)
-    args = tuple(values.get(each.name, each.default_value) for each in op._schema.arguments if not each.kwarg_only)
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    return propagator.propagate_op_sharding_non_cached(OpSchema(op, args, {}))
-
-
-def _asked(rank: int, op: Any, q: Placements, kv: Placements) -> tuple[list[Placements | None], bool]:
-    sharding = ask(op, init_device_mesh("cpu", (4,) if len(q) == 1 else (2, 2)), q, kv)
-    return [each and each.placements for each in sharding.output_spec], sharding.needs_redistribute
+def _flash(rank: int, mesh_shape: tuple[int, ...], on: tuple[Placements, Placements]) -> None:
+    mesh, (q_on, kv_on) = init_device_mesh("cpu", mesh_shape), on
+    *qkv, grad_out = GROUPED.draw(seed=0)
+    inputs = distributed(tuple(qkv), mesh, (q_on, kv_on, kv_on))
+    out, lse, *_, q_len, kv_len, _, _, _ = FORWARD["flash"](*inputs, 0.0, True)
+    assert (q_len, kv_len) == (GROUPED.q_len, GROUPED.kv_len)
+    close(lse, logsumexp(GROUPED, *qkv[:2]))
+    out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
+    for actual, want in zip((out, *(each.grad for each in inputs)), reference(GROUPED, *qkv, grad_out), strict=True):
+        close(actual, want)
 
 
 @pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize("op", FORWARD.values(), ids=FORWARD)
 @pytest.mark.parametrize(
-    ("q", "kv"), [((CP,), (CP,)), ((CP,), (R,)), ((DP, CP), (DP, CP)), ((CP, CP), (CP, R))], ids=str
-)
-def test_forward_ops_take_sequence_shards_as_they_are(op: Any, q: Placements, kv: Placements) -> None:
-    (out, lse, *_), needs_redistribute = run_ranks(4, _asked, op, q, kv)[0]
-    assert (out, lse, needs_redistribute) == (q, q, False)
-
-
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize("op", BACKWARD.values(), ids=BACKWARD)
-@pytest.mark.parametrize(
-    ("q", "kv", "grad_kv"),
-    [((CP,), (CP,), (CP,)), ((CP,), (R,), (Partial(),)), ((TP, CP), (TP, R), (TP, Partial()))],
+    ("mesh_shape", "on"),
+    [((4,), ((CP,), (CP,))), ((4,), ((CP,), (R,))), ((2, 2), ((CP, CP), (CP, CP))), ((2, 2), ((TP, CP), (TP, R)))],
     ids=str,
 )
-def test_backward_ops_take_sequence_shards_as_they_are(
-    op: Any, q: Placements, kv: Placements, grad_kv: Placements
-) -> None:
-    (grad_q, grad_k, grad_v, *_), needs_redistribute = run_ranks(4, _asked, op, q, kv)[0]
-    assert (grad_q, grad_k, grad_v, needs_redistribute) == (q, grad_kv, grad_kv, False)
+def test_flash_op_of_sequence_shards(mesh_shape: tuple[int, ...], on: tuple[Placements, Placements]) -> None:
+    run_ranks(4, _flash, mesh_shape, on)
 
 
-def _answers(rank: int, ops: list[Any], placements: Placements, bias: Placements | None) -> list[Any]:
-    """What DTensor says of the ops: placements of outputs, and of inputs if they have to change."""
-    mesh, answers = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2)), []
-    for sharding in [ask(op, mesh, placements, placements, bias) for op in ops]:
-        wanted = sharding.redistribute_schema.args_spec if sharding.needs_redistribute else ()
-        answers.append([spec and spec.placements for spec in (*sharding.output_spec, *wanted)])
-    return answers
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("placements", [(R,), (DP,), (TP,), (DP, TP), (TP, R)], ids=str)
-def test_ops_on_whole_sequences_are_torchs_own(placements: Placements, bias: bool) -> None:
-    # Until 2.13 torch knows nothing of cuDNN's bias.
-    names = ["efficient", *["cudnn"] * (not bias or torch.__version__ >= "2.14"), *["flash"] * (not bias)]
-    ops = [table[name] for name in names for table in (FORWARD, BACKWARD)]
-    for bias_on in [placements, (R,) * len(placements)] if bias else [None]:
-        expected = run_ranks(4, _answers, ops, placements, bias_on)
-        with enable_context_parallel_dispatcher():
-            assert run_ranks(4, _answers, ops, placements, bias_on) == expected
+def _op_of_another_device(rank: int, name: str) -> None:
+    q, k, v = distributed(CAUSAL.draw(seed=0)[:3], init_device_mesh("cpu", (4,)), ((CP,),) * 3)
+    FORWARD[name](q, k, v, None, True)
 
 
 @pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize("op", [*FORWARD.values(), *BACKWARD.values()], ids=str)
-def test_keys_sharded_along_the_sequence_on_two_axes_are_gathered_over_one(op: Any) -> None:
-    _, needs_redistribute = run_ranks(4, _asked, op, (CP, CP), (CP, CP))[0]
-    assert needs_redistribute
+@pytest.mark.parametrize(
+    ("name", "backend"), [("efficient", "EFFICIENT_ATTENTION"), ("cudnn", "CUDNN_ATTENTION")], ids=str
+)
+def test_ops_name_the_only_backend(name: str, backend: str) -> None:
+    run_ranks(4, check_refused, NotImplementedError, f"  {backend}: ", _op_of_another_device, name)
+
+
+def _in_context(rank: int, settings: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    q, k, v = (each.detach() for each in distributed(CAUSAL.draw(seed=0)[:3], mesh, ((CP,),) * 3))
+    with context_parallel(mesh, **settings):
+        FORWARD["cpu"](q, k, v)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mask": SlidingWindow(2, 0)}, {"sinks": torch.zeros(8)}, {"deterministic": True}], ids=str
+)
+def test_ops_refuse_settings_of_contexts(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    run_ranks(4, check_refused, NotImplementedError, f"does not take the {name} of its context", _in_context, settings)
+    run_ranks(4, _in_context, {})
+
+
+def _by_torchs_rules(rank: int) -> None:
+    mesh, (a, b) = init_device_mesh("cpu", (4,)), torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+    sharded = [distribute_tensor(x, mesh, (Replicate(),), src_data_rank=None) for x in (a, b)]
+    for on in ((DP, TP), (TP, DP), (DP, R), (DP, DP)):
+        left, right = (x.redistribute(placements=(each,)) for x, each in zip(sharded, on, strict=True))
+        product = _torch.dispatched_by_default(aten.mm.default, (left, right), {})
+        assert product.placements == (left @ right).placements
+        torch.testing.assert_close(product.full_tensor(), a @ b)
+
+
+def test_dispatch_by_default_redistributes_as_torch_does() -> None:
+    run_ranks(4, _by_torchs_rules)
 
 
 def tables() -> list[Any]:
     dispatcher = DTensor._op_dispatcher
-    propagator = dispatcher.sharding_propagator
-    every = (dispatcher._custom_op_handlers, propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
-    return [table.get(op) for table in every for op in EVERY_OP]
+    return [dispatcher._custom_op_handlers.get(op) for op in EVERY_OP]
 
 
 def test_tables_are_as_before_after_the_last_disable() -> None:

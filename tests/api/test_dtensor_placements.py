@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from cp_dtensor.api.dtensor.placements import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
+from cp_dtensor.api.dtensor_attention import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
 
 BATCH, HEADS, SEQ, HEAD_DIM = (Shard(dim) for dim in range(4))
 ANY_PLACEMENT = (Replicate(), Partial(), BATCH, HEADS, SEQ, HEAD_DIM)

@@ -1,6 +1,7 @@
 """SDPA on DTensors whose sequence is sharded over two mesh axes, or over one called "ulysses", equals one device."""
 
 from collections.abc import Iterator
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ from cp_dtensor import HeadTail, context_parallel, enable_context_parallel_dispa
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 Names = tuple[str, ...] | None
 Shape = tuple[int, ...]
@@ -110,7 +111,7 @@ def test_uneven_shards_over_two_axes(names: Names, shape: Shape) -> None:
 
 
 def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=2))
+    monkeypatch.setattr(planner, "head_stages", partial(head_stages, flops_per_stage=1e-3, most=2))
     problem = Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True)
     check(ULYSSES_RING, (2, 2), [problem], ((CP, CP),) * 3)
 

@@ -14,8 +14,8 @@ from support.problems import shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.api.flex.attention import block_mask_of_rows
-from cp_dtensor.api.flex.block_mask import (
+from cp_dtensor.api.flex_attention import block_mask_of_rows
+from cp_dtensor.api.flex_block_mask import (
     LocalRows,
     Tables,
     cached_tables,
@@ -148,7 +148,7 @@ def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
 
 
 def test_a_mask_that_is_gone_is_forgotten() -> None:
-    from cp_dtensor.api.flex import block_mask as flex_tables
+    from cp_dtensor.api import flex_block_mask as flex_tables
 
     gc.collect()
     before = len(flex_tables.table_cache)

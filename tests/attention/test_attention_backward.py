@@ -25,7 +25,6 @@ from support.attention_kernels import (
 from support.row_masks import window
 
 from cp_dtensor.attention.masked import RowMask
-from cp_dtensor.attention.triton.row_mask import rows_of_columns
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
 
@@ -115,7 +114,7 @@ def test_rows_of_columns_are_all_of_them_and_tight(data: st.DataObject) -> None:
         lo, hi = lo.sort().values, hi.sort().values
     column = torch.arange(columns)
     seen = (lo.unsqueeze(1) <= column) & (column < hi.unsqueeze(1))
-    ranges = rows_of_columns(lo, hi, columns, block)[:, 0].T.tolist()
+    ranges = RowMask(lo=lo, hi=hi).rows_of_columns(columns, block)[:, 0].T.tolist()
     for part, (first, last, whole_first, whole_last) in zip(seen.split(block, 1), ranges, strict=True):
         some, every = part.any(1).nonzero().flatten(), part.all(1).nonzero().flatten()
         assert all(first <= row < last for row in some.tolist())
@@ -137,7 +136,8 @@ def test_rows_that_see_nothing_between_documents_do_not_split_what_is_seen_wholl
         hi += [columns + length if length else 0] * rows
         columns += length
     block = data.draw(st.integers(1, 4), "block")
-    ranges = rows_of_columns(torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32), columns, block)
+    mask = RowMask(lo=torch.tensor(lo, dtype=torch.int32), hi=torch.tensor(hi, dtype=torch.int32))
+    ranges = mask.rows_of_columns(columns, block)
     for index, (first, last, whole_first, whole_last) in enumerate(ranges[:, 0].T.tolist()):
         start, stop = index * block, min(index * block + block, columns)
         some = [row for row in range(len(lo)) if lo[row] < stop and start < hi[row]]

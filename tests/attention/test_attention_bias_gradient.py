@@ -9,16 +9,16 @@ import torch
 from support.attention_kernels import SCALE, Tensors, biases_of, masks_of
 from support.dropouts import dropout_of
 
+from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import (
     RowMask,
     attention_backward,
     attention_bias_gradient,
     attention_delta,
     attention_forward,
+    seen_reference,
 )
-from cp_dtensor.attention.triton import reference as attention_reference
 from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
-from cp_dtensor.attention.triton.reference import seen_reference
 
 ROWS, COLUMNS, HEADS = 23, 29, 4
 SHAPES = [(2, HEADS, ROWS, COLUMNS), (HEADS, 1, COLUMNS), (2, 1, ROWS, 1), (1, HEADS, 1, 1), (ROWS, COLUMNS), (1,), ()]
@@ -61,8 +61,8 @@ def test_gradient_of_a_bias(
 ) -> None:
     tensors, grad_out, bias = draw(shape)
     dropout = None if p is None else dropout_of(ROWS, COLUMNS, p)
-    monkeypatch.setattr(attention_reference, "_MASKED_ROWS", 8)
-    monkeypatch.setattr(attention_reference, "LOGITS_BYTES", 2 * HEADS * 5 * COLUMNS * 8)
+    monkeypatch.setattr(masked, "_MASKED_ROWS", 8)
+    monkeypatch.setattr(masked, "LOGITS_BYTES", 2 * HEADS * 5 * COLUMNS * 8)
     out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, dropout=dropout)
     delta = attention_delta(grad_out, out)
     got = attention_bias_gradient(grad_out, *tensors, lse, mask, SCALE, bias=bias, delta=delta, dropout=dropout)

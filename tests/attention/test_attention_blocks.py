@@ -11,8 +11,8 @@ from support.row_masks import documents, window
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.triton import reference as attention_reference
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
 
@@ -38,8 +38,8 @@ def test_results_do_not_depend_on_blocks(
     tensors = draw(ROWS, COLUMNS, HEADS)
     masks = masks_of(ROWS, COLUMNS).values()
     expected = [computed(tensors, mask, bias) for mask in masks]
-    monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit * 2 * HEADS * COLUMNS * 8)
-    monkeypatch.setattr(attention_reference, "_MASKED_ROWS", 7)
+    monkeypatch.setattr(masked, "LOGITS_BYTES", limit * 2 * HEADS * COLUMNS * 8)
+    monkeypatch.setattr(masked, "_MASKED_ROWS", 7)
     for mask, wanted in zip(masks_of(ROWS, COLUMNS).values(), expected, strict=True):
         for x, y in zip(computed(tensors, mask, bias), wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
@@ -61,7 +61,7 @@ class _Largest(TorchDispatchMode):
 def test_logits_take_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor exceeds the limit, though there are 2 * 4 * 1000 * 1000 logits; q, k and v take 0.5 MiB."""
     limit = 2**20
-    monkeypatch.setattr(attention_reference, "LOGITS_BYTES", limit)
+    monkeypatch.setattr(masked, "LOGITS_BYTES", limit)
     tensors = draw(1000, 1000, 4, torch.float32)
     with _Largest() as largest:
         computed(tensors, masks_of(1000, 1000)[name])

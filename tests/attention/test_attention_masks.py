@@ -18,7 +18,6 @@ from support.row_masks import window
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.triton.row_mask import rows_of_columns
 
 ROWS, COLUMNS = 37, 53
 
@@ -72,7 +71,7 @@ def test_other_blocks_and_lengths_are_derived_anew() -> None:
     mask = window(torch.arange(ROWS), 9, 4)
     assert mask.intervals is not None
     for columns, block in ((53, 16), (53, 32), (40, 16), (53, 16)):
-        expected = rows_of_columns(*mask.intervals, columns, block)
+        expected = replace(mask).rows_of_columns(columns, block)
         assert torch.equal(mask.rows_of_columns(columns, block), expected)
     for length in (40, 64, 40):
         lo, hi = mask.padded_intervals(length)

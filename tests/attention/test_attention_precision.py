@@ -8,11 +8,13 @@ from support.attention_kernels import RowMask, documents, prefix, to, window
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cp_dtensor.attention.masked import attention_backward, attention_forward, uses_triton
-from cp_dtensor.attention.triton.reference import (
+from cp_dtensor.attention.masked import (
+    attention_backward,
     attention_backward_reference,
+    attention_forward,
     attention_forward_reference,
     seen_reference,
+    uses_triton,
 )
 
 ROWS, HEADS, KV_HEADS = 1000, 4, 2

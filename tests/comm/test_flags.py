@@ -25,10 +25,6 @@ def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.T
     return torch.tensor(found + [0] * (count - len(found)), device=words.device)
 
 
-def stream_of(device: str) -> int:
-    return 0 if device == "cpu" else int(torch.cuda.current_stream().cuda_stream)
-
-
 @all_devices
 @pytest.mark.parametrize(("signalled", "awaited"), [([0, 2, 5], [1, 3]), ([], [1]), ([4], []), ([], []), ([1], [1])])
 def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
@@ -37,20 +33,20 @@ def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
     words = torch.zeros(6, dtype=torch.int32, device=device)
     words[awaited] = 1
     count = kernel.padded_count(3)
-    kernel.flag_launch(addresses(words, signalled, count), addresses(words, awaited, count))(stream_of(device))
+    kernel.flag_launch(addresses(words, signalled, count), addresses(words, awaited, count))()
     expected = [int(place in signalled and place not in awaited) for place in range(6)]
     assert words.tolist() == expected
 
 
 @all_devices
 def test_a_launch_may_be_repeated(device: str) -> None:
-    """Triton makes the first launch; the next ones are direct, then with fixed parameters."""
+    """The first launch compiles the kernel."""
     words = torch.zeros(2, dtype=torch.int32, device=device)
     count = kernel.padded_count(2)
     launch = kernel.flag_launch(addresses(words, [0], count), addresses(words, [1], count))
     for _ in range(5):
         words[:] = torch.tensor([0, 1])
-        launch(stream_of(device))
+        launch()
         assert words.tolist() == [1, 0]
 
 
@@ -67,19 +63,19 @@ def test_the_kernel_waits() -> None:
     )
     for _ in range(3):  # while a kernel waits, CUDA may be unable to load another
         for launch in (raise_first, raise_second, wait_for_both):
-            launch(stream_of("cuda"))
+            launch()
         after.add_(0)
         after.clone()
         torch.cuda._sleep(10)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        wait_for_both(stream_of("cuda"))
+        wait_for_both()
         after.add_(1)
     with torch.cuda.stream(torch.cuda.Stream()):
-        raise_first(stream_of("cuda"))
+        raise_first()
         torch.cuda._sleep(10_000_000)
         seen_before = after.clone()
-        raise_second(stream_of("cuda"))
+        raise_second()
     torch.cuda.synchronize()
     assert (seen_before.item(), after.item(), words.tolist()) == (0, 1, [0, 0])
 
@@ -125,7 +121,7 @@ def test_flags_beside_attention_need_no_kernel(
 
     monkeypatch.setattr(cuda_driver, "_driver", Driver)
     monkeypatch.setattr(flags, "TRITON_AVAILABLE", has_triton)
-    monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda stream: done.append("kernel"))
+    monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda: done.append("kernel"))
     of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), torch.device("cpu"))
     of_one.submit(_Stream(), signal=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, overlaps=overlaps)  # type: ignore[arg-type]
     assert done == (["kernel"] if has_triton and not overlaps else ["front end", "front end"])

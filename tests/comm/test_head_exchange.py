@@ -22,7 +22,7 @@ from cp_dtensor.comm import collective
 from cp_dtensor.comm import head_exchange as heads
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.transport import HeadBlocks
-from cp_dtensor.plan.head_partition import partition_heads
+from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span
 

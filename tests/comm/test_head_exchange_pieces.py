@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from cp_dtensor.comm.head_exchange_symm_mem import Piece, Written, offsets, pieces_of
 from cp_dtensor.engine.planner import exchange_stages
-from cp_dtensor.plan.head_partition import partition_heads
-from cp_dtensor.plan.partition import LayoutPartition, MergedPartition
+from cp_dtensor.plan.partition import LayoutPartition, MergedPartition, partition_heads
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 
 kernel = pytest.importorskip("cp_dtensor.comm.triton_kernels")
@@ -68,7 +67,7 @@ def check(
     whole = [torch.randn(batch, length, count, DIM, generator=generator).to(device) for count in (q_heads, kv_heads)]
     local = [[local_rows(merged, tensor, rank) for tensor in whole] for rank in range(ranks)]
     together = [
-        torch.cat([local_part(merged, local, which, place) for place in merged.key_rows(0).places], 1)
+        torch.cat([local_part(merged, local, which, place) for place in merged.rows(0)[1].places], 1)
         for which in (0, 1)
     ]
     returned = [
@@ -109,7 +108,7 @@ def check(
 
 def local_rows(merged: MergedPartition, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's rows of (B, S, H, D)."""
-    lengths = [sum(row) for row in merged.key_rows(0).lengths]
+    lengths = [sum(row) for row in merged.rows(0)[1].lengths]
     return tensor[:, sum(lengths[:rank]) : sum(lengths[: rank + 1])].contiguous()
 
 
@@ -117,7 +116,7 @@ def local_part(
     merged: MergedPartition, local: list[list[torch.Tensor]], which: int, place: tuple[int, int]
 ) -> torch.Tensor:
     rank, part = place
-    start, stop = merged.key_rows(0).local_span(rank, part)
+    start, stop = merged.rows(0)[1].local_span(rank, part)
     return local[rank][which][:, start:stop]
 
 

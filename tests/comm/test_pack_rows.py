@@ -5,9 +5,9 @@ import torch
 
 from cp_dtensor._torch.tensors import cut
 from cp_dtensor.comm.transport import HeadBlocks, pack_rows, row_width
-from cp_dtensor.plan.interval_tiling import tiling_of
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.plan import Stages, gathered_plan
-from cp_dtensor.plan.tiling import Masking, group_segments
+from cp_dtensor.plan.tiling import Masking, tiling_of
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Span
 from cp_dtensor.spec.masks import Causal, Mask, SlidingWindow
 
@@ -50,6 +50,6 @@ def test_some_rows_are_packed_where_all_would_put_them(stages: list[Span]) -> No
 def test_the_rows_that_other_ranks_attend_to(
     layout: Contiguous | HeadTail, mask: Mask, masking: Masking, sent: list[tuple[Span, ...]]
 ) -> None:
-    tiling = tiling_of(group_segments(layout, 64, 64, 1, 4), mask, masking, (64, 64))
+    tiling = tiling_of(LayoutPartition(layout, 64, 64, 1, 4).groups(), mask, masking, (64, 64))
     plans = [gathered_plan(tiling, rank, 1, Stages(1, 1), Stages(1, 1)) for rank in range(4)]
     assert [plan.send_spans for plan in plans] == sent

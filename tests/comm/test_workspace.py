@@ -68,7 +68,7 @@ def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
     pytest.importorskip("cp_dtensor.comm.triton_kernels")
     launched: list[tuple[list[int], list[int]]] = []
     monkeypatch.setattr(
-        workspaces, "flag_launch", lambda *which: lambda stream: launched.append(tuple(x.tolist() for x in which))
+        workspaces, "flag_launch", lambda *which: lambda: launched.append(tuple(x.tolist() for x in which))
     )
     mapped()
     ((signalled, awaited),) = launched

@@ -129,17 +129,17 @@ def test_lengths_that_change(two_processes: Processes) -> None:
     two_processes.run(lengths)
 
 
-def dtensors(rank: int) -> None:
+def dtensors(rank: int, on: Shard) -> None:
     fresh()
     mesh = world()
 
     def step(function: Function, length: int) -> None:
         shards = Shards(rank, length)
-        q, k, v, grad = (distribute_tensor(each, mesh, [Shard(2)]) for each in shards.whole)
+        q, k, v, grad = (distribute_tensor(each, mesh, [on]) for each in shards.whole)
         inputs = [each.requires_grad_() for each in (q, k, v)]
         out = function(*inputs)
         assert isinstance(out, DTensor)
-        assert out.placements == (Shard(2),)
+        assert out.placements == (on,)
         for got, expected in zip((out, *torch.autograd.grad(out, inputs, grad)), shards.expected, strict=True):
             equal(got.full_tensor(), expected, length)
 
@@ -154,8 +154,9 @@ def dtensors(rank: int) -> None:
         step(compiled(causal, dynamic=False), 9)
 
 
-def test_dtensors(two_processes: Processes) -> None:
-    two_processes.run(dtensors)
+@pytest.mark.parametrize("on", [Shard(2), Shard(1)], ids=str)
+def test_dtensors(two_processes: Processes, on: Shard) -> None:
+    two_processes.run(dtensors, on)
 
 
 class Attention(nn.Module):

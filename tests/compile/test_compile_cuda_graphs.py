@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import ATTENTION_OPS, SlidingWindow, context_parallel, context_parallel_attention
-from cp_dtensor._torch import cuda_graphs, prepared
+from cp_dtensor._torch import cache, prepared
 
 
 def is_left_out(operator: torch._ops.OpOverload) -> bool:
@@ -87,7 +87,7 @@ def in_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=answer))
     monkeypatch.setattr(torch.cuda, "device", mock.Mock(return_value=nullcontext()))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(cuda_graphs, "_is_in_memory_of_graphs", mock.Mock(return_value=True))
+    monkeypatch.setattr(cache, "_is_in_memory_of_graphs", mock.Mock(return_value=True))
     return calls
 
 

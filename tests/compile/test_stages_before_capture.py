@@ -13,7 +13,7 @@ pytest.importorskip("cp_dtensor.comm.triton_kernels")
 from support.stream_model.programs import ulysses
 from support.stream_model.recording import Group, Rank, Stream
 
-from cp_dtensor._torch import cuda_graphs
+from cp_dtensor._torch import cache
 from cp_dtensor.comm import head_exchange_symm_mem
 
 
@@ -33,7 +33,7 @@ def test_they_stay_on_the_stream_of_graphs(stages: int) -> None:
             return make()
 
         with (
-            mock.patch.object(cuda_graphs, "_is_in_memory_of_graphs", is_of_graphs),
+            mock.patch.object(cache, "_is_in_memory_of_graphs", is_of_graphs),
             mock.patch.object(head_exchange_symm_mem, "prepared", prepared),
         ):
             group.record(rank, ulysses(stages, True, True))

@@ -15,8 +15,7 @@ from cp_dtensor.api.explain import H200, Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
-from cp_dtensor.plan.head_partition import DEFAULT_HEAD_STAGING
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, head_stages
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
 from cp_dtensor.spec.masks import Causal
@@ -65,8 +64,8 @@ def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usua
     for masking in Masking:
         by_row = dataclasses.replace(causal, masking=masking)
         hides_little = masking is not Masking.BY_SHAPE
-        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, publishes=True) == (little if hides_little else usual)
-        assert DEFAULT_HEAD_STAGING.stages(by_row, 4, publishes=False) == usual
+        assert head_stages(by_row, 4, publishes=True) == (little if hides_little else usual)
+        assert head_stages(by_row, 4, publishes=False) == usual
 
 
 def test_bytes_of_a_ring_by_hand() -> None:

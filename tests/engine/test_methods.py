@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -72,7 +73,7 @@ def test_any_number_of_heads(q_heads: int, kv_heads: int, names: tuple[str, ...]
 def test_stages_of_heads_change_nothing(
     is_causal: bool, q_heads: int, kv_heads: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages))
+    monkeypatch.setattr(planner, "head_stages", partial(head_stages, flops_per_stage=1e-3, most=stages))
     problem = Problem(29, 29, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=4, is_causal=is_causal)
     check(problem, HeadTail(), ("cp",), (2,), method="ulysses")
     check(problem, HeadTail(), RING_ULYSSES, (2, 2), method="hybrid")

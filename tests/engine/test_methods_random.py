@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.engine import planner
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def any_problem(draw: st.DrawFn) -> Problem:
 
 
 def check_staged(problem: Problem, layout: Layout, ranks: Ranks, stages: int, rotate_method: str) -> None:
-    staging = HeadStaging(flops_per_stage=1e-3, most=stages)  # however little work a stage has
-    with mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging):
+    staging = partial(head_stages, flops_per_stage=1e-3, most=stages)  # however little work a stage has
+    with mock.patch.object(planner, "head_stages", staging):
         check(problem, layout, ranks.names, ranks.shape, method=ranks.method, rotate_method=rotate_method)
 
 
@@ -131,7 +132,7 @@ def test_wider_values_in_memory_of_any_order_of_which_some_need_gradients(
             else:
                 assert tensor.grad is None
 
-    with mock.patch.object(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=1e-3, most=stages)):
+    with mock.patch.object(planner, "head_stages", partial(head_stages, flops_per_stage=1e-3, most=stages)):
         run_ranks(4, body)
 
 

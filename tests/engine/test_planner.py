@@ -19,7 +19,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.cost_model import Axis
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 
 def tensor(length: int = 4, heads: int = 4) -> torch.Tensor:
@@ -65,17 +65,16 @@ def test_hybrids_have_the_same_stages_whoever_shares_memory(
     who_shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each group of the inner axis finds out for itself; the ring goes through all of them."""
-    stages_of, counts = HeadStaging.stages, list[int]()
+    counts = list[int]()
 
-    def counted(self: HeadStaging, *args: Any, **options: Any) -> int:
-        counts.append(stages_of(self, *args, **options))
+    def counted(*args: Any, **options: Any) -> int:
+        counts.append(head_stages(*args, **options, flops_per_stage=2500.0))
         return counts[-1]
 
     def obstacle(*_: Any) -> str | None:
         return None if dist.get_rank() in who_shares else "it is far"
 
-    monkeypatch.setattr(HeadStaging, "stages", counted)
-    monkeypatch.setattr(planner, "DEFAULT_HEAD_STAGING", HeadStaging(flops_per_stage=2500.0))
+    monkeypatch.setattr(planner, "head_stages", counted)
     monkeypatch.setattr(planner, "obstacle_to_shared_memory", obstacle)
     monkeypatch.setattr(planner, "shared_memory_heads", lambda *_: CollectiveHeads())
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
-from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
+from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.groups import SequenceRanks
 

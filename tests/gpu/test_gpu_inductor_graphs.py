@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel, context_parallel_attention
 from cp_dtensor.engine import planner as planning
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 pytestmark = pytest.mark.gpu(2)
 # auto measures links at first; the stages of Ulysses are computed on two streams in turns.
@@ -35,7 +36,7 @@ def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, in
     from torch._inductor.cudagraph_trees import get_manager
 
     counters.clear()
-    staging = HeadStaging(flops_per_stage=1e-3, most=4 if way == "ulysses in stages" else 1)
+    staging = partial(head_stages, flops_per_stage=1e-3, most=4 if way == "ulysses in stages" else 1)
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=mask is None, dtype=torch.float32)
     group = dist.new_group()  # of which nothing has been found out or prepared
     masked: dict[str, Any] = {"is_causal": True} if mask is None else {"mask": mask}
@@ -51,7 +52,7 @@ def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, in
         inputs = shards(problem, step, HeadTail(), rank)
         torch.compiler.cudagraph_mark_step_begin()
         q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
-        with mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging):
+        with mock.patch.object(planning, "head_stages", staging):
             out = function(q, k, v)
         out.backward(inputs[3])
         results = [x.clone() for x in (out.detach(), q.grad, k.grad, v.grad)]

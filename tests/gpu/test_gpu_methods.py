@@ -21,7 +21,7 @@ from cp_dtensor.comm import head_exchange_symm_mem
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 pytestmark = pytest.mark.gpu(2)
 PROBLEMS = (
@@ -43,8 +43,8 @@ def _errors(rank: int, problem: Problem, layout: Layout, stages: int, shares_mem
         return found[-1]
 
     with ExitStack() as stack:
-        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planner, "head_stages", staging))
         stack.enter_context(mock.patch.object(planner, "obstacle_to_shared_memory", obstacle))
         stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         results = attend(local, problem, layout, dist.group.WORLD, method="ulysses")
@@ -74,8 +74,8 @@ def _race(rank: int, methods: list[tuple[str, str]], stages: int, rounds: int) -
         copy(table, targets, stream, current)
 
     with ExitStack() as stack:
-        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planner, "head_stages", staging))
         stack.enter_context(mock.patch.object(head_exchange_symm_mem._Table, "copy", late_copy))
         stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         expected, *ways = (
@@ -103,8 +103,8 @@ def _compiled(rank: int, method: str, stages: int) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.bfloat16)
     inputs = shards(problem, 0, HeadTail(), rank)
     with ExitStack() as stack:
-        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planner, "head_stages", staging))
         stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method=method)
         compiled = torch.compile(_attention_of(method, problem), fullgraph=True, backend="aot_eager")
@@ -143,8 +143,8 @@ def _error(rank: int) -> float:
         return forward(*args)
 
     with ExitStack() as stack:
-        staging = HeadStaging(flops_per_stage=1e-3, most=4)
-        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        staging = partial(head_stages, flops_per_stage=1e-3, most=4)
+        stack.enter_context(mock.patch.object(planner, "head_stages", staging))
         stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
         with mock.patch.object(RingPlan, "forward", failing), pytest.raises(RuntimeError, match="planted"):
@@ -159,8 +159,8 @@ def test_a_call_after_one_that_raised_half_way(gpus: Processes) -> None:
 
 def _graph(rank: int, stages: int) -> list[float]:
     with ExitStack() as stack:
-        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planner, "DEFAULT_HEAD_STAGING", staging))
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planner, "head_stages", staging))
         stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
         return _replayed(rank)
 

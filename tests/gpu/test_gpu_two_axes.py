@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel_attention
 from cp_dtensor.engine import planner as planning
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 pytestmark = pytest.mark.gpu(2)
 WORLD_SIZE = 4
@@ -45,8 +46,8 @@ def _errors(
     wrong = []
     draw = random.Random(rank)
     with ExitStack() as stack:
-        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        stack.enter_context(mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging))
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        stack.enter_context(mock.patch.object(planning, "head_stages", staging))
         for problem in PROBLEMS:
             drawn = problem.draw(5, "cuda")
             expected = reference(problem, *drawn)

@@ -18,8 +18,7 @@ from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, MirroredBatch, Striped
-from cp_dtensor.spec.load_balance import workload_of
-from cp_dtensor.spec.masks import Batched, Causal, SlidingWindow
+from cp_dtensor.spec.masks import Batched, Causal, SlidingWindow, workload_of
 
 HOPPER = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
 TRANSPORTS: list[KVTransport] = [AllGather(), AllToAll(), SymmetricMemory()]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_dtensor.plan.head_partition import HeadPartition, partition_heads
+from cp_dtensor.plan.partition import HeadPartition, partition_heads
 from cp_dtensor.spec.layouts import Span
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.masked_problems import any_mask, fits, shown
 from support.schedules import any_layout, positions, seen_by
 
-from cp_dtensor.plan.interval_tiling import tiling_of
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
 from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import GroupSegments, Masking, Tiling, group_segments
+from cp_dtensor.plan.tiling import GroupSegments, Masking, Tiling, tiling_of
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def groups(self) -> tuple[GroupSegments, ...]:
-        return group_segments(self.layout, self.q_len, self.kv_len, self.batch, self.ranks)
+        return LayoutPartition(self.layout, self.q_len, self.kv_len, self.batch, self.ranks).groups()
 
     @property
     def tiling(self) -> Tiling:

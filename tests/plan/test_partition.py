@@ -115,7 +115,7 @@ def test_merged_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes
     whole, merged = case.whole.groups(), case.merged.groups()
     assert [group.batch for group in merged] == [group.batch for group in whole]
     for outer_rank in range(case.outer):
-        query_rows, key_rows = case.merged.query_rows(outer_rank), case.merged.key_rows(outer_rank)
+        query_rows, key_rows = case.merged.rows(outer_rank)
         first = outer_rank * case.inner
         for of_whole, of_merged in zip(whole, merged, strict=True):
             assert of_merged.world_size == len(of_merged.q_by_rank) == case.outer
@@ -180,8 +180,8 @@ def test_merged_head_tail_by_hand() -> None:
     partition = two_axes(HeadTail(), 8, 8, 2, 2).merged
     (group,) = partition.groups()
     assert [positions(segments).tolist() for segments in group.q_by_rank] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert partition.query_rows(0) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
-    assert partition.key_rows(1) == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
+    assert partition.rows(0)[0] == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
+    assert partition.rows(1)[1] == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
     assert tiles_against((group,), 1, 1, Causal()) == (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
     assert tiles_against((group,), 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
     assert tiles_against((group,), 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)

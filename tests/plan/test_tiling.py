@@ -17,11 +17,11 @@ from support.schedules import (
     tiles_against,
 )
 
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile, without_long_triangles
 from cp_dtensor.plan.tiling import (
     GatheredRows,
     GroupSegments,
-    group_segments,
 )
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full
@@ -139,14 +139,14 @@ def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int
 
 @given(st.integers(0, 200), st.integers(1, 32), st.sampled_from([Contiguous(), TorchChunk(), MirroredBatch()]))
 def test_contiguous_causal_gathers_into_one_tile_a_batch_group(length: int, ranks: int, layout: Layout) -> None:
-    groups = group_segments(layout, length, length, 2, ranks)
+    groups = LayoutPartition(layout, length, length, 2, ranks).groups()
     for rank in range(ranks):
         assert len(gathered_tiles(groups, rank, Causal())) <= len(groups)
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), MirroredBatch()], ids=repr)
 def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(layout: Layout) -> None:
-    groups = group_segments(layout, 32, 32, 2, 4)
+    groups = LayoutPartition(layout, 32, 32, 2, 4).groups()
     tiles = gathered_tiles(groups, 1, Full())
     own_parts = len(groups[0].kv_by_rank[1])
     assert len(tiles) == (own_parts + 1) * len(groups)
@@ -155,7 +155,7 @@ def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(la
 
 def test_head_tail_causal_by_hand() -> None:
     """Rank 0 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
-    groups = group_segments(HeadTail(), 8, 8, 1, 2)
+    groups = LayoutPartition(HeadTail(), 8, 8, 1, 2).groups()
     for rank in (0, 1):
         assert tiles_against(groups, rank, rank, Causal()) == (Tile(rank, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
     assert tiles_against(groups, 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
@@ -168,13 +168,13 @@ def test_head_tail_causal_by_hand() -> None:
 
 def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:
     """Rank 0 owns 0 2 4, rank 1 owns 1 3 5: rank 0's first query sees nothing of rank 1."""
-    (tile,) = tiles_against(group_segments(Striped(1), 6, 6, 1, 2), 0, 1, Causal())
+    (tile,) = tiles_against(LayoutPartition(Striped(1), 6, 6, 1, 2).groups(), 0, 1, Causal())
     assert tile == Tile(1, (0, 1), (1, 3), (0, 2), CAUSAL_TILE)
 
 
 def test_the_gathered_buffer_by_hand() -> None:
     """Chunks of 2, 1, 1, 1 tokens: rank 0 owns 0 1 and 4, rank 1 owns 2 and 3."""
-    rows = gathered_rows(group_segments(HeadTail(), 5, 5, 1, 2))
+    rows = gathered_rows(LayoutPartition(HeadTail(), 5, 5, 1, 2).groups())
     assert rows == GatheredRows(lengths=((2, 1), (1, 1)), starts=((0, 4), (2, 3)))
     assert (rows.world_size, rows.total) == (2, 5)
     assert [rows.span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (4, 5), (2, 3), (3, 4)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from unittest import mock
 
@@ -33,7 +33,7 @@ from cp_dtensor import (
     enable_context_parallel_dispatcher,
 )
 from cp_dtensor.engine import planner as planning
-from cp_dtensor.plan.head_partition import HeadStaging
+from cp_dtensor.plan.partition import head_stages
 
 LAYOUTS = (Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch())
 Names = tuple[str, ...]
@@ -90,8 +90,8 @@ def _cases(rank: int, names: Names, method: str, cases: list[tuple[Problem, Layo
     for seed, (problem, layout, stages) in enumerate(cases):
         *qkv, grad_out = problem.draw(seed)
         q, k, v = (shard(tensor, layout, here, 4).requires_grad_() for tensor in qkv)
-        staging = HeadStaging(flops_per_stage=1e-3, most=stages)
-        with mock.patch.object(planning, "DEFAULT_HEAD_STAGING", staging):
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        with mock.patch.object(planning, "head_stages", staging):
             out, _ = context_parallel_attention(
                 q, k, v, mesh=mesh, method=method, is_causal=problem.is_causal, scale=problem.scale, enable_gqa=True,
                 layout=layout, return_lse=True, seq_len=(problem.q_len, problem.kv_len) if seed % 2 else None,

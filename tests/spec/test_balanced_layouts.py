@@ -29,8 +29,8 @@ from cp_dtensor import (
     imbalance,
 )
 from cp_dtensor.integrations.long_context import UlyssesCut
-from cp_dtensor.spec.layouts import Span, chunk_length
-from cp_dtensor.spec.load_balance import workload_by_rank
+from cp_dtensor.spec.layouts import Span, chunk
+from cp_dtensor.spec.masks import workload_by_rank
 from cp_dtensor.tools.parsing import lognormal_documents
 
 rank_counts = st.one_of(st.integers(1, 9), st.integers(10, 40))
@@ -57,6 +57,10 @@ def documents_of(layout: PerDocument) -> list[Span]:
     return [span for span in pairwise((0, *layout.cu_seqlens, layout.seq_len)) if span[0] < span[1]]
 
 
+def work_of_ranks(layout: PerDocument | Balanced, mask: Mask, seq_len: int, ranks: int) -> list[int]:
+    return workload_by_rank([((0, 1), [layout.segments(seq_len, rank, ranks) for rank in range(ranks)])], mask, seq_len)
+
+
 @given(any_layout, rank_counts)
 def test_every_position_belongs_to_exactly_one_rank_in_order(layout: PerDocument | Balanced, ranks: int) -> None:
     owned = [positions(layout, layout.seq_len, rank, ranks) for rank in range(ranks)]
@@ -68,7 +72,8 @@ def test_every_position_belongs_to_exactly_one_rank_in_order(layout: PerDocument
 def test_shards_differ_by_at_most_one_token(layout: PerDocument | Balanced, ranks: int) -> None:
     lengths = [layout.local_length(layout.seq_len, rank, ranks) for rank in range(ranks)]
     assert lengths == [len(positions(layout, layout.seq_len, rank, ranks)) for rank in range(ranks)]
-    assert lengths == [chunk_length(layout.seq_len, ranks, rank) for rank in range(ranks)]
+    spans = [chunk((0, layout.seq_len), ranks, rank) for rank in range(ranks)]
+    assert lengths == [stop - start for start, stop in spans]
 
 
 @given(any_layout, rank_counts)
@@ -134,7 +139,7 @@ def test_documents_are_cut_head_to_tail(layout: PerDocument, ranks: int) -> None
 @given(per_document(), rank_counts)
 def test_causal_work_differs_by_two_queries_of_each_document(layout: PerDocument, ranks: int) -> None:
     mask = Documents([0, *layout.cu_seqlens, layout.seq_len], within=Causal())
-    work = workload_by_rank(layout, mask, layout.seq_len, ranks)
+    work = work_of_ranks(layout, mask, layout.seq_len, ranks)
     assert max(work) - min(work) <= 2 * layout.seq_len
 
 
@@ -202,7 +207,7 @@ def test_of_a_causal_mask_it_is_head_tail(chunk: int, ranks: int) -> None:
     layout = Balanced(Causal(), seq_len, tolerance=0.0)
     for rank in range(ranks):
         assert positions(layout, seq_len, rank, ranks) == positions(HeadTail(), seq_len, rank, ranks)
-    assert workload_by_rank(layout, Causal(), seq_len, ranks) == [chunk * (seq_len + 1)] * ranks
+    assert work_of_ranks(layout, Causal(), seq_len, ranks) == [chunk * (seq_len + 1)] * ranks
 
 
 @given(st.integers(0, 100), rank_counts)
@@ -221,7 +226,7 @@ def test_more_tolerance_saves_blocks() -> None:
 @pytest.mark.parametrize("mask", [lognormal_documents(65_536, 1000, 1.0), Causal()], ids=["documents", "causal"])
 def test_ranks_of_an_inner_axis_are_balanced_together(mask: Mask) -> None:
     """And own few blocks together: what the outer axis sees."""
-    work = workload_by_rank(Balanced(mask, 65_536), mask, 65_536, 8)
+    work = work_of_ranks(Balanced(mask, 65_536), mask, 65_536, 8)
     for size in (2, 4):
         together = [sum(work[first : first + size]) for first in range(0, 8, size)]
         assert max(together) <= 1.01 * sum(together) / len(together)

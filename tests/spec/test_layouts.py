@@ -16,8 +16,7 @@ from cp_dtensor.spec.layouts import (
     Segment,
     Striped,
     TorchChunk,
-    chunk_length,
-    chunk_start,
+    chunk,
 )
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(2), Striped(5), MirroredBatch(), TorchChunk()]
@@ -104,11 +103,13 @@ def test_torch_chunk_divides_as_torch_does(seq_len: int, ranks: int) -> None:
 
 @given(lengths, rank_counts)
 def test_chunks_follow_one_another(seq_len: int, chunks: int) -> None:
-    starts = [chunk_start(seq_len, chunks, index) for index in range(chunks + 1)]
-    assert starts[0] == 0
-    assert starts[-1] == seq_len
-    sizes = [chunk_length(seq_len, chunks, index) for index in range(chunks)]
-    assert [stop - start for start, stop in pairwise(starts)] == sizes
+    spans = [chunk((7, 7 + seq_len), chunks, index) for index in range(chunks)]
+    assert spans[0][0] == 7
+    assert spans[-1][1] == 7 + seq_len
+    assert all(one[1] == other[0] for one, other in pairwise(spans))
+    sizes = [stop - start for start, stop in spans]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
 
 
 @given(rank_counts, st.integers(1, 6))

@@ -12,7 +12,7 @@ from support.drawn_masks import LONGEST, any_mask, keys_seen, of_one_row
 
 from cp_dtensor import Batched, Causal, Contiguous, Documents, Full, HeadTail, Mask, MirroredBatch, Striped, imbalance
 from cp_dtensor.spec.intervals import FAR
-from cp_dtensor.spec.load_balance import workload_of
+from cp_dtensor.spec.masks import workload_of
 
 
 @given(any_mask, st.integers(LONGEST, 2 * LONGEST))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.accumulate import Accumulator, GradientAccumulator, OutputAccumulator, Part, Tensors
+from cp_dtensor.attention.merge import Accumulator, Part, Tensors
 from cp_dtensor.spec.layouts import Span
 
 BATCH, HEADS, ROWS, DIM = 2, 4, 6, 3
@@ -50,9 +50,9 @@ class Source:
         return Part(batch, rows, (tensors[0].to(self.state_dtype if wide else self.dtype), *tensors[1:]))
 
     def accumulator(self, may_overwrite: bool, like: torch.Tensor | None = None) -> Accumulator:
-        kind = OutputAccumulator if self.kind == "merge" else GradientAccumulator
         like = torch.empty(SHAPE, dtype=self.dtype) if like is None else like
-        return kind(SHAPE, like, self.state_dtype, may_overwrite)
+        has_lse = self.kind == "merge"
+        return Accumulator(SHAPE, like, self.state_dtype, may_overwrite=may_overwrite, has_lse=has_lse)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from conftest import GPUS
 
-from cp_dtensor.attention.masked import RowMask
+from cp_dtensor.attention.masked import RowMask, attention_backward_reference, attention_forward_reference
 from cp_dtensor.attention.triton.dropout import Dropout
-from cp_dtensor.attention.triton.reference import attention_backward_reference, attention_forward_reference
 from support.dropouts import moved
 from support.row_masks import documents, prefix, window
 from support.triton_interpreter import replace_functions_once_a_launch

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import BalancedBlocks, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.api.flex.gather_kv import KVGather
+from cp_dtensor.api.flex_gather_kv import KVGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from support.problems import shard

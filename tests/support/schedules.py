@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import Tile, TileMask
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, group_segments, rows_in_order
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -29,7 +30,7 @@ class Call:
 
     @property
     def groups(self) -> tuple[GroupSegments, ...]:
-        return group_segments(self.layout, self.q_len, self.kv_len, self.batch, self.ranks)
+        return LayoutPartition(self.layout, self.q_len, self.kv_len, self.batch, self.ranks).groups()
 
     def allowed(self) -> np.ndarray:
         """Returns 1 for (query, key) pairs that the mask allows, 0 for others."""

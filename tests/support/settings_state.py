@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from cp_dtensor._torch.cache import LRUCache
-from cp_dtensor.api.flex import block_mask as flex_rows
-from cp_dtensor.api.flex import block_mask as flex_tables
+from cp_dtensor.api import flex_block_mask as flex_rows
+from cp_dtensor.api import flex_block_mask as flex_tables
 from cp_dtensor.attention.backends import interval
 
 

@@ -64,8 +64,8 @@ class _Machine:
                 flag.value = each.value
         return 0
 
-    def flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
-        def launch(stream: int) -> None:
+    def flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
+        def launch() -> None:
             for address in filter(None, signalled.tolist()):
                 ctypes.c_uint32.from_address(address).value = 1
             words = [ctypes.c_uint32.from_address(address) for address in filter(None, awaited.tolist())]

@@ -14,13 +14,19 @@ _launch = threading.local()
 """`.replaced`, in a thread that runs a launch: ids of the modules whose functions have been replaced."""
 
 
+def _version_is_known() -> bool:
+    """True for Triton 3.6 to 3.9, whose interpreter is as described above."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return major == "3" and 6 <= int(minor) <= 9
+
+
 def replace_functions_once_a_launch() -> None:
     """Patches the interpreter of this process, unless the version of Triton is unknown."""
     from triton.runtime import interpreter
 
-    from cp_dtensor._torch.direct_launch import version_is_known
-
-    if getattr(interpreter, "_replaced_once", False) or not version_is_known():
+    if getattr(interpreter, "_replaced_once", False) or not _version_is_known():
         return
     interpreter._replaced_once = True
     replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__

@@ -16,8 +16,7 @@ from cp_dtensor.tools.bench.cases import Case, Heads, grid
 from cp_dtensor.tools.bench.command import parse_options
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.results import Results, Row, quantile
-from cp_dtensor.tools.report import draw, markdown
+from cp_dtensor.tools.bench.report import Results, Row, draw, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
@@ -104,11 +103,6 @@ def test_graphs_are_methods_of_their_own() -> None:
 
 
 # Numbers
-
-
-def test_quantiles_are_interpolated() -> None:
-    assert [quantile([3.0, 1.0, 2.0], fraction) for fraction in (0, 0.25, 0.5, 1)] == [1.0, 1.5, 2.0, 3.0]
-    assert quantile([7.0], 0.8) == 7.0
 
 
 def test_the_slowest_rank_counts_and_ideal_is_shared_among_the_ranks() -> None:

@@ -15,8 +15,8 @@ from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.flex import mask_mod, whole_mask
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.results import Results
-from cp_dtensor.tools.bench.varlen import VarlenArguments
+from cp_dtensor.tools.bench.report import Results
+from cp_dtensor.tools.bench.torch_methods import VarlenArguments
 
 CPU = torch.device("cpu")
 

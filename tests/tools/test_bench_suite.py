@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,13 +13,10 @@ import torch.nn.functional as F
 from support.masked_problems import shown
 
 from cp_dtensor.tools.bench import measure
-from cp_dtensor.tools.bench.cases import Case, Heads
+from cp_dtensor.tools.bench.cases import AllTokens, ByLayout, Case, Heads, Method, Select, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, reference_head, relative_errors, seen_keys
-from cp_dtensor.tools.bench.inputs import AllTokens, ByLayout, Select, Source, all_tokens
-from cp_dtensor.tools.bench.measure import Device, Effort
-from cp_dtensor.tools.bench.method import Method
-from cp_dtensor.tools.bench.ranks import Failed, Ranks
-from cp_dtensor.tools.bench.results import Row
+from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
+from cp_dtensor.tools.bench.report import Row
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name
 
@@ -118,11 +114,7 @@ def test_ranks_fail_together() -> None:
 
 
 def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Method:
-    @contextmanager
-    def opened(case: Case, device: torch.device) -> Iterator[Any]:
-        yield attention
-
-    return Method(name, opened, **settings)
+    return Method(name, lambda case, device: attention, **settings)
 
 
 def run_suite(monkeypatch: pytest.MonkeyPatch, *methods: Method) -> list[list[Row]]:

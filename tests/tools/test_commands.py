@@ -13,7 +13,7 @@ from support.forked_programs import launch
 from cp_dtensor.__main__ import COMMANDS, main
 from cp_dtensor.tools.accuracy import cases, report
 from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.results import Results, Row
+from cp_dtensor.tools.bench.report import Results, Row
 from cp_dtensor.tools.info import facts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,7 @@ from support.import_rules import FLOORS
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.engine.ring import RingPlan
-from cp_dtensor.plan.head_partition import HeadPartition
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full

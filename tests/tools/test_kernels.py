@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from support.masked_problems import shown
 
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.inputs import Source, all_tokens
-from cp_dtensor.tools.kernels import MASKS, Problem, main, ready_kernels, relative_error
+from cp_dtensor.tools.bench.cases import Case, Heads, Source, all_tokens
+from cp_dtensor.tools.kernels import MASKS, Problem, main, passes, ready_kernels, relative_error
 
 LENGTH = 256
 NAMES = [{"prefix": "prefix:64", "window 4096": "window 40", "documents 2048": "documents 50"}.get(m, m) for m in MASKS]
@@ -26,8 +25,8 @@ def problem_of(mask: str, dropout_p: float) -> Problem:
 @pytest.mark.parametrize("mask", NAMES)
 def test_kernels_see_the_mask_and_errors_are_small(mask: str, dropout_p: float) -> None:
     problem = problem_of(mask, dropout_p)
-    forward, backward = ready_kernels(problem)["Triton"]()
-    out = forward()[0]
+    forward, backward = passes(problem, ready_kernels(problem)["Triton"])
+    out = forward()
     assert relative_error(problem, out) < 1e-5
     assert relative_error(problem, 1.5 * out) == pytest.approx(0.5, rel=1e-4)
     assert [grad.shape for grad in backward()] == [

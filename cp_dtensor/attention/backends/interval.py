@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,44 +40,39 @@ class IntervalAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        rows = _tile_rows(mask, q.device)
-        return attention_forward(q, k, v, rows.mask, scale, bias=self._bias(rows), dropout=self._dropout(rows))
+        rows, options = self._tile(mask, q.device)
+        return attention_forward(q, k, v, rows.mask, scale, **options)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _tile_rows(mask, q.device)
-        return attention_backward(
-            grad_out, q, k, v, out, lse, rows.mask, scale, bias=self._bias(rows), delta=self.delta,
-            dropout=self._dropout(rows),
-        )  # fmt: skip
+        rows, options = self._tile(mask, q.device)
+        return attention_backward(grad_out, q, k, v, out, lse, rows.mask, scale, delta=self.delta, **options)
 
     def add_bias_gradient(
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
         """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
-        rows = _tile_rows(mask, q.device)
-        bias = self._bias(rows)
-        assert bias is not None
+        rows, options = self._tile(mask, q.device)
         assert self.delta is not None
         share = attention_bias_gradient(
-            grad_out, q, k, v, lse, rows.mask, scale, bias=bias, delta=self.delta,
-            dropout=self._dropout(rows), grad_dtype=total.dtype,
-        )  # fmt: skip
+            grad_out, q, k, v, lse, rows.mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
+        )
         rows.add_to_bias_columns(total, share)
 
-    def _bias(self, rows: TileRows) -> Tensor | None:
-        return None if self.modifiers.bias is None else rows.bias_columns(self.modifiers.bias)
-
-    def _dropout(self, rows: TileRows) -> Dropout | None:
-        modifiers = self.modifiers
-        if modifiers.seed is None:
-            return None
-        return Dropout(
-            modifiers.dropout_p, modifiers.seed, rows.q_positions, rows.kv_positions, modifiers.first_batch,
-            modifiers.first_head, rows.in_runs,
-        )  # fmt: skip
+    def _tile(self, mask: TileMask, device: torch.device) -> tuple[TileRows, dict[str, Any]]:
+        """The cached rows of a tile, and its bias and dropout as arguments of `attention_forward`."""
+        assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
+        rows = _cached_rows.get((mask, device)) or _cached_rows.add((mask, device), TileRows(mask, device))
+        modifiers, bias, dropout = self.modifiers, None, None
+        if modifiers.bias is not None:
+            bias = rows.bias_columns(modifiers.bias)
+        if modifiers.seed is not None:
+            queries, keys, in_runs = rows.positions
+            first = modifiers.first_batch, modifiers.first_head
+            dropout = Dropout(modifiers.dropout_p, modifiers.seed, queries, keys, *first, in_runs)
+        return rows, {"bias": bias, "dropout": dropout}
 
 
 class TileRows:
@@ -88,19 +84,15 @@ class TileRows:
         self.mask = _torch.prepared(self._row_mask)
 
     @cached_property
-    def q_positions(self) -> Tensor:
-        """(S,), int32: global positions of the rows."""
-        return _torch.prepared(lambda: self._on_device(self._queries()))
+    def positions(self) -> tuple[Tensor, Tensor, bool]:
+        """Global positions of rows (S,) and columns (T,), int32; True if both are in runs, for faster dropout."""
 
-    @cached_property
-    def kv_positions(self) -> Tensor:
-        """(T,), int32: global positions of the columns."""
-        return _torch.prepared(lambda: self._on_device(self._keys()))
+        def made() -> tuple[Tensor, Tensor, bool]:
+            both = self._on_host()
+            queries, keys = (self._on_device(x) for x in both)
+            return queries, keys, all(map(are_in_runs, both))
 
-    @cached_property
-    def in_runs(self) -> bool:
-        """True if the positions of rows and columns are in runs, which makes dropout faster."""
-        return _torch.prepared(lambda: are_in_runs(self._queries()) and are_in_runs(self._keys()))
+        return _torch.prepared(made)
 
     def bias_columns(self, bias: Tensor) -> Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view if their positions are evenly spaced."""
@@ -128,18 +120,15 @@ class TileRows:
             return slice(first, last + 1)
         if len(keys.segments) == 1 and keys.segments[0].block == 1:
             return slice(first, last + 1, keys.segments[0].period)
-        return self.kv_positions
+        return self.positions[1]
 
-    def _queries(self) -> Tensor:
-        """Global positions of the rows, on the host."""
-        return positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
-
-    def _keys(self) -> Tensor:
-        """Global positions of the columns, on the host; they ascend."""
-        return positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
+    def _on_host(self) -> tuple[Tensor, Tensor]:
+        """Global positions of rows and of columns, which ascend, on the host."""
+        queries = positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
+        return queries, positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
 
     def _row_mask(self) -> RowMask:
-        queries, keys = self._queries(), self._keys()
+        queries, keys = self._on_host()
         lo, hi = zip(*(_intervals(bands, queries, keys) for bands in self._tile.interval_sets), strict=True)
         return RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
 
@@ -163,15 +152,6 @@ def _intervals(bands: IntervalSet, queries: Tensor, keys: Tensor) -> Tensor:
 _cached_rows = LRUCache[TileRows](most=256)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
 
-
-def _tile_rows(mask: TileMask, device: torch.device) -> TileRows:
-    """The row mask and positions of a tile on a device, cached."""
-    assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
-    key = (mask, device)
-    return _cached_rows.get(key) or _cached_rows.add(key, TileRows(mask, device))
-
-
-# Float32 gradients
 
 _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
 

@@ -20,25 +20,23 @@ from cp_dtensor.attention.triton.common import (
     INTERVALS,
     LOG2_E,
     NO_BIAS,
-    bias_argument,
+    addresses,
+    attention_kernel,
+    block_start,
     blocks_of_rows,
     load_bias,
+    load_positions,
     load_row_values,
     load_rows,
     mask_arguments,
+    modifier_arguments,
     seeing_rows,
     seen_columns,
-)
-from cp_dtensor.attention.triton.configs import BackwardConfig, default_backward_config, padded
-from cp_dtensor.attention.triton.dropout import Dropout
-from cp_dtensor.attention.triton.philox import (
-    DROPOUT_NOT_ALIGNED,
-    DROPOUT_NOT_SPECIALIZED,
-    dropout_arguments,
-    load_positions,
     which_are_kept,
     which_are_kept_transposed,
 )
+from cp_dtensor.attention.triton.configs import BackwardConfig, default_backward_config, padded
+from cp_dtensor.attention.triton.dropout import Dropout
 from cp_dtensor.attention.triton.row_mask import RowMask
 
 _ROWS_BLOCK = 4096
@@ -55,22 +53,18 @@ def attention_delta_kernel(
     """One program: delta of BLOCK_ROWS rows of one (batch, head)."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_64 = row.to(tl.int64)
-    v_dim = tl.arange(0, BLOCK_V)[None, :]
-    in_tile = (row < rows)[:, None] & (v_dim < V_DIM)
-    out_ptrs = out_ptr + batch * out_stride_b + head * out_stride_h + row_64[:, None] * out_stride_s + v_dim
-    grad_ptrs = grad_ptr + batch * grad_stride_b + head * grad_stride_h + row_64[:, None] * grad_stride_s + v_dim
+    v_dim = tl.arange(0, BLOCK_V)
+    in_tile = (row < rows)[:, None] & (v_dim < V_DIM)[None, :]
+    out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)
+    grad_ptrs = addresses(grad_ptr, batch, head, row, v_dim, grad_stride_b, grad_stride_h, grad_stride_s)
     out = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptrs, mask=in_tile, other=0.0).to(tl.float32)
-    delta_ptrs = delta_ptr + batch * delta_stride_b + head * delta_stride_h + row_64
+    delta_ptrs = delta_ptr + batch * delta_stride_b + head * delta_stride_h + row.to(tl.int64)
     tl.store(delta_ptrs, tl.sum(out * grad, 1), mask=row < rows)
 
 
 def launch_attention_delta(delta: Tensor, grad_out: Tensor, out: Tensor) -> None:
     """`masked.attention_delta` into `delta`, float32; one launch. The last dim of all tensors is contiguous."""
-    if out.numel() == 0:
-        delta.zero_()
-        return
     _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
 
 
@@ -110,56 +104,7 @@ def attention_rows_kernel(
     tl.store(padded_delta_ptr + at, delta * kept_share, mask=row < padded_rows)
 
 
-@triton.jit
-def _add_columns(
-    acc, q, grad, shift, delta, row, lo, hi, scale_log2,
-    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns, q_position, kv_positions, dropout,
-    k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds the dQ of `count` blocks of columns to `acc`; `before` and `gap` are as in `_attend` of the forward."""
-    for index in tl.range(0, count):
-        if MASKED and MASK == INTERVALS:
-            start = first + tl.where(index < before, index, index + gap) * BLOCK_COLUMNS
-        elif MASKED:
-            start = first + (index + gap) * BLOCK_COLUMNS
-        else:
-            start = first + index * BLOCK_COLUMNS
-        k_block = load_rows(
-            k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
-        )
-        v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
-        logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2
-        column = start + tl.arange(0, BLOCK_COLUMNS)
-        if BIAS != NO_BIAS:
-            logits += load_bias(
-                bias, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
-            )  # fmt: skip
-        weights = tl.math.exp2(logits - shift[:, None])
-        if MASKED:
-            seen = column[None, :] < hi[:, None]
-            if MASK == INTERVALS:
-                seen = seen & (column[None, :] >= lo[:, None])
-            weights = tl.where(seen, weights, 0.0)
-        grad_weights = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
-        if DROPOUT:
-            kv_position = load_positions(kv_positions, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
-            kept = which_are_kept(q_position, kv_position, dropout, row.shape[0], BLOCK_COLUMNS, IN_RUNS)
-            grad_weights = tl.where(kept, grad_weights, 0.0)
-        grad_logits = weights * (grad_weights - delta[:, None])
-        acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
-    return acc
-
-
-# Triton does not specialise on these, so that tiles with other numbers share the compiled code.
-_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "padded_rows", "intervals_stride_b", *DROPOUT_NOT_SPECIALIZED]
-
-
-@triton.jit(
-    do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["lo_ptr", "hi_ptr", *DROPOUT_NOT_ALIGNED]
-)
+@attention_kernel
 def attention_dq_kernel(
     dq_ptr, grad_ptr, q_ptr, k, v, shift_ptr, delta_ptr, lo_ptr, hi_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
@@ -175,145 +120,68 @@ def attention_dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they attend to."""
-    head = tl.program_id(0)
-    batch = tl.program_id(2)
-    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS  # the most work first, as in forward
+    head, batch = tl.program_id(0), tl.program_id(2)
+    head_64, batch_64 = head.to(tl.int64), batch.to(tl.int64)
     kv_head = head // group
-    head_64, batch_64, kv_head_64 = head.to(tl.int64), batch.to(tl.int64), kv_head.to(tl.int64)
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS  # the most work first, as in forward
     row = first_row + tl.arange(0, BLOCK_ROWS)
-    row_64 = row.to(tl.int64)
-    dim = tl.arange(0, BLOCK_DIM)
-    v_dim = tl.arange(0, BLOCK_V)
     in_rows = row < rows
+    dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
     in_q = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
-    if not TMA:
-        k += batch_64 * k_stride_b + kv_head_64 * k_stride_h
-        v += batch_64 * v_stride_b + kv_head_64 * v_stride_h
+    k_strides, v_strides = (k_stride_b, k_stride_h, k_stride_s), (v_stride_b, v_stride_h, v_stride_s)
     bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
     lo_ptr += batch_64 * intervals_stride_b
     hi_ptr += batch_64 * intervals_stride_b
-    q = tl.load(
-        q_ptr + batch_64 * q_stride_b + head_64 * q_stride_h + row_64[:, None] * q_stride_s + dim[None, :],
-        mask=in_q, other=0.0,
-    )  # fmt: skip
-    grad_ptr += batch_64 * grad_stride_b + head_64 * grad_stride_h
-    grad = tl.load(
-        grad_ptr + row_64[:, None] * grad_stride_s + v_dim[None, :],
-        mask=in_rows[:, None] & (v_dim < V_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    at = (batch_64 * tl.num_programs(0) + head_64) * padded_rows + row_64
+    q_ptrs = addresses(q_ptr, batch, head, row, dim, q_stride_b, q_stride_h, q_stride_s)
+    grad_ptrs = addresses(grad_ptr, batch, head, row, v_dim, grad_stride_b, grad_stride_h, grad_stride_s)
+    q = tl.load(q_ptrs, mask=in_q, other=0.0)
+    grad = tl.load(grad_ptrs, mask=in_rows[:, None] & (v_dim < V_DIM)[None, :], other=0.0)
+    at = (batch_64 * tl.num_programs(0) + head_64) * padded_rows + row.to(tl.int64)
     shift = tl.load(shift_ptr + at)
     delta = tl.load(delta_ptr + at)
-    seed, q_position = 0, row
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        kv_position_ptr += batch_64 * kv_position_stride_b
         q_position_ptr += batch_64 * q_position_stride_b
+        kv_position_ptr += batch_64 * kv_position_stride_b
         q_position = load_positions(q_position_ptr, first_row, rows, BLOCK_ROWS, IN_RUNS, 8)
-    dropout = (seed, first_batch + batch, first_head + head, dropout_limit)
-
+        dropout = (tl.load(seed_ptr), first_batch + batch, first_head + head, dropout_limit)
     lo, hi, first, blocks, before, whole = seen_columns(
         lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
+
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-    acc = _add_columns(
-        acc, q, grad, shift, delta, row, lo, hi, scale_log2,
-        k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
-        q_position, kv_position_ptr, dropout,
-        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
-    )  # fmt: skip
-    acc = _add_columns(
-        acc, q, grad, shift, delta, row, lo, hi, scale_log2,
-        k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
-        q_position, kv_position_ptr, dropout,
-        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
-    )  # fmt: skip
-    dq_ptrs = dq_ptr + batch_64 * dq_stride_b + head_64 * dq_stride_h + row_64[:, None] * dq_stride_s + dim[None, :]
+    for MASKED in tl.static_range(2):  # two loops, as in forward
+        for index in tl.range(0, blocks - whole if MASKED else whole):
+            start = block_start(index, first, before, whole, BLOCK_COLUMNS, MASKED, MASK == INTERVALS)
+            k_block = load_rows(
+                k, batch, kv_head, start, columns, k_strides, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
+            )
+            v_block = load_rows(
+                v, batch, kv_head, start, columns, v_strides, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
+            )
+            logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2
+            column = start + tl.arange(0, BLOCK_COLUMNS)
+            if BIAS != NO_BIAS:
+                logits += load_bias(
+                    bias_ptr, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
+                )
+            weights = tl.math.exp2(logits - shift[:, None])
+            if MASKED:
+                seen = column[None, :] < hi[:, None]
+                if MASK == INTERVALS:
+                    seen = seen & (column[None, :] >= lo[:, None])
+                weights = tl.where(seen, weights, 0.0)
+            grad_weights = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
+            if DROPOUT:
+                kv_position = load_positions(kv_position_ptr, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
+                kept = which_are_kept(q_position, kv_position, dropout, BLOCK_ROWS, BLOCK_COLUMNS, IN_RUNS)
+                grad_weights = tl.where(kept, grad_weights, 0.0)
+            grad_logits = weights * (grad_weights - delta[:, None])
+            acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
+    dq_ptrs = addresses(dq_ptr, batch, head, row, dim, dq_stride_b, dq_stride_h, dq_stride_s)
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=in_q)
 
 
-@triton.jit
-def _add_rows(
-    grad_k, grad_v, k_block, v_block, column, scale_log2,
-    q, grad, shift, delta, lo, hi, bias, batch, kv_head, heads, group, interval_line,
-    first, count, before, gap, rows, columns, offset, padded_rows, q_positions, kv_position, dropout,
-    q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds dK and dV of `count` blocks of rows, for each query head of the group, to `grad_k` and `grad_v`.
-
-    MASKED: the first `before` blocks begin at row `first`, the others `gap` blocks later. Otherwise all blocks follow
-    each other from `first`, and all their rows attend to all of these columns. Logits are transposed, (columns, rows):
-    each thread then has the operands of the next product. One loop runs over all heads, so that loads stay ahead from
-    head to head.
-    """
-    head = kv_head * group
-    index = 0
-    for _ in tl.range(0, count * group):
-        if MASKED:
-            start = first + tl.where(index < before, index, index + gap) * BLOCK_ROWS
-        else:
-            start = first + index * BLOCK_ROWS
-        row = start + tl.arange(0, BLOCK_ROWS)
-        line = batch * heads + head
-        if TMA:
-            head_q, head_grad, head_shift, head_delta = q, grad, shift, delta
-        else:
-            head_q = q + head.to(tl.int64) * q_stride_h
-            head_grad = grad + head.to(tl.int64) * grad_stride_h
-            head_shift = shift + line.to(tl.int64) * padded_rows
-            head_delta = delta + line.to(tl.int64) * padded_rows
-        q_block = load_rows(head_q, batch, head, start, rows, q_stride_s, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA)
-        row_shift = load_row_values(head_shift, line, start, BLOCK_ROWS, TMA)
-        logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * scale_log2
-        if BIAS != NO_BIAS:
-            logits += load_bias(
-                bias + head.to(tl.int64) * bias_stride_h, row[None, :], column[:, None], rows, columns,
-                bias_stride_s, bias_stride_t, BIAS,
-            )  # fmt: skip
-        weights = tl.math.exp2(logits - row_shift[None, :])
-        if MASKED and MASK == CAUSAL:
-            weights = tl.where(column[:, None] <= row[None, :] + offset, weights, 0.0)
-        elif MASKED and MASK == INTERVALS:
-            row_lo = load_row_values(lo, interval_line, start, BLOCK_ROWS, TMA)
-            row_hi = load_row_values(hi, interval_line, start, BLOCK_ROWS, TMA)
-            seen = (column[:, None] >= row_lo[None, :]) & (column[:, None] < row_hi[None, :])
-            weights = tl.where(seen, weights, 0.0)
-        grad_block = load_rows(
-            head_grad, batch, head, start, rows, grad_stride_s, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA
-        )
-        row_delta = load_row_values(head_delta, line, start, BLOCK_ROWS, TMA)
-        grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
-        if DROPOUT:
-            seed, counted_batch, first_head, dropout_limit = dropout
-            q_position = load_positions(q_positions, start, rows, BLOCK_ROWS, IN_RUNS, 8)
-            kept = which_are_kept_transposed(
-                q_position, kv_position, (seed, counted_batch, first_head + head, dropout_limit),
-                BLOCK_ROWS, column.shape[0], IN_RUNS,
-            )  # fmt: skip
-            dropped = tl.where(kept, weights, 0.0)
-        else:
-            dropped = weights
-        grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
-        if DROPOUT:  # `kept` is used only once, which saves registers
-            grad_logits = dropped * grad_weights - weights * row_delta[None, :]
-        else:
-            grad_logits = weights * (grad_weights - row_delta[None, :])
-        grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
-        index += 1
-        head = tl.where(index == count, head + 1, head)
-        index = tl.where(index == count, 0, index)
-    return grad_k, grad_v
-
-
-@triton.jit(
-    do_not_specialize=[*_NOT_SPECIALIZED, "ranges_stride", "ranges_stride_b"],
-    do_not_specialize_on_alignment=["lo", "hi", *DROPOUT_NOT_ALIGNED],
-)
+@attention_kernel
 def attention_dkv_kernel(
     dk_ptr, dv_ptr, grad, q, k_ptr, v_ptr, shift, delta, lo, hi, ranges_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
@@ -329,37 +197,29 @@ def attention_dkv_kernel(
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads."""
-    kv_head = tl.program_id(0)
-    batch = tl.program_id(2)
+    """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads.
+
+    Logits are transposed, (columns, rows): each thread then has the operands of the next product.
+    """
+    kv_head, batch = tl.program_id(0), tl.program_id(2)
+    batch_64 = batch.to(tl.int64)
     first_column = tl.program_id(1) * BLOCK_COLUMNS  # under a causal mask, the first columns have the most work
-    batch_64, kv_head_64 = batch.to(tl.int64), kv_head.to(tl.int64)
     column = first_column + tl.arange(0, BLOCK_COLUMNS)
-    column_64 = column.to(tl.int64)[:, None]
-    dim = tl.arange(0, BLOCK_DIM)[None, :]
-    v_dim = tl.arange(0, BLOCK_V)[None, :]
-    in_k = (column < columns)[:, None] & (dim < HEAD_DIM)
-    in_v = (column < columns)[:, None] & (v_dim < V_DIM)
-    k_block = tl.load(
-        k_ptr + batch_64 * k_stride_b + kv_head_64 * k_stride_h + column_64 * k_stride_s + dim, mask=in_k, other=0.0
-    )
-    v_block = tl.load(
-        v_ptr + batch_64 * v_stride_b + kv_head_64 * v_stride_h + column_64 * v_stride_s + v_dim, mask=in_v, other=0.0
-    )
+    dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
+    in_k = (column < columns)[:, None] & (dim < HEAD_DIM)[None, :]
+    in_v = (column < columns)[:, None] & (v_dim < V_DIM)[None, :]
+    k_ptrs = addresses(k_ptr, batch, kv_head, column, dim, k_stride_b, k_stride_h, k_stride_s)
+    v_ptrs = addresses(v_ptr, batch, kv_head, column, v_dim, v_stride_b, v_stride_h, v_stride_s)
+    k_block = tl.load(k_ptrs, mask=in_k, other=0.0)
+    v_block = tl.load(v_ptrs, mask=in_v, other=0.0)
     interval_line = tl.where(intervals_stride_b > 0, batch, 0)
     bias_ptr += batch_64 * bias_stride_b
-    if not TMA:
-        q += batch_64 * q_stride_b
-        grad += batch_64 * grad_stride_b
-        lo += batch_64 * intervals_stride_b
-        hi += batch_64 * intervals_stride_b
-    seed, kv_position = 0, column
+    q_strides, grad_strides = (q_stride_b, q_stride_h, q_stride_s), (grad_stride_b, grad_stride_h, grad_stride_s)
     if DROPOUT:
         seed = tl.load(seed_ptr)
         q_position_ptr += batch_64 * q_position_stride_b
         kv_position_ptr += batch_64 * kv_position_stride_b
         kv_position = load_positions(kv_position_ptr, first_column, columns, BLOCK_COLUMNS, IN_RUNS, 8)
-    dropout = (seed, first_batch + batch, first_head, dropout_limit)
     first, blocks, before, whole = seeing_rows(
         ranges_ptr + batch_64 * ranges_stride_b + tl.program_id(1), ranges_stride,
         first_column, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK,
@@ -368,31 +228,55 @@ def attention_dkv_kernel(
     grad_k = tl.zeros([BLOCK_COLUMNS, BLOCK_DIM], tl.float32)
     grad_v = tl.zeros([BLOCK_COLUMNS, BLOCK_V], tl.float32)
     heads = tl.num_programs(0) * group
-    if MASK != FULL:
-        grad_k, grad_v = _add_rows(
-            grad_k, grad_v, k_block, v_block, column, scale_log2,
-            q, grad, shift, delta, lo, hi, bias_ptr, batch, kv_head, heads, group, interval_line,
-            first, blocks - whole, before, whole, rows, columns, offset, padded_rows,
-            q_position_ptr, kv_position, dropout,
-            q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-            HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
-        )  # fmt: skip
-    grad_k, grad_v = _add_rows(
-        grad_k, grad_v, k_block, v_block, column, scale_log2,
-        q, grad, shift, delta, lo, hi, bias_ptr, batch, kv_head, heads, group, interval_line,
-        first + before * BLOCK_ROWS, whole, 0, 0, rows, columns, offset, padded_rows,
-        q_position_ptr, kv_position, dropout,
-        q_stride_h, q_stride_s, grad_stride_h, grad_stride_s, bias_stride_h, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_ROWS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
-    )  # fmt: skip
-    tl.store(
-        dk_ptr + batch_64 * dk_stride_b + kv_head_64 * dk_stride_h + column_64 * dk_stride_s + dim,
-        (grad_k * scale).to(dk_ptr.dtype.element_ty), mask=in_k,
-    )  # fmt: skip
-    tl.store(
-        dv_ptr + batch_64 * dv_stride_b + kv_head_64 * dv_stride_h + column_64 * dv_stride_s + v_dim,
-        grad_v.to(dv_ptr.dtype.element_ty), mask=in_v,
-    )  # fmt: skip
+    # Two loops, without a mask one: whole blocks come last. Each runs over all heads, so that loads stay ahead from
+    # head to head.
+    for MASKED in tl.static_range(1 if MASK != FULL else 0, -1, -1):
+        head = kv_head * group
+        index = 0
+        count = blocks - whole if MASKED else whole
+        for _ in tl.range(0, count * group):
+            start = block_start(index, first, before, whole, BLOCK_ROWS, MASKED, True)
+            row = start + tl.arange(0, BLOCK_ROWS)
+            line = batch * heads + head
+            q_block = load_rows(q, batch, head, start, rows, q_strides, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA)
+            row_shift = load_row_values(shift, line, padded_rows, start, BLOCK_ROWS, TMA)
+            logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * scale_log2
+            if BIAS != NO_BIAS:
+                logits += load_bias(
+                    bias_ptr + head.to(tl.int64) * bias_stride_h, row[None, :], column[:, None], rows, columns,
+                    bias_stride_s, bias_stride_t, BIAS,
+                )  # fmt: skip
+            weights = tl.math.exp2(logits - row_shift[None, :])
+            if MASKED and MASK == CAUSAL:
+                weights = tl.where(column[:, None] <= row[None, :] + offset, weights, 0.0)
+            elif MASKED:
+                row_lo = load_row_values(lo, interval_line, intervals_stride_b, start, BLOCK_ROWS, TMA)
+                row_hi = load_row_values(hi, interval_line, intervals_stride_b, start, BLOCK_ROWS, TMA)
+                seen = (column[:, None] >= row_lo[None, :]) & (column[:, None] < row_hi[None, :])
+                weights = tl.where(seen, weights, 0.0)
+            grad_block = load_rows(grad, batch, head, start, rows, grad_strides, V_DIM, BLOCK_ROWS, BLOCK_V, True, TMA)
+            row_delta = load_row_values(delta, line, padded_rows, start, BLOCK_ROWS, TMA)
+            grad_weights = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
+            if DROPOUT:
+                q_position = load_positions(q_position_ptr, start, rows, BLOCK_ROWS, IN_RUNS, 8)
+                dropout = (seed, first_batch + batch, first_head + head, dropout_limit)
+                kept = which_are_kept_transposed(q_position, kv_position, dropout, BLOCK_ROWS, BLOCK_COLUMNS, IN_RUNS)
+                dropped = tl.where(kept, weights, 0.0)
+            else:
+                dropped = weights
+            grad_v = tl.dot(dropped.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
+            if DROPOUT:  # `kept` is used only once, which saves registers
+                grad_logits = dropped * grad_weights - weights * row_delta[None, :]
+            else:
+                grad_logits = weights * (grad_weights - row_delta[None, :])
+            grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
+            index += 1
+            head = tl.where(index == count, head + 1, head)
+            index = tl.where(index == count, 0, index)
+    dk_ptrs = addresses(dk_ptr, batch, kv_head, column, dim, dk_stride_b, dk_stride_h, dk_stride_s)
+    dv_ptrs = addresses(dv_ptr, batch, kv_head, column, v_dim, dv_stride_b, dv_stride_h, dv_stride_s)
+    tl.store(dk_ptrs, (grad_k * scale).to(dk_ptr.dtype.element_ty), mask=in_k)
+    tl.store(dv_ptrs, grad_v.to(dv_ptr.dtype.element_ty), mask=in_v)
 
 
 def launch_attention_backward(
@@ -409,7 +293,6 @@ def launch_attention_backward(
     Arguments as in `launch_attention_forward`. `lse` is that of all tiles (and sinks) of these rows. `delta`, float32,
     is `launch_attention_delta` of their out, minus the gradient of lse if it has one.
     """
-    assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     assert q.dtype == k.dtype == v.dtype == grad_out.dtype
     (batch, heads, rows, _), columns = q.shape, v.size(2)
@@ -420,8 +303,7 @@ def launch_attention_backward(
     draws_each = dropout is not None and not dropout.in_runs
     config = config or default_backward_config(q, k, v, grad_out, bias is not None, draws_each)
     mask_kind, offset = mask_arguments(mask, rows, columns)
-    bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
-    dropout_tensors, dropout_numbers, dropout_kind = dropout_arguments(dropout, lse)
+    others, numbers, kinds = modifier_arguments(bias, dropout, (batch, heads, rows, columns), lse)
     # Kernels read LSE and delta in whole blocks, which begin at any row; descriptors need lines of 16 bytes.
     padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
     padded_rows += -padded_rows % 4
@@ -431,14 +313,12 @@ def launch_attention_backward(
     if mask.lo is not None:
         lo, hi = mask.padded_intervals(padded_rows)
         ranges = mask.rows_of_columns(columns, config.dkv.block_columns)
-        interval_strides = (
-            lo.stride(0) if lo.size(0) > 1 else 0, ranges.stride(0), ranges.stride(1) if ranges.size(1) > 1 else 0
-        )  # fmt: skip
-    others = (bias, *dropout_tensors)
+        of_batch = lo.size(0) > 1
+        interval_strides = (of_batch * lo.stride(0), ranges.stride(0), of_batch * ranges.stride(1))
     launch_rows, launch_dkv, launch_dq = _launches(
         facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
-        tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), (bias_kind, *bias_strides),
-        dropout_numbers, dropout_kind, float(scale), padded_rows, config,
+        tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), numbers, kinds, float(scale),
+        padded_rows, config,
     )  # fmt: skip
     launch_rows(shift, padded_delta, lse, delta)
     launch_dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
@@ -448,21 +328,19 @@ def launch_attention_backward(
 @cached_launch
 def _launches(
     dq: Facts, dk: Facts, dv: Facts, grad_out: Facts, q: Facts, k: Facts, v: Facts, lse: Facts, delta: Facts,
-    _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], bias: tuple[int, ...],
-    dropout: tuple[int, ...], dropout_kind: tuple[bool, bool, float], scale: float, padded_rows: int,
-    config: BackwardConfig,
+    _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], modifiers: tuple[int, ...],
+    kinds: tuple[int, bool, bool, float], scale: float, padded_rows: int, config: BackwardConfig,
 ) -> tuple[Launch, Launch, Launch]:  # fmt: skip
     """The launches in order, for tensors of these shapes, strides and dtypes, and these numbers of the others."""
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns, v_dim = v.shape[1:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride, *ranges_strides = mask
-    has_dropout, in_runs, dropout_scale = dropout_kind
+    bias_kind, has_dropout, in_runs, dropout_scale = kinds
     numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads // kv_heads, padded_rows)
     strides = (*grad_out.strides[:3], *q.strides[:3], *k.strides[:3], *v.strides[:3], intervals_stride)
-    last = (*bias[1:], *dropout)
     constants = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
-    constants |= {"MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "IN_RUNS": in_runs}
+    constants |= {"MASK": mask_kind, "BIAS": bias_kind, "DROPOUT": has_dropout, "IN_RUNS": in_runs}
 
     cut = config.dkv
     line = (1, cut.block_rows) if cut.tma else None
@@ -470,7 +348,7 @@ def _launches(
     launch_dkv = Launch(
         attention_dkv_kernel,
         (kv_heads, triton.cdiv(columns, cut.block_columns), batch),
-        (*numbers, *dk.strides[:3], *dv.strides[:3], *strides, *ranges_strides, *last),
+        (*numbers, *dk.strides[:3], *dv.strides[:3], *strides, *ranges_strides, *modifiers),
         constants | cut.constants(),
         (
             *(None, None),
@@ -483,7 +361,7 @@ def _launches(
     launch_dq = Launch(
         attention_dq_kernel,
         (heads, triton.cdiv(rows, cut.block_rows), batch),
-        (*numbers, *dq.strides[:3], *strides, *last),
+        (*numbers, *dq.strides[:3], *strides, *modifiers),
         constants | cut.constants(),
         (
             *(None, None, None),

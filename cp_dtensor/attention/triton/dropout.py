@@ -3,7 +3,7 @@
 Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) makes four words of
 32 bits from a counter. Here the counter is (query position i, key position j, batch row, query head), where i has bit 3
 clear and j has bits 0 and 3 clear. The words hold 8 numbers of 16 bits, for query positions i and i + 8 and key
-positions j, j + 1, j + 8 and j + 9. The module `philox` has the reason for this choice of 8 elements.
+positions j, j + 1, j + 8 and j + 9. The module `common` has the reason for this choice of 8 elements.
 """
 
 from __future__ import annotations

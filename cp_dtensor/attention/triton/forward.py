@@ -19,91 +19,24 @@ from cp_dtensor.attention.triton.common import (
     INTERVALS,
     LN_2,
     NO_BIAS,
-    bias_argument,
+    addresses,
+    attention_kernel,
+    block_start,
     blocks_of_rows,
     load_bias,
+    load_positions,
     load_rows,
     mask_arguments,
+    modifier_arguments,
     seen_columns,
+    which_are_kept,
 )
 from cp_dtensor.attention.triton.configs import BlockConfig, default_config, padded
 from cp_dtensor.attention.triton.dropout import Dropout
-from cp_dtensor.attention.triton.philox import (
-    DROPOUT_NOT_ALIGNED,
-    DROPOUT_NOT_SPECIALIZED,
-    dropout_arguments,
-    load_positions,
-    which_are_kept,
-)
 from cp_dtensor.attention.triton.row_mask import RowMask
 
 
-@triton.jit
-def _attend(
-    acc, total, largest, q, row, lo, hi, scale_log2,
-    k, v, bias, batch, kv_head, first, count, before, gap, rows, columns, q_position, kv_positions, dropout, nothing,
-    k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    IN_RUNS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds `count` blocks of columns to a running softmax. `acc` and `total` are relative to exp2(`largest`).
-
-    MASKED: the first `before` blocks begin at column `first`, the others `gap` blocks later; row i attends to
-    [lo_i, hi_i). Otherwise all blocks follow each other from `first`, and all rows attend to all their columns.
-    """
-    for index in tl.range(0, count):
-        if MASKED and MASK == INTERVALS:
-            start = first + tl.where(index < before, index, index + gap) * BLOCK_COLUMNS
-        elif MASKED:
-            start = first + (index + gap) * BLOCK_COLUMNS
-        else:
-            start = first + index * BLOCK_COLUMNS
-        k_block = load_rows(
-            k, batch, kv_head, start, columns, k_stride_s, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
-        )
-        logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
-        column = start + tl.arange(0, BLOCK_COLUMNS)
-        if BIAS != NO_BIAS:
-            logits = logits * scale_log2 + load_bias(
-                bias, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
-            )
-        if MASKED:
-            seen = column[None, :] < hi[:, None]
-            if MASK == INTERVALS:
-                seen = seen & (column[None, :] >= lo[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
-        if BIAS != NO_BIAS:
-            new_largest = tl.maximum(largest, tl.max(logits, 1))
-        else:
-            new_largest = tl.maximum(largest, tl.max(logits, 1) * scale_log2)
-        if MASKED or BIAS != NO_BIAS:  # a row may not have a key yet, and -inf - -inf would be NaN
-            shift = tl.where(new_largest > float("-inf"), new_largest, 0.0)
-        else:
-            shift = new_largest
-        if BIAS != NO_BIAS:
-            weights = tl.math.exp2(logits - shift[:, None])
-        else:
-            weights = tl.math.exp2(logits * scale_log2 - shift[:, None])
-        decay = tl.math.exp2(largest - shift)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        if DROPOUT:  # drops weights of values only: the denominator is that without dropout
-            kv_position = load_positions(kv_positions, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
-            kept = which_are_kept(q_position, kv_position, dropout, row.shape[0], BLOCK_COLUMNS, IN_RUNS)
-            weights = tl.where(kept, weights, nothing)
-        v_block = load_rows(v, batch, kv_head, start, columns, v_stride_s, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA)
-        acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
-        largest = new_largest
-    return acc, total, largest
-
-
-# Triton does not specialise on these, so that tiles with other numbers share the compiled code.
-_NOT_SPECIALIZED = ["rows", "columns", "offset", "group", "intervals_stride_b", *DROPOUT_NOT_SPECIALIZED]
-_NOT_ALIGNED = ["lse_ptr", "lse_stride_b", "lse_stride_h", "lo_ptr", "hi_ptr", *DROPOUT_NOT_ALIGNED]
-
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_NOT_ALIGNED)
+@attention_kernel
 def attention_forward_kernel(
     out_ptr, lse_ptr, q_ptr, k, v, lo_ptr, hi_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
@@ -122,69 +55,80 @@ def attention_forward_kernel(
 
     Example, head dim 1, scale 1: q 0 attends to keys with values 1 and 3: out 2, lse log 2.
     """
-    head = tl.program_id(0)
-    batch = tl.program_id(2)
+    head, batch = tl.program_id(0), tl.program_id(2)
+    head_64, batch_64 = head.to(tl.int64), batch.to(tl.int64)
+    kv_head = head // group
     # Under a causal mask the last rows have the most work: they start first.
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS
-    kv_head = head // group
-    head_64, batch_64, kv_head_64 = head.to(tl.int64), batch.to(tl.int64), kv_head.to(tl.int64)
     row = first_row + tl.arange(0, BLOCK_ROWS)
-    row_64 = row.to(tl.int64)
-    dim = tl.arange(0, BLOCK_DIM)
-    v_dim = tl.arange(0, BLOCK_V)
     in_rows = row < rows
-    in_tile = in_rows[:, None] & (v_dim < V_DIM)[None, :]
-    if not TMA:
-        k += batch_64 * k_stride_b + kv_head_64 * k_stride_h
-        v += batch_64 * v_stride_b + kv_head_64 * v_stride_h
+    dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
+    k_strides, v_strides = (k_stride_b, k_stride_h, k_stride_s), (v_stride_b, v_stride_h, v_stride_s)
     bias_ptr += batch_64 * bias_stride_b + head_64 * bias_stride_h
     lo_ptr += batch_64 * intervals_stride_b
     hi_ptr += batch_64 * intervals_stride_b
-    seed, q_position = 0, row
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        kv_position_ptr += batch_64 * kv_position_stride_b
         q_position_ptr += batch_64 * q_position_stride_b
+        kv_position_ptr += batch_64 * kv_position_stride_b
         q_position = load_positions(q_position_ptr, first_row, rows, BLOCK_ROWS, IN_RUNS, 8)
-    dropout = (seed, first_batch + batch, first_head + head, dropout_limit)
-    # 0, but not a constant: with a constant, LLVM rounds weights before it selects, which took 7% longer.
-    nothing = dropout_scale - dropout_scale
+        dropout = (tl.load(seed_ptr), first_batch + batch, first_head + head, dropout_limit)
+        # 0, but not a constant: with a constant, LLVM rounds weights before it selects, which took 7% longer.
+        nothing = dropout_scale - dropout_scale
 
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)  # as `total`, relative to exp2(`largest`)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     q = tl.load(
-        q_ptr + batch_64 * q_stride_b + head_64 * q_stride_h + row_64[:, None] * q_stride_s + dim[None, :],
+        addresses(q_ptr, batch, head, row, dim, q_stride_b, q_stride_h, q_stride_s),
         mask=in_rows[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
-
     lo, hi, first, blocks, before, whole = seen_columns(
         lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
-    acc, total, largest = _attend(
-        acc, total, largest, q, row, lo, hi, scale_log2,
-        k, v, bias_ptr, batch, kv_head, first + before * BLOCK_COLUMNS, whole, 0, 0, rows, columns,
-        q_position, kv_position_ptr, dropout, nothing,
-        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, False, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
-    )  # fmt: skip
-    acc, total, largest = _attend(
-        acc, total, largest, q, row, lo, hi, scale_log2,
-        k, v, bias_ptr, batch, kv_head, first, blocks - whole, before, whole, rows, columns,
-        q_position, kv_position_ptr, dropout, nothing,
-        k_stride_s, v_stride_s, bias_stride_s, bias_stride_t,
-        HEAD_DIM, V_DIM, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_V, MASK, True, BIAS, DROPOUT, IN_RUNS, TMA, PRECISION,
-    )  # fmt: skip
+    # With a bias, the scale is applied before it is added, else together with the shift.
+    late_scale = scale_log2 if BIAS == NO_BIAS else 1.0
+    for MASKED in tl.static_range(2):  # two loops: whole blocks, then the others
+        for index in tl.range(0, blocks - whole if MASKED else whole):
+            start = block_start(index, first, before, whole, BLOCK_COLUMNS, MASKED, MASK == INTERVALS)
+            k_block = load_rows(
+                k, batch, kv_head, start, columns, k_strides, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
+            )
+            logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+            column = start + tl.arange(0, BLOCK_COLUMNS)
+            if BIAS != NO_BIAS:
+                logits = logits * scale_log2 + load_bias(
+                    bias_ptr, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
+                )
+            if MASKED:
+                seen = column[None, :] < hi[:, None]
+                if MASK == INTERVALS:
+                    seen = seen & (column[None, :] >= lo[:, None])
+                logits = tl.where(seen, logits, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(logits, 1) * late_scale)
+            if MASKED or BIAS != NO_BIAS:  # a row may not have a key yet, and -inf - -inf would be NaN
+                shift = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+            else:
+                shift = new_largest
+            weights = tl.math.exp2(logits * late_scale - shift[:, None])
+            decay = tl.math.exp2(largest - shift)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            if DROPOUT:  # drops weights of values only: the denominator is that without dropout
+                kv_position = load_positions(kv_position_ptr, start, columns, BLOCK_COLUMNS, IN_RUNS, 4)
+                kept = which_are_kept(q_position, kv_position, dropout, BLOCK_ROWS, BLOCK_COLUMNS, IN_RUNS)
+                weights = tl.where(kept, weights, nothing)
+            v_block = load_rows(
+                v, batch, kv_head, start, columns, v_strides, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
+            )
+            acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+            largest = new_largest
 
     safe_total = tl.where(total > 0.0, total, 1.0)  # of a row without keys, acc is 0 and largest -inf
-    if DROPOUT:
-        out = acc * (dropout_scale / safe_total)[:, None]
-    else:
-        out = acc * (1.0 / safe_total)[:, None]
+    out = acc * ((dropout_scale if DROPOUT else 1.0) / safe_total)[:, None]
     lse = (largest + tl.math.log2(safe_total)) * LN_2
-    out_ptrs = out_ptr + batch_64 * out_stride_b + head_64 * out_stride_h
-    tl.store(out_ptrs + row_64[:, None] * out_stride_s + v_dim[None, :], out.to(out_ptr.dtype.element_ty), mask=in_tile)
-    tl.store(lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row_64, lse, mask=in_rows)
+    out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & (v_dim < V_DIM)[None, :])
+    tl.store(lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row.to(tl.int64), lse, mask=in_rows)
 
 
 def launch_attention_forward(
@@ -197,7 +141,6 @@ def launch_attention_forward(
     once. q, k and v are bfloat16, float16 or float32 (in Triton's interpreter not bfloat16); D and Dv are at most 256,
     for float32 at most 128. The bias may have any strides. `config`: None means `default_config`.
     """
-    assert scale > 0
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     batch, heads, rows, _ = q.shape
     columns = v.size(2)
@@ -207,13 +150,10 @@ def launch_attention_forward(
     mask_kind, offset = mask_arguments(mask, rows, columns)
     lo, hi = [x.contiguous() for x in mask.intervals] if mask.intervals is not None else (lse, lse)
     intervals_stride = lo.stride(0) if mask.intervals is not None and lo.dim() == 2 else 0
-    bias_kind, bias, bias_strides = bias_argument(bias, (batch, heads, rows, columns), lse)
-    dropout_tensors, dropout_numbers, dropout_kind = dropout_arguments(dropout, lse)
-    others = (bias, *dropout_tensors)
+    others, numbers, kinds = modifier_arguments(bias, dropout, (batch, heads, rows, columns), lse)
     launch = _launch(
         facts(out), facts(lse), facts(q), facts(k), facts(v), tuple([x.dtype for x in others]),
-        (mask_kind, offset, intervals_stride), (bias_kind, *bias_strides), dropout_numbers, dropout_kind,
-        float(scale), config,
+        (mask_kind, offset, intervals_stride), numbers, kinds, float(scale), config,
     )  # fmt: skip
     launch(out, lse, q, k, v, lo, hi, *others)
 
@@ -221,23 +161,23 @@ def launch_attention_forward(
 @cached_launch
 def _launch(
     out: Facts, lse: Facts, q: Facts, k: Facts, v: Facts, _dtypes_of_others: tuple[torch.dtype, ...],
-    mask: tuple[int, int, int], bias: tuple[int, ...], dropout: tuple[int, ...],
-    dropout_kind: tuple[bool, bool, float], scale: float, config: BlockConfig,
+    mask: tuple[int, int, int], modifiers: tuple[int, ...], kinds: tuple[int, bool, bool, float], scale: float,
+    config: BlockConfig,
 ) -> Launch:  # fmt: skip
-    """The launch for tensors of these shapes, strides and dtypes, and for these numbers of mask, bias and dropout."""
+    """The launch for tensors of these shapes, strides and dtypes, and for these numbers of mask and modifiers."""
     batch, heads, rows, head_dim = q.shape
     columns, v_dim = v.shape[2:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride = mask
-    has_dropout, in_runs, dropout_scale = dropout_kind
+    bias_kind, has_dropout, in_runs, dropout_scale = kinds
     numbers = (
         rows, columns, offset, scale * math.log2(math.e), heads // k.shape[1],
         *out.strides[:3], *lse.strides[:2], *q.strides[:3], *k.strides[:3], *v.strides[:3],
-        intervals_stride, *bias[1:], *dropout, dropout_scale,
+        intervals_stride, *modifiers, dropout_scale,
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v,
-        "MASK": mask_kind, "BIAS": bias[0], "DROPOUT": has_dropout, "IN_RUNS": in_runs, **config.constants(),
+        "MASK": mask_kind, "BIAS": bias_kind, "DROPOUT": has_dropout, "IN_RUNS": in_runs, **config.constants(),
     }  # fmt: skip
     blocks = (
         *(None, None, None),

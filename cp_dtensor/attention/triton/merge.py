@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
+from cp_dtensor.attention.triton.common import addresses
 from cp_dtensor.spec.layouts import Span
 
 _SPANS = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
@@ -18,30 +19,13 @@ _COUNTS = [f"count{part}" for part in range(MAX_PARTS)]
 
 
 @triton.jit
-def _merge_part(
-    out, lse, row, dim, dim_in_range, batch, head,
-    part_ptr, part_lse_ptr, start, stop, stride_b, stride_h, stride_s, lse_stride_b, lse_stride_h,
-):  # fmt: skip
-    """Merges rows [start, stop) of a part into (out, lse); other rows do not change."""
-    in_part = (row >= start) & (row < stop)
-    part_row = (row - start).to(tl.int64)
-    part_lse = tl.load(
-        part_lse_ptr + batch * lse_stride_b + head * lse_stride_h + part_row,
-        mask=in_part, other=float("-inf"),
-    ).to(tl.float32)  # fmt: skip
-    part = tl.load(
-        part_ptr + batch * stride_b + head * stride_h + part_row[:, None] * stride_s + dim[None, :],
-        mask=in_part[:, None] & dim_in_range[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    largest = tl.maximum(lse, part_lse)
-    seen = largest > float("-inf")
-    shift = tl.where(seen, largest, 0.0)  # -inf - -inf would be NaN
-    weight = tl.exp(lse - shift)
-    part_weight = tl.exp(part_lse - shift)
-    total = weight + part_weight
-    inverse = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
-    out = out * (weight * inverse)[:, None] + part * (part_weight * inverse)[:, None]
-    return out, tl.where(seen, shift + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+def _tile(rows, head_dim, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Row, dim, batch and head of a program, with masks of rows, of dims and of both."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dim = tl.arange(0, BLOCK_DIM)
+    in_rows, in_dims = row < rows, dim < head_dim
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    return row, dim, batch, head, in_rows, in_dims, in_rows[:, None] & in_dims[None, :]
 
 
 @triton.jit(do_not_specialize=["rows", *_SPANS])
@@ -59,40 +43,38 @@ def lse_merge_kernel(
 
     Example, one row of head dim 1: base (1, log 1) and a part (5, log 3) become out 4, lse log 4.
     """
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dim = tl.arange(0, BLOCK_DIM)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    row_64 = row.to(tl.int64)
-    in_rows = row < rows
-    dim_in_range = dim < head_dim
-    in_tile = in_rows[:, None] & dim_in_range[None, :]
-
-    lse = tl.load(
-        base_lse_ptr + batch * base_lse_stride_b + head * base_lse_stride_h + row_64,
-        mask=in_rows, other=float("-inf"),
-    ).to(tl.float32)  # fmt: skip
-    out = tl.load(
-        base_ptr + batch * base_stride_b + head * base_stride_h + row_64[:, None] * base_stride_s + dim[None, :],
-        mask=in_tile, other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    if PARTS > 0:
-        out, lse = _merge_part(
-            out, lse, row, dim, dim_in_range, batch, head,
-            part0_ptr, part0_lse_ptr, start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h,
-        )  # fmt: skip
-    if PARTS > 1:
-        out, lse = _merge_part(
-            out, lse, row, dim, dim_in_range, batch, head,
-            part1_ptr, part1_lse_ptr, start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h,
-        )  # fmt: skip
+    row, dim, batch, head, in_rows, in_dims, in_tile = _tile(rows, head_dim, BLOCK_ROWS, BLOCK_DIM)
+    base_lse_ptrs = base_lse_ptr + batch * base_lse_stride_b + head * base_lse_stride_h + row.to(tl.int64)
+    lse = tl.load(base_lse_ptrs, mask=in_rows, other=float("-inf")).to(tl.float32)
+    base_ptrs = addresses(base_ptr, batch, head, row, dim, base_stride_b, base_stride_h, base_stride_s)
+    out = tl.load(base_ptrs, mask=in_tile, other=0.0).to(tl.float32)
+    parts = (
+        (part0_ptr, part0_lse_ptr, start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h),
+        (part1_ptr, part1_lse_ptr, start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h),
+    )
+    for index in tl.static_range(PARTS):
+        ptr, part_lse_ptr, start, stop, stride_b, stride_h, stride_s, part_lse_b, part_lse_h = parts[index]
+        in_part = (row >= start) & (row < stop)
+        part_lse_ptrs = part_lse_ptr + batch * part_lse_b + head * part_lse_h + (row - start).to(tl.int64)
+        part_lse = tl.load(part_lse_ptrs, mask=in_part, other=float("-inf")).to(tl.float32)
+        ptrs = addresses(ptr, batch, head, row - start, dim, stride_b, stride_h, stride_s)
+        part = tl.load(ptrs, mask=in_part[:, None] & in_dims[None, :], other=0.0).to(tl.float32)
+        largest = tl.maximum(lse, part_lse)
+        seen = largest > float("-inf")
+        shift = tl.where(seen, largest, 0.0)  # -inf - -inf would be NaN
+        weight = tl.exp(lse - shift)
+        part_weight = tl.exp(part_lse - shift)
+        total = weight + part_weight
+        inverse = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
+        out = out * (weight * inverse)[:, None] + part * (part_weight * inverse)[:, None]
+        lse = tl.where(seen, shift + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
 
     # Row values are replicated over the warps of a program: without this barrier one warp could store the merged LSE
     # in place before another has loaded the old one.
     tl.debug_barrier()
-    out_ptrs = out_ptr + batch * out_stride_b + head * out_stride_h + row_64[:, None] * out_stride_s + dim[None, :]
+    out_ptrs = addresses(out_ptr, batch, head, row, dim, out_stride_b, out_stride_h, out_stride_s)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_tile)
-    tl.store(lse_ptr + batch * lse_stride_b + head * lse_stride_h + row_64, lse, mask=in_rows)
+    tl.store(lse_ptr + batch * lse_stride_b + head * lse_stride_h + row.to(tl.int64), lse, mask=in_rows)
 
 
 def launch_merge(
@@ -117,20 +99,6 @@ def _merge_launch(
     return _launch_of(lse_merge_kernel, out, strides, sizes)
 
 
-@triton.jit
-def _add_part(
-    total, row, dim, dim_in_range, batch, head, ptr, count, start, stop, stride, stride_b, stride_h, stride_s,
-):  # fmt: skip
-    """Adds rows [start, stop) of each of `count` tensors, `stride` elements apart, to `total`."""
-    in_part = (row >= start) & (row < stop)
-    mask = in_part[:, None] & dim_in_range[None, :]
-    ptrs = ptr + batch * stride_b + head * stride_h + (row - start).to(tl.int64)[:, None] * stride_s + dim[None, :]
-    for _ in range(count):
-        total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        ptrs += stride
-    return total
-
-
 @triton.jit(do_not_specialize=["rows", *_SPANS, *_COUNTS])
 def part_sum_kernel(
     out_ptr, base_ptr, part0_ptr, part1_ptr,
@@ -144,25 +112,21 @@ def part_sum_kernel(
 
     Example, one row of head dim 1: base 1 and a stack of 2 and 3 become 6.
     """
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dim = tl.arange(0, BLOCK_DIM)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    row_64 = row.to(tl.int64)[:, None]
-    dim_in_range = dim < head_dim
-    in_tile = (row < rows)[:, None] & dim_in_range[None, :]
-
-    base_ptrs = base_ptr + batch * base_stride_b + head * base_stride_h + row_64 * base_stride_s + dim[None, :]
+    row, dim, batch, head, _, in_dims, in_tile = _tile(rows, head_dim, BLOCK_ROWS, BLOCK_DIM)
+    base_ptrs = addresses(base_ptr, batch, head, row, dim, base_stride_b, base_stride_h, base_stride_s)
     total = tl.load(base_ptrs, mask=in_tile, other=0.0).to(tl.float32)
-    if PARTS > 0:
-        total = _add_part(
-            total, row, dim, dim_in_range, batch, head, part0_ptr, count0, start0, stop0, p0_n, p0_b, p0_h, p0_s
-        )
-    if PARTS > 1:
-        total = _add_part(
-            total, row, dim, dim_in_range, batch, head, part1_ptr, count1, start1, stop1, p1_n, p1_b, p1_h, p1_s
-        )
-    out_ptrs = out_ptr + batch * out_stride_b + head * out_stride_h + row_64 * out_stride_s + dim[None, :]
+    parts = (
+        (part0_ptr, count0, start0, stop0, p0_n, p0_b, p0_h, p0_s),
+        (part1_ptr, count1, start1, stop1, p1_n, p1_b, p1_h, p1_s),
+    )
+    for index in tl.static_range(PARTS):
+        ptr, count, start, stop, stride, stride_b, stride_h, stride_s = parts[index]
+        in_part = (row >= start) & (row < stop)
+        ptrs = addresses(ptr, batch, head, row - start, dim, stride_b, stride_h, stride_s)
+        for _ in range(count):
+            total += tl.load(ptrs, mask=in_part[:, None] & in_dims[None, :], other=0.0).to(tl.float32)
+            ptrs += stride
+    out_ptrs = addresses(out_ptr, batch, head, row, dim, out_stride_b, out_stride_h, out_stride_s)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_tile)
 
 

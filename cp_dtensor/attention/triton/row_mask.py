@@ -50,17 +50,48 @@ class RowMask:
 
     def padded_intervals(self, length: int) -> list[Tensor]:
         """`[lo, hi]`, (1 or B, length): after the last row come zeros, which are empty intervals."""
-        assert self.intervals is not None
-        both = self.intervals
+        both = self._both()
         return self._cached(
             ("padded", length), lambda: [F.pad(torch.atleast_2d(x), (0, length - x.size(-1))) for x in both]
         )
 
     def rows_of_columns(self, columns: int, block: int) -> Tensor:
-        """The cached result of the function `rows_of_columns` for these intervals."""
-        assert self.intervals is not None
-        lo, hi = self.intervals
-        return self._cached(("rows", columns, block), lambda: rows_of_columns(lo, hi, columns, block))
+        """For each block of columns, the rows that attend to some of its columns, and those that attend to all of them.
+
+        Args:
+            columns: number of columns.
+            block: columns of a block.
+
+        Returns:
+            (4, 1 or B, blocks), int32: rows in [0:1] contain all rows that attend to some column of the block; all rows
+            in [2:3] attend to every column of it. Both ranges are exact if neither lo nor hi decreases among rows with
+            an interval that is not empty, and a row with an empty one has all columns of the rows before it on one
+            side. They are safe otherwise.
+
+        >>> lo, hi = torch.tensor([0, 0, 1, 4], dtype=torch.int32), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
+        >>> RowMask(lo=lo, hi=hi).rows_of_columns(5, 2)[:, 0].T.tolist()  # columns 0 and 1, 2 and 3, 4
+        [[0, 3, 1, 2], [2, 3, 2, 3], [3, 4, 3, 4]]
+        """
+
+        def computed() -> Tensor:
+            lo, hi = map(torch.atleast_2d, self._both())
+            start = torch.arange(0, columns, block, device=lo.device, dtype=torch.int32)
+            start = start.expand(lo.size(0), -1).contiguous()
+            stop = (start + block).clamp(max=columns)
+            empty = lo >= hi
+            reached = hi.masked_fill(empty, 0).cummax(-1).values
+            first_seen = lo.masked_fill(empty, 2**31 - 1)
+            # Empty intervals move to the column that the rows before have reached, so that lo and hi stay in order.
+            lo, hi = (torch.where(empty, reached, x) for x in (lo, hi))
+            edges = [
+                torch.searchsorted(reached, start, right=True, out_int32=True),
+                torch.searchsorted(first_seen.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
+                torch.searchsorted(hi.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
+                torch.searchsorted(lo.cummax(-1).values, start, right=True, out_int32=True),
+            ]
+            return torch.stack(edges)
+
+        return self._cached(("rows", columns, block), computed)
 
     def columns_of_rows(self, columns: int, block: int) -> list[tuple[int, int]]:
         """For each block of rows: the columns from the first to the last that any row attends to, in any batch row.
@@ -71,8 +102,7 @@ class RowMask:
         >>> RowMask(lo=lo, hi=hi).columns_of_rows(4, block=2)
         [(0, 4), (0, 0)]
         """
-        assert self.intervals is not None
-        lo, hi = self.intervals
+        lo, hi = self._both()
         rows = lo.size(-1)
         if rows == 0:
             return []
@@ -89,6 +119,10 @@ class RowMask:
 
         return self._cached(("columns", columns, block), computed)
 
+    def _both(self) -> tuple[Tensor, Tensor]:
+        assert self.intervals is not None
+        return self.intervals
+
     def _cached(self, key: tuple[Hashable, ...], compute: Callable[[], _Derived]) -> _Derived:
         """The result of the first call of `compute` with this key."""
         assert self.lo is not None
@@ -100,41 +134,6 @@ class RowMask:
             self._derived[key] = compute()
         result: _Derived = self._derived[key]
         return result
-
-
-def rows_of_columns(lo: Tensor, hi: Tensor, columns: int, block: int) -> Tensor:
-    """For each block of columns, the rows that attend to some of its columns, and those that attend to all of them.
-
-    Args:
-        lo, hi: (S,) or (B, S), int32: row i attends to columns lo_i <= j < hi_i.
-        columns: number of columns.
-        block: columns of a block.
-
-    Returns:
-        (4, 1 or B, blocks), int32: rows in [0:1] contain all rows that attend to some column of the block; all rows in
-        [2:3] attend to every column of it. Both ranges are exact if neither lo nor hi decreases among rows with an
-        interval that is not empty, and a row with an empty one has all columns of the rows before it on one side. They
-        are safe otherwise.
-
-    >>> lo, hi = torch.tensor([0, 0, 1, 4], dtype=torch.int32), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
-    >>> rows_of_columns(lo, hi, 5, 2)[:, 0].T.tolist()  # columns 0 and 1, 2 and 3, 4
-    [[0, 3, 1, 2], [2, 3, 2, 3], [3, 4, 3, 4]]
-    """
-    lo, hi = torch.atleast_2d(lo), torch.atleast_2d(hi)
-    start = torch.arange(0, columns, block, device=lo.device, dtype=torch.int32).expand(lo.size(0), -1).contiguous()
-    stop = (start + block).clamp(max=columns)
-    empty = lo >= hi
-    reached = hi.masked_fill(empty, 0).cummax(-1).values
-    first_seen = lo.masked_fill(empty, 2**31 - 1)
-    # Empty intervals move to the column that the rows before have reached, so that lo and hi stay in order.
-    lo, hi = (torch.where(empty, reached, x) for x in (lo, hi))
-    edges = [
-        torch.searchsorted(reached, start, right=True, out_int32=True),
-        torch.searchsorted(first_seen.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
-        torch.searchsorted(hi.flip(-1).cummin(-1).values.flip(-1), stop, out_int32=True),
-        torch.searchsorted(lo.cummax(-1).values, start, right=True, out_int32=True),
-    ]
-    return torch.stack(edges)
 
 
 def _blocks(x: Tensor, block: int, fill: int) -> Tensor:

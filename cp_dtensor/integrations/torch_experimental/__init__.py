@@ -14,12 +14,6 @@ from cp_dtensor.integrations.torch_experimental.context import (
     _enable_context_parallel_dispatcher,
     context_parallel,
 )
-from cp_dtensor.integrations.torch_experimental.load_balancers import (
-    _HeadTailLoadBalancer,
-    _LoadBalancer,
-    _PerDocumentHeadTailLoadBalancer,
-    _PTRRLoadBalancer,
-)
 from cp_dtensor.integrations.torch_experimental.options import (
     _CausalBehavior,
     _ContextParallelOptions,
@@ -28,17 +22,20 @@ from cp_dtensor.integrations.torch_experimental.options import (
     _RotateMethod,
     set_rotate_method,
 )
-from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather
-from cp_dtensor.integrations.torch_experimental.redirection import redirect_imports
-from cp_dtensor.integrations.torch_experimental.ring_ops import _SDPAMerger
+from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather, redirect_imports
 from cp_dtensor.integrations.torch_experimental.rings import (
     _AttentionOp,
+    _SDPAMerger,
     _templated_ring_attention,
     _templated_ring_attention_backward,
 )
 from cp_dtensor.integrations.torch_experimental.sharding import (
     _context_parallel_shard,
     _create_cp_block_mask,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
     context_parallel_unshard,
 )
 

@@ -28,8 +28,7 @@ from cp_dtensor.api.extension import (
     refuse_unsupported_sdpa,
 )
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, axis_group, default_layout
-from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather
-from cp_dtensor.integrations.torch_experimental.rings import refuse_patched_rings
+from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather, refuse_patched_rings
 
 
 @contextmanager
@@ -85,6 +84,11 @@ class _Dispatcher:
         self._installed: ExitStack | None = None
 
     def enable(self) -> None:
+        """Enables SDPA on DTensors that are sharded along the sequence; further calls do nothing.
+
+        See `cp_dtensor.enable_context_parallel_dispatcher`. In addition, causal attention of DTensors made of shards of
+        `_context_parallel_shard` is in the order of its load balancer.
+        """
         with self._lock:
             if self._installed is None:
                 with ExitStack() as stack:
@@ -93,6 +97,7 @@ class _Dispatcher:
                     self._installed = stack.pop_all()
 
     def disable(self) -> None:
+        """Disables the dispatcher, even after several calls that enable it."""
         with self._lock:
             installed, self._installed = self._installed, None
         if installed is not None:
@@ -100,21 +105,8 @@ class _Dispatcher:
 
 
 _dispatcher = _Dispatcher()
-
-
-def _enable_context_parallel_dispatcher() -> None:
-    """Enables SDPA on DTensors that are sharded along the sequence; further calls do nothing.
-
-    See `cp_dtensor.enable_context_parallel_dispatcher`. In addition, causal attention of DTensors made of shards of
-    `_context_parallel_shard` is in the order of its load balancer.
-    """
-    _dispatcher.enable()
-
-
-def _disable_context_parallel_dispatcher() -> None:
-    """Disables the dispatcher, even after several `_enable_context_parallel_dispatcher`."""
-    _dispatcher.disable()
-
+_enable_context_parallel_dispatcher = _dispatcher.enable
+_disable_context_parallel_dispatcher = _dispatcher.disable
 
 _SEQUENCE = Shard(2)
 
@@ -124,9 +116,6 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
 
     A DTensor does not record a load balancer: `_context_parallel_shard` records that sequences of this length are
     reordered.
-
-    Raises:
-        NotImplementedError: an order that no layout has; placements that differ, or several axes over the sequence.
     """
     tensors = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
     if not call.is_causal or not tensors or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):
@@ -140,6 +129,7 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     if not reordered:
         return None
     q, k, v = call.q, call.k, call.v
+    first = tensors[0]
     axis, layout = reordered[0]
     if layout is None:
         raise NotImplementedError(
@@ -148,12 +138,11 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         )
     if not (
         len(tensors) == 3
-        and all(isinstance(x, DTensor) and x.device_mesh == tensors[0].device_mesh for x in (q, k, v))
-        and all(x.placements == tensors[0].placements for x in tensors)
+        and all(x.device_mesh == first.device_mesh and x.placements == first.placements for x in tensors)
         and q.size(2) == k.size(2)
         and all(
             isinstance(p, (Replicate, Shard)) and (p != _SEQUENCE or place == axis)
-            for place, p in enumerate(tensors[0].placements)
+            for place, p in enumerate(first.placements)
         )
     ):
         raise NotImplementedError(
@@ -165,10 +154,9 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
             )
         )
     refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
-    first = tensors[0]
-    local = [tensor.to_local() for tensor in tensors]
+    local_q, local_k, local_v = (tensor.to_local() for tensor in tensors)
     out = ring_attention(
-        local[0], local[1], local[2], mesh=first.device_mesh.get_group(axis), is_causal=True, scale=call.scale,
+        local_q, local_k, local_v, mesh=first.device_mesh.get_group(axis), is_causal=True, scale=call.scale,
         enable_gqa=call.enable_gqa, layout=layout, seq_len=first.size(2),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
@@ -239,8 +227,7 @@ def _forward_of_shards(forward: Callable[..., Any], mesh: Mesh, seq_dim: int, *a
     args = tuple(_local_shard(arg, mesh, seq_dim) for arg in args)
     kwargs = {name: _local_shard(arg, mesh, seq_dim) for name, arg in kwargs.items()}
     with context_of_buffers(mesh, layout=layout, seq_len=tuple(lengths)):
-        out = forward(*args, **kwargs)
-    return out
+        return forward(*args, **kwargs)
 
 
 def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:

@@ -49,7 +49,7 @@ class ShardOrders:
 
     def of_length(self, group: dist.ProcessGroup, length: int) -> list[Layout | None]:
         """Returns the layouts in which sequences of this length were sharded, the latest last."""
-        return [layout for noted, layout in self._noted.get(group, {}) if noted == length]
+        return [layout for noted, layout in self.of_group(group) if noted == length]
 
     def of_group(self, group: dist.ProcessGroup) -> list[tuple[int, Layout | None]]:
         """Returns all (length, layout), the latest last."""
@@ -137,12 +137,7 @@ def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> 
 
 
 def axis_group(mesh: Mesh) -> dist.ProcessGroup:
-    """Returns the process group of a context-parallel axis.
-
-    Raises:
-        TypeError: neither a DeviceMesh nor a process group.
-        ValueError: a mesh of several dims.
-    """
+    """Returns the process group of a context-parallel axis."""
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, DeviceMesh):
@@ -161,11 +156,7 @@ def default_layout(length: int, world_size: int) -> Layout:
 
 
 def assumed_layout(group: dist.ProcessGroup, length: int) -> Layout:
-    """Returns the layout of shards for calls that do not name one.
-
-    Raises:
-        ValueError: sequences of this length were sharded in several orders, or in one that no layout describes.
-    """
+    """Returns the layout of shards for calls that do not name one, if all sequences of this length have one layout."""
     orders = _cp_options.orders.of_length(group, length)
     if not orders:
         return default_layout(length, group.size())

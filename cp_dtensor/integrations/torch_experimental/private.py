@@ -1,17 +1,124 @@
-"""Private names of torch that this drop-in uses. The only file of `integrations/` that imports any."""
+"""Private modules of torch: names that this drop-in uses, and names that `redirect_imports` replaces.
+
+The only file of `integrations/` that imports private names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["flatten_tree", "flex_cp_allgather"]
+from cp_dtensor.api.extension import SharedInstallation
+from cp_dtensor.integrations.torch_experimental.rings import (
+    _SDPAMerger,
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
+
+__all__ = ["flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings"]
+
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Returns the leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
     leaves, structure = tree_flatten(tree, is_leaf=is_leaf)
     return leaves, lambda others: tree_unflatten(others, structure)
+
+
+class _Redirection:
+    """The modules in which `redirect_imports` replaces names, and their replacement."""
+
+    def __init__(self) -> None:
+        self.modules: list[ModuleType] = []
+        self.installation = SharedInstallation(self._parts)
+
+    def _parts(self) -> Iterator[AbstractContextManager[None]]:
+        ours = importlib.import_module(__package__ or "")
+        names = {name: getattr(ours, name) for name in ours.__all__ if name != "redirect_imports"}
+        chosen = {
+            "": {"context_parallel": names["context_parallel"]},  # of torch.distributed.tensor.experimental itself
+            **dict.fromkeys(("_attention", "_context_parallel", "_context_parallel._attention"), names),
+            "_context_parallel._load_balancer": {name: names[name] for name in names if name.endswith("LoadBalancer")},
+        }
+        for name, replaced in chosen.items():
+            try:
+                module = importlib.import_module(f"{_EXPERIMENTAL}.{name}".rstrip("."))
+            except ModuleNotFoundError:  # in this version of torch
+                continue
+            yield self._replaced(module, replaced)
+
+    @contextmanager
+    def _replaced(self, module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
+        """Sets names of a module while open. On exit restores them, except those that others have replaced since."""
+        missing = object()
+        before = {name: vars(module).get(name, missing) for name in names}
+        vars(module).update(names)
+        self.modules.append(module)
+        try:
+            yield
+        finally:
+            self.modules.remove(module)
+            for name, ours in names.items():
+                if vars(module).get(name, missing) is not ours:
+                    continue
+                if before[name] is missing:
+                    delattr(module, name)
+                else:
+                    setattr(module, name, before[name])
+
+
+_redirection = _Redirection()
+
+
+def redirect_imports() -> ExitStack:
+    """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
+
+        redirect_imports()  # before other imports of these names
+        import accelerate
+
+    The modules stay torch's, and so do names in them that this package does not have. Code that imported a name before
+    keeps torch's. It may be called several times; `close()` of the result, or the end of a `with` block over it, takes
+    one call back. After the last one the modules are as before, except for names that others replaced meanwhile.
+    """
+    _redirection.installation.acquire()
+    held = ExitStack()
+    held.callback(_redirection.installation.release)  # unlike an entered context, not called on garbage collection
+    return held
+
+
+_RINGS = {
+    "_SDPAMerger": _SDPAMerger,
+    "_templated_ring_attention": _templated_ring_attention,
+    "_templated_ring_attention_backward": _templated_ring_attention_backward,
+}
+_METHODS = dict(vars(_SDPAMerger))
+
+
+def refuse_patched_rings() -> None:
+    """Refuses attention of contexts and modules, which does not call names that a program has replaced.
+
+    Raises:
+        NotImplementedError: naming the replaced functions.
+    """
+    modules = [*_redirection.modules, importlib.import_module(__package__ or "")]
+    # Names that a module lacks are not replaced: modules have only some of ours.
+    replaced = [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in _RINGS.items()
+        if vars(module).get(name, value) is not value
+    ]
+    replaced += [f"_SDPAMerger.{name}" for name in ("step", "results") if vars(_SDPAMerger)[name] is not _METHODS[name]]
+    if replaced:
+        raise NotImplementedError(
+            f"{', '.join(replaced)} have been replaced, which would have no effect: attention in contexts and modules "
+            "does not call them. Call _templated_ring_attention with an op of your own, or stay with torch's "
+            "context parallel for this model"
+        )

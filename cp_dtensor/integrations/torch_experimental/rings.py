@@ -1,4 +1,4 @@
-"""`_templated_ring_attention` and its backward: ring attention by an op that the caller passes.
+"""`_templated_ring_attention`, its backward and `_SDPAMerger`: ring attention by an op that the caller passes.
 
 A fused op of torch only names a backend. Any other op is called as torch calls it: once for each rank's keys, its own
 first.
@@ -6,18 +6,22 @@ first.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import HeadTail, Layout
-from cp_dtensor.api.extension import Mesh, refuse_unsupported_sdpa, sequence_ranks
+from cp_dtensor import Causal, Contiguous, Full, HeadTail, Layout
+from cp_dtensor.api.extension import (
+    Mesh,
+    merge,
+    refuse_unsupported_sdpa,
+    ring_attention_backward,
+    ring_attention_by_backend,
+    sequence_ranks,
+)
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
-from cp_dtensor.integrations.torch_experimental.ring_ops import _SDPAMerger, as_aten_op
 
 
 class _AttentionOp(Protocol):
@@ -63,13 +67,9 @@ def _templated_ring_attention(
         NotImplementedError: dropout; with torch's ops also masks; causal attention of different lengths.
     """
     group = axis_group(group)
-    layout = _causal_layout(group, seq_dim, query, key) if is_causal else None
-    aten_op = as_aten_op(op)
-    if aten_op is not None:
-        _refuse_different_shapes([query, key, value], group)
-        return aten_op.forward(group, layout, query, key, value, kwargs)
-    refuse_unsupported_sdpa(None, kwargs.get("dropout_p") or 0.0)
-    _refuse_different_shapes([key, value], group)
+    layout, fused_op = _checked_call(group, seq_dim, op, query, key, value, is_causal, kwargs)
+    if fused_op is not None:
+        return _fused_forward(fused_op, query, key, value, _ring_arguments(group, layout, query, key, kwargs))
     merger = _SDPAMerger(_cp_options.convert_to_f32, seq_dim if layout is None else 2)
     rest: list[Any] = []
     length = query.size(2) * group.size()
@@ -77,7 +77,7 @@ def _templated_ring_attention(
         for source, source_key, source_value in _keys_and_values(key, value, group):
             part = _part_of(group.rank(), source, length, layout, group.size())
             if part is not None:
-                q, k, v = _rows(part, query), _columns(part, source_key), _columns(part, source_value)
+                q, k, v = part.rows(query), part.columns(source_key), part.columns(source_value)
                 partial_out, partial_lse, *rest = op(q, k, v, is_causal=part.is_causal, **kwargs)
                 merger.step(partial_out, partial_lse, part.first_query > 0)
         out, lse = merger.results()
@@ -121,14 +121,13 @@ def _templated_ring_attention_backward(
         as `_templated_ring_attention`.
     """
     group = axis_group(group)
+    layout, fused_op = _checked_call(group, seq_dim, op, query, key, value, is_causal, kwargs)
+    if fused_op is not None:
+        arguments = _ring_arguments(group, layout, query, key, kwargs)
+        lse = _without_padding(logsumexp, out).contiguous()
+        grads = ring_attention_backward(_BACKENDS[fused_op], grad_out, query, key, value, out, lse, **arguments)
+        return (*grads, None) if fused_op == _EFFICIENT else grads
     rank, world_size = group.rank(), group.size()
-    layout = _causal_layout(group, seq_dim, query, key) if is_causal else None
-    aten_op = as_aten_op(op)
-    if aten_op is not None:
-        _refuse_different_shapes([query, key, value], group)
-        return aten_op.backward(group, layout, grad_out, query, key, value, out, logsumexp, kwargs)
-    refuse_unsupported_sdpa(None, kwargs.get("dropout_p") or 0.0)
-    _refuse_different_shapes([key, value], group)
     length = query.size(2) * world_size
     sum_dtype = torch.promote_types(query.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=sum_dtype) for x in (query, key, value))
@@ -141,10 +140,10 @@ def _templated_ring_attention_backward(
             if part is not None:
                 rows = {"query": query, "out": out, grad_out_name: grad_out}
                 part_q, *grads = op(
-                    **{name: _rows(part, tensor) for name, tensor in rows.items()},
-                    key=_columns(part, source_key),
-                    value=_columns(part, source_value),
-                    logsumexp=_rows(part, logsumexp).contiguous(),
+                    **{name: part.rows(tensor) for name, tensor in rows.items()},
+                    key=part.columns(source_key),
+                    value=part.columns(source_value),
+                    logsumexp=part.rows(logsumexp).contiguous(),
                     is_causal=part.is_causal,
                     **kwargs,
                 )
@@ -155,9 +154,8 @@ def _templated_ring_attention_backward(
                 continue
             reader = (rank + hop) % world_size
             theirs = _part_of(reader, rank, length, layout, world_size)
-            like = [] if theirs is None else [_columns(theirs, grad_k), _columns(theirs, grad_v)]
-            to_rank, from_rank = source if contribution else None, reader if like else None
-            transfers.append(_Transfer(contribution, to_rank, like or [grad_k], from_rank, group))
+            like = [] if theirs is None else [theirs.columns(grad_k), theirs.columns(grad_v)]
+            transfers.append(_Transfer(contribution, source, like, reader, group, key.device))
         for transfer in transfers:
             _add_columns((grad_k, grad_v), transfer.wait())
     return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype), *rest
@@ -178,22 +176,98 @@ class _WithoutBackward(torch.autograd.Function):
         )
 
 
-# Rows and columns of one call
+def _checked_call(
+    group: dist.ProcessGroup,
+    seq_dim: int,
+    op: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Layout | None, str | None]:
+    """Returns the layout under a causal mask (None without one), and the name of a fused op (None for others)."""
+    layout = None
+    if is_causal:
+        if query.size(2) != key.size(2):
+            raise NotImplementedError(
+                "causal ring attention expects as many queries as keys on each rank, got "
+                f"{query.size(2)} and {key.size(2)}"
+            )
+        layout = assumed_layout(group, query.size(2) * group.size())
+        if layout == HeadTail() and group.size() > 1 and seq_dim % query.dim() != 2:
+            raise NotImplementedError(
+                f"causal attention in head-tail order expects the sequence in dim 2, got seq_dim={seq_dim}; set "
+                "_cp_options.enable_load_balance = False if the ranks' shards are contiguous"
+            )
+    refuse_unsupported_sdpa(None, kwargs.get("dropout_p") or 0.0)
+    namespace, _, name = str(op).partition(".")
+    name = name.partition(".")[0].removesuffix("_backward")  # an aten op with or without overload
+    is_fused = namespace == "aten" and name in _BACKENDS
+    _refuse_different_shapes([query, key, value] if is_fused else [key, value], group)
+    return layout, name if is_fused else None
 
 
-def _causal_layout(group: dist.ProcessGroup, seq_dim: int, query: torch.Tensor, key: torch.Tensor) -> Layout:
-    if query.size(2) != key.size(2):
-        raise NotImplementedError(
-            f"causal ring attention expects as many queries as keys on each rank, got {query.size(2)} and {key.size(2)}"
+def _refuse_different_shapes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raises ValueError on every rank if shapes differ between ranks and the group can compare them on the host."""
+    ranks, device = sequence_ranks(group), tensors[0].device
+    # Otherwise the comparison would wait for the GPU.
+    if group.size() == 1 or not (ranks.have_cpu_backend or device.type == "cpu"):
+        return
+    by_rank = ranks.gather_integers([size for tensor in tensors for size in tensor.shape], device)
+    if any(sizes != by_rank[0] for sizes in by_rank):
+        raise ValueError(
+            "expected tensors of the same shapes on every rank, got the sizes "
+            + ", ".join(f"{sizes} on rank {rank}" for rank, sizes in enumerate(by_rank))
         )
-    length = query.size(2) * group.size()
-    layout = assumed_layout(group, length)
-    if layout == HeadTail() and group.size() > 1 and seq_dim % query.dim() != 2:
-        raise NotImplementedError(
-            f"causal attention in head-tail order expects the sequence in dim 2, got seq_dim={seq_dim}; set "
-            "_cp_options.enable_load_balance = False if the ranks' shards are contiguous"
-        )
-    return layout
+
+
+# torch's fused ops
+
+_CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
+_CUDNN = "_scaled_dot_product_cudnn_attention"
+_BACKENDS = {
+    "_scaled_dot_product_flash_attention": "FLASH_ATTENTION",
+    _CPU_FLASH: "FLASH_ATTENTION",
+    _EFFICIENT: "EFFICIENT_ATTENTION",
+    _CUDNN: "CUDNN_ATTENTION",
+}
+
+
+def _fused_forward(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Returns the results of a fused op; differentiable. There is no random state, since there is no dropout."""
+    out, lse = ring_attention_by_backend(_BACKENDS[name], query, key, value, **arguments)
+    if name == _CPU_FLASH:
+        return out, lse
+    state = query.new_empty(0, dtype=torch.int64)
+    if name == _EFFICIENT:
+        return out, lse, state, state
+    if name == _CUDNN:
+        lse = lse.unsqueeze(-1)
+    return out, lse, None, None, query.size(2), key.size(2), state, state, query.new_empty(0)
+
+
+def _ring_arguments(
+    group: dist.ProcessGroup, layout: Layout | None, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a ring attention from those of a fused op, except tensors."""
+    mask = next((kwargs[name] for name in ("attn_bias", "attn_mask") if kwargs.get(name) is not None), None)
+    refuse_unsupported_sdpa(mask, 0.0)
+    if kwargs.get("return_debug_mask"):
+        raise NotImplementedError("no rank has the attention weights of the whole sequence: got return_debug_mask")
+    return {
+        "mesh": group,
+        "mask": Full() if layout is None else Causal(),
+        "layout": layout or Contiguous(),
+        "scale": kwargs.get("scale"),
+        "seq_len": (query.size(2) * group.size(), key.size(2) * group.size()),
+    }
+
+
+# Calls of other ops
 
 
 class _Part(NamedTuple):
@@ -205,16 +279,19 @@ class _Part(NamedTuple):
     """The number of leading keys; None for all."""
     is_causal: bool
 
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the call's part of a tensor of queries."""
+        return tensor.narrow(2, self.first_query, tensor.size(2) - self.first_query) if self.first_query else tensor
+
+    def columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the call's part of keys, values or their gradients."""
+        return tensor if self.keys is None else tensor.narrow(2, 0, self.keys)
+
 
 def _part_of(rank: int, source: int, length: int, layout: Layout | None, world_size: int) -> _Part | None:
-    """Returns the call of `rank` on the keys of `source`; None if no query sees them.
+    """Returns the call of the queries of `rank` on the keys of `source`; None if no query sees them.
 
-    Args:
-        rank: of the queries.
-        source: rank of the keys.
-        length: global length.
-        layout: `Contiguous()` or `HeadTail()` under a causal mask, None without a mask.
-        world_size: number of ranks.
+    `layout` is `Contiguous()` or `HeadTail()` under a causal mask, None without a mask.
     """
     if layout is None:
         return _Part(0, None, False)
@@ -227,57 +304,9 @@ def _part_of(rank: int, source: int, length: int, layout: Layout | None, world_s
     return _Part(layout.segments(length, rank, world_size)[0].length, None, False)
 
 
-def _rows(part: _Part, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.narrow(2, part.first_query, tensor.size(2) - part.first_query) if part.first_query else tensor
-
-
-def _columns(part: _Part, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if part.keys is None else tensor.narrow(2, 0, part.keys)
-
-
 def _add_columns(totals: tuple[torch.Tensor, ...], grads: list[torch.Tensor]) -> None:
     for total, grad in zip(totals, grads, strict=False):
         total.narrow(2, 0, grad.size(2)).add_(grad)
-
-
-# Transfers between ranks
-
-
-class _Transfer:
-    """An asynchronous send to one rank and receive from another; either may be None."""
-
-    def __init__(
-        self,
-        outgoing: Sequence[torch.Tensor],
-        to_rank: int | None,
-        like: Sequence[torch.Tensor],
-        from_rank: int | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._like = like
-        device = like[0].device
-        # Bytes, because process groups do not support every dtype.
-        sent = [tensor.contiguous().flatten().view(torch.uint8) for tensor in outgoing]
-        self._sent = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in like) if from_rank is not None else 0
-        self._received = torch.empty(size, dtype=torch.uint8, device=device)
-        splits_in, splits_out = [0] * group.size(), [0] * group.size()
-        if from_rank is not None:
-            splits_in[from_rank] = size
-        if to_rank is not None:
-            splits_out[to_rank] = self._sent.numel()
-        self._work = dist.all_to_all_single(
-            self._received, self._sent, splits_in, splits_out, group=group, async_op=True
-        )
-
-    def wait(self) -> list[torch.Tensor]:
-        """Returns the received tensors, contiguous and shaped as `like`; none without a sender."""
-        self._work.wait()
-        if not self._received.numel():
-            return []
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self._like]
-        pieces = self._received.split(sizes)
-        return [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, self._like, strict=True)]
 
 
 def _keys_and_values(
@@ -291,7 +320,7 @@ def _keys_and_values(
     own = key.contiguous(), value.contiguous()
 
     def start(hop: int) -> _Transfer:
-        return _Transfer(own, (rank + hop) % world_size, own, (rank - hop) % world_size, group)
+        return _Transfer(own, (rank + hop) % world_size, own, (rank - hop) % world_size, group, key.device)
 
     transfer = start(1) if world_size > 1 else None
     yield rank, *own
@@ -302,64 +331,109 @@ def _keys_and_values(
         yield (rank - hop) % world_size, source_key, source_value
 
 
-def _refuse_different_shapes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Refuses tensors of different shapes on the ranks, if the group can compare them on the host.
+class _Transfer:
+    """An asynchronous send of tensors to one rank and receive of tensors like others from another; either may be none.
 
-    Raises:
-        ValueError: on every rank alike.
+    `device` is that of all tensors.
     """
-    ranks, device = sequence_ranks(group), tensors[0].device
-    # Otherwise the comparison would wait for the GPU.
-    if group.size() == 1 or not (ranks.have_cpu_backend or device.type == "cpu"):
-        return
-    by_rank = ranks.gather_integers([size for tensor in tensors for size in tensor.shape], device)
-    if any(sizes != by_rank[0] for sizes in by_rank):
-        raise ValueError(
-            "expected tensors of the same shapes on every rank, got the sizes "
-            + ", ".join(f"{sizes} on rank {rank}" for rank, sizes in enumerate(by_rank))
+
+    def __init__(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        to_rank: int,
+        like: Sequence[torch.Tensor],
+        from_rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._like = like
+        self._sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+        # Bytes, because process groups do not support every dtype.
+        sent = [tensor.contiguous().flatten().view(torch.uint8) for tensor in outgoing]
+        self._sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *sent])
+        self._received = torch.empty(sum(self._sizes), dtype=torch.uint8, device=device)
+        splits_in, splits_out = [0] * group.size(), [0] * group.size()
+        splits_in[from_rank], splits_out[to_rank] = self._received.numel(), self._sent.numel()
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, splits_in, splits_out, group=group, async_op=True
         )
 
-
-# Parts of the ring that a program has replaced
-
-_PARTS: dict[str, object] = {
-    "_SDPAMerger": _SDPAMerger,
-    "_templated_ring_attention": _templated_ring_attention,
-    "_templated_ring_attention_backward": _templated_ring_attention_backward,
-}
-_METHODS = dict(vars(_SDPAMerger))
+    def wait(self) -> list[torch.Tensor]:
+        """Returns the received tensors, contiguous."""
+        self._work.wait()
+        pieces = self._received.split(self._sizes)
+        return [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, self._like, strict=True)]
 
 
-class _Watched:
-    """The modules in which programs find the names of `_PARTS`."""
+class _SDPAMerger:
+    """Merges the results of attention calls over different keys.
 
-    def __init__(self) -> None:
-        self.redirected: list[ModuleType] = []
+    Args:
+        convert_to_f32: no effect: sums are always in float32 (float64 for float64 results).
+        seq_dim: the sequence dim of `out`; calls with `partial` are about its last rows.
 
-    def modules(self) -> list[ModuleType]:
-        ours = sys.modules.get(__package__ or "")
-        return [*self.redirected, *([] if ours is None else [ours])]
-
-
-watched = _Watched()
-
-
-def refuse_patched_rings() -> None:
-    """Refuses attention of contexts and modules, which does not call names that a program has replaced.
-
-    Raises:
-        NotImplementedError: naming the replaced functions.
+    Rows that saw no key (lse -inf) do not count; they are zero if no call saw a key.
     """
-    replaced = [
-        f"{module.__name__}.{name}"
-        for module in watched.modules()
-        for name, ours in _PARTS.items()
-        if vars(module).get(name, ours) is not ours
-    ]
-    replaced += [f"_SDPAMerger.{name}" for name in ("step", "results") if vars(_SDPAMerger)[name] is not _METHODS[name]]
-    if replaced:
-        raise NotImplementedError(
-            f"{', '.join(replaced)} have been replaced, which would have no effect: attention in contexts and modules "
-            "does not call them. Call _templated_ring_attention with an op of your own, or stay with torch's "
-            "context parallel for this model"
-        )
+
+    def __init__(self, convert_to_f32: bool, seq_dim: int) -> None:
+        self._seq_dim = seq_dim
+        self._state: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._dtypes = (torch.float32, torch.float32)
+        self._lse_has_last_dim = False
+
+    def step(self, out: torch.Tensor, lse: torch.Tensor, partial: bool) -> None:
+        """Adds the result of a call.
+
+        Args:
+            out: (B, H, S, D) in torch's own calls; otherwise any shape whose last dim is not the sequence.
+            lse: natural log of the softmax denominator, in out's shape without its last dim or with a last dim of 1;
+                longer in dim 2 if padded by the efficient backend.
+            partial: True if the result is about the last rows only.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            RuntimeError: the first result is partial.
+        """
+        if partial and self._state is None:
+            raise RuntimeError("expected the first result to be of all rows, got partial=True")
+        self._dtypes = (out.dtype, lse.dtype)
+        self._lse_has_last_dim = lse.dim() == out.dim()
+        lse = _without_padding(lse, out)
+        if self._state is None:
+            state_dtype = torch.promote_types(lse.dtype, torch.float32)
+            # Copies: the tensors that ops return stay theirs.
+            total_out, total_lse = (
+                x.to(state_dtype, copy=True, memory_format=torch.contiguous_format) for x in (out, lse)
+            )
+            self._state = total_out, total_lse
+            return
+        total_out, total_lse = self._state
+        if partial:
+            rows = out.size(self._seq_dim)
+            first = total_out.size(self._seq_dim) - rows
+            total_out, total_lse = (x.narrow(self._seq_dim, first, rows) for x in (total_out, total_lse))
+        if total_out.shape != out.shape:
+            raise ValueError(f"expected a result of shape {tuple(total_out.shape)}, got {tuple(out.shape)}")
+        out, lse, total_out, total_lse = (x[(None,) * max(4 - out.dim(), 0)] for x in (out, lse, total_out, total_lse))
+        merge(total_out, total_lse, total_out, total_lse, [((0, out.size(2)), out, lse.contiguous())])
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `(out, lse)` over all keys, in the form and dtypes of the last call.
+
+        Raises:
+            RuntimeError: no call was merged.
+        """
+        if self._state is None:
+            raise RuntimeError("expected at least one result to have been merged")
+        out, lse = (x.to(dtype) for x, dtype in zip(self._state, self._dtypes, strict=True))
+        return out, lse.unsqueeze(-1) if self._lse_has_last_dim else lse
+
+
+def _without_padding(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Returns (B, H, S) of an LSE that may have a last dim of 1, or be padded to 32 rows by the efficient backend."""
+    lse = lse.squeeze(-1) if lse.dim() == out.dim() else lse
+    if out.dim() == 4 and lse.shape[:2] == out.shape[:2] and lse.size(-1) > out.size(2):
+        lse = lse[..., : out.size(2)]
+    if lse.shape != out.shape[:-1]:
+        raise ValueError(f"expected an lse of shape {tuple(out.shape[:-1])}, got {tuple(lse.shape)}")
+    return lse

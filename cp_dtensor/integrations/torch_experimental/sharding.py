@@ -1,23 +1,20 @@
-"""Shards of tensors and of block masks."""
+"""Shards of tensors and block masks, and the load balancers that order the tokens."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import Contiguous, Layout, context_parallel_shard
+from cp_dtensor import Contiguous, HeadTail, Layout, PerDocument, context_parallel_shard
 from cp_dtensor import context_parallel_unshard as unshard
 from cp_dtensor.api.extension import sequence_ranks
-from cp_dtensor.integrations.torch_experimental.load_balancers import (
-    balancer_indices,
-    balancer_layout,
-    layout_positions,
-)
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
 from cp_dtensor.integrations.torch_experimental.private import flatten_tree
 
@@ -67,18 +64,21 @@ def _context_parallel_shard(
 
 
 def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: Any) -> Any:
-    if isinstance(buffer, BlockMask):
-        q_len = buffer.seq_lengths[0]
-        _note(mesh, q_len, balancer)
-        return _shard_of_block_mask(buffer, mesh, None if balancer is None else balancer_indices(balancer, q_len))
-    if not isinstance(buffer, torch.Tensor):
+    if not isinstance(buffer, (torch.Tensor, BlockMask)):
         raise TypeError(f"buffer {index}: expected a torch.Tensor or a BlockMask, got {type(buffer).__name__}")
-    if not -buffer.dim() <= dim < buffer.dim():
-        raise ValueError(f"buffer {index}: sequence dim {dim} is out of range for shape {tuple(buffer.shape)}")
-    dim %= buffer.dim()
-    length = buffer.size(dim)
+    if isinstance(buffer, torch.Tensor):
+        if not -buffer.dim() <= dim < buffer.dim():
+            raise ValueError(f"buffer {index}: sequence dim {dim} is out of range for shape {tuple(buffer.shape)}")
+        dim %= buffer.dim()
+    length = buffer.size(dim) if isinstance(buffer, torch.Tensor) else buffer.seq_lengths[0]
     group = axis_group(mesh)
-    layout = _note(mesh, length, balancer)
+    layout = _balancer_layout(balancer, length, group.size())
+    _cp_options.orders.note(group, length, layout)
+    if isinstance(buffer, BlockMask):
+        # In blocks of the mask's size if every rank has whole ones.
+        blocks = buffer.BLOCK_SIZE if length % (group.size() * buffer.BLOCK_SIZE[0]) == 0 else _BLOCKS
+        shape = (*buffer.kv_num_blocks.shape[:2], *buffer.seq_lengths)
+        return _block_mask_of_rank(buffer.mask_mod, shape, blocks, mesh, _balancer_indices(balancer, length))
     if layout is not None:
         return context_parallel_shard(mesh, [buffer], [dim], layout)[0]
     if length % group.size():
@@ -86,17 +86,9 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
             f"buffer {index}: expected a length that {group.size()} ranks divide evenly in the order of "
             f"{type(balancer).__name__}, got {length}"
         )
-    indices = balancer_indices(balancer, length)
-    assert indices is not None  # balancer_layout returns Contiguous() for None
-    local = indices.chunk(group.size(), dim=1)[group.rank()]
-    return _permuted(buffer, dim, local, f"buffer {index}")
-
-
-def _note(mesh: DeviceMesh, length: int, balancer: Any) -> Layout | None:
-    group = axis_group(mesh)
-    layout = balancer_layout(balancer, length, group.size())
-    _cp_options.orders.note(group, length, layout)
-    return layout
+    indices = _balancer_indices(balancer, length)
+    assert indices is not None  # None has a layout
+    return _permuted(buffer, dim, indices.chunk(group.size(), dim=1)[group.rank()], f"buffer {index}")
 
 
 def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) -> torch.Tensor:
@@ -141,18 +133,184 @@ def context_parallel_unshard(
     lengths = [sum(lengths) for lengths in zip(*by_rank, strict=True)]
     whole = []
     for buffer, dim, length in zip(buffers, seq_dims, lengths, strict=True):
-        layout = (
-            assumed_layout(group, length)
-            if load_balancer is None
-            else balancer_layout(load_balancer, length, group.size())
-        )
+        if load_balancer is None:
+            layout: Layout | None = assumed_layout(group, length)
+        else:
+            layout = _balancer_layout(load_balancer, length, group.size())
         (tensor,) = unshard(mesh, [buffer], [dim], layout if layout is not None else Contiguous())
         if layout is None:
-            indices = balancer_indices(load_balancer, length, restore=True)
+            indices = _balancer_indices(load_balancer, length, restore=True)
             assert indices is not None
             tensor = _permuted(tensor, dim % tensor.dim(), indices, "unsharding")
         whole.append(tensor)
     return whole
+
+
+# Load balancers: permutations of the sequence whose equal parts give the ranks equal work
+
+
+class _LoadBalancer(ABC):
+    """A permutation of the sequence."""
+
+    @abstractmethod
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor | None:
+        """Returns indices so that `x[indices]` is in balanced order; with `restore`, those of the inverse permutation.
+
+        Returns:
+            (1, S), or (B, S) if batch rows differ; None for no permutation.
+        """
+
+
+class _HeadTailLoadBalancer(_LoadBalancer):
+    """The order of `HeadTail()`, for any length: rank r of n has chunks r and 2n - 1 - r.
+
+    >>> _HeadTailLoadBalancer(8, 2, "cpu")._generate_indices().tolist()
+    [[0, 1, 6, 7, 2, 3, 4, 5]]
+    """
+
+    def __init__(self, seq_length: int, world_size: int, device: str | torch.device) -> None:
+        self.seq_length = seq_length
+        self.world_size = world_size
+        self.device = device
+
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor:
+        order = _layout_positions(HeadTail(), self.seq_length, self.world_size, self.device)
+        return order.argsort()[None] if restore else order[None]
+
+
+class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
+    """Head-tail order within each of several packed documents.
+
+    Args:
+        seq_length_per_doc: lengths of the documents, one list for all batch rows or one for each row.
+        world_size: number of ranks.
+        device: of the indices.
+
+    Raises:
+        ValueError: on use, documents whose length is not a multiple of twice the number of ranks.
+
+    >>> _PerDocumentHeadTailLoadBalancer([[4, 8]], 2, "cpu")._generate_indices().tolist()
+    [[0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]]
+    """
+
+    def __init__(
+        self, seq_length_per_doc: Sequence[Sequence[int]], world_size: int, device: str | torch.device
+    ) -> None:
+        self.seq_length_per_doc = seq_length_per_doc
+        self.world_size = world_size
+        self.device = device
+
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor:
+        order = torch.stack([self._row(lengths) for lengths in self.seq_length_per_doc])
+        return order.argsort(dim=1) if restore else order
+
+    def _row(self, lengths: Sequence[int]) -> torch.Tensor:
+        uneven = [length for length in lengths if length % (2 * self.world_size)]
+        if uneven:
+            raise ValueError(
+                f"expected documents whose lengths are multiples of {2 * self.world_size}, twice the number of ranks; "
+                f"got {uneven}"
+            )
+        layout = PerDocument([0, *accumulate(lengths)])
+        return _layout_positions(layout, layout.seq_len, self.world_size, self.device)
+
+
+class _PTRRLoadBalancer(_LoadBalancer):
+    """Blocks of queries, assigned to ranks by their workload: the number of key blocks that they see.
+
+    The blocks with the largest workload come first, one for each rank; each further round has the reverse rank order.
+
+    Args:
+        block_mask: (B or 1, 1, S, S), with square blocks.
+        world_size: number of ranks; it must divide the number of blocks.
+
+    Raises:
+        ValueError: on use, a mask that does not fit.
+    """
+
+    def __init__(self, block_mask: BlockMask, world_size: int) -> None:
+        self.block_mask = block_mask
+        self.world_size = world_size
+
+    @staticmethod
+    def ptrr_scheduling(process_time: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Assigns tasks to groups.
+
+        Args:
+            process_time: (tasks,), the cost of each task.
+            group_size: number of groups; it must divide the number of tasks.
+
+        Returns:
+            (groups, tasks / groups), the indices of each group's tasks, ascending.
+
+        Raises:
+            ValueError: shapes that do not fit.
+
+        >>> _PTRRLoadBalancer.ptrr_scheduling(torch.tensor([1, 2, 3, 4]), 2).tolist()
+        [[0, 3], [1, 2]]
+        """
+        if process_time.dim() != 1 or process_time.numel() % group_size:
+            raise ValueError(
+                f"expected one cost per task and a number of tasks that {group_size} groups divide evenly, got shape "
+                f"{tuple(process_time.shape)}"
+            )
+        rounds = process_time.argsort(descending=True, stable=True).view(-1, group_size)
+        rounds[1::2] = rounds[1::2].flip(1)
+        return rounds.t().sort(dim=1).values
+
+    def _generate_indices(self, restore: bool = False) -> torch.Tensor:
+        counts = self.block_mask.kv_num_blocks
+        if self.block_mask.full_kv_num_blocks is not None:
+            counts = counts + self.block_mask.full_kv_num_blocks
+        rows, columns = self.block_mask.BLOCK_SIZE
+        if counts.size(1) != 1 or rows != columns:
+            raise ValueError(
+                f"expected a mask of one head for all heads, with square blocks; got {counts.size(1)} heads and blocks "
+                f"of {rows} x {columns}"
+            )
+        blocks = torch.stack([self.ptrr_scheduling(row[0], self.world_size).flatten() for row in counts])
+        order = (blocks[..., None] * rows + torch.arange(rows, device=blocks.device)).flatten(1)
+        return order.argsort(dim=1) if restore else order
+
+
+def _layout_positions(layout: Layout, length: int, world_size: int, device: Any) -> torch.Tensor:
+    """Returns (S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
+    segments = [segment for rank in range(world_size) for segment in layout.segments(length, rank, world_size)]
+    parts = [torch.arange(segment.start, segment.start + segment.length, device=device) for segment in segments]
+    return torch.cat(parts)
+
+
+def _balancer_indices(balancer: Any, length: int, restore: bool = False) -> torch.Tensor | None:
+    """Returns the permutation of a balancer of these classes, of torch's or of the program's own; None for None."""
+    if balancer is None:
+        return None
+    if not hasattr(balancer, "_generate_indices"):
+        raise TypeError(f"expected load_balancer to be a _LoadBalancer or None, got {type(balancer).__name__}")
+    indices = balancer._generate_indices(restore=restore)
+    if indices is not None and (indices.dim() != 2 or indices.size(1) != length):
+        raise ValueError(
+            f"expected {type(balancer).__name__} to give indices of shape (1 or batch, {length}) for this sequence, "
+            f"got {tuple(indices.shape)}"
+        )
+    return indices
+
+
+def _balancer_layout(balancer: Any, length: int, world_size: int) -> Layout | None:
+    """Returns the layout that has a balancer's order, None if no layout has it."""
+    if getattr(balancer, "world_size", world_size) != world_size:
+        raise ValueError(
+            f"expected a load balancer for {world_size} ranks, got one for {balancer.world_size}, "
+            f"{type(balancer).__name__}"
+        )
+    if isinstance(balancer, _HeadTailLoadBalancer) and balancer.seq_length == length:
+        return HeadTail()
+    indices = _balancer_indices(balancer, length)
+    if indices is None:
+        return Contiguous()
+    for layout in (HeadTail(), Contiguous()):
+        if indices.tolist() == [_layout_positions(layout, length, world_size, "cpu").tolist()]:
+            return layout
+    return None
 
 
 # Block masks
@@ -194,26 +352,16 @@ def _create_cp_block_mask(
         BLOCK_SIZE, device_mesh = _BLOCKS, BLOCK_SIZE
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"_create_cp_block_mask expects device_mesh to be a DeviceMesh, got {device_mesh!r}")
-    if load_balancer is not None:
-        order = balancer_indices(load_balancer, Q_LEN)
-    else:
+    order = _balancer_indices(load_balancer, Q_LEN)
+    if load_balancer is None:
         group = axis_group(device_mesh)
         layout = assumed_layout(group, Q_LEN)
-        positions = layout_positions(layout, Q_LEN, group.size(), device_mesh.device_type)
-        order = None if layout == Contiguous() else positions[None]
-    return _create(mask_mod, (B, H, Q_LEN, KV_LEN), BLOCK_SIZE, device_mesh, order)
+        if layout != Contiguous():
+            order = _layout_positions(layout, Q_LEN, group.size(), device_mesh.device_type)[None]
+    return _block_mask_of_rank(mask_mod, (B, H, Q_LEN, KV_LEN), BLOCK_SIZE, device_mesh, order)
 
 
-def _shard_of_block_mask(mask: BlockMask, mesh: DeviceMesh, order: torch.Tensor | None) -> BlockMask:
-    """Returns this rank's rows of a mask, in blocks of the mask's size if every rank has whole ones, else of 128."""
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    q_len, kv_len = mask.seq_lengths
-    fits = q_len % (axis_group(mesh).size() * mask.BLOCK_SIZE[0]) == 0
-    blocks = mask.BLOCK_SIZE if fits else _BLOCKS
-    return _create(mask.mask_mod, (batch, heads, q_len, kv_len), blocks, mesh, order)
-
-
-def _create(
+def _block_mask_of_rank(
     mask_mod: MaskMod,
     shape: tuple[int, int, int, int],
     blocks: tuple[int, int],
@@ -222,8 +370,7 @@ def _create(
 ) -> BlockMask:
     """Returns this rank's rows of a mask of `shape` (batch rows, heads, queries, keys).
 
-    Args:
-        order: (1 or B, S), the global position of each token, rank after rank; None for contiguous shards.
+    `order` is (1 or B, S), the global position of each token, rank after rank; None for contiguous shards.
     """
     batch, heads, q_len, kv_len = shape
     group = axis_group(mesh)

@@ -1,20 +1,27 @@
-"""Attention problems of the benchmark, and their floating point operations. Integers and names only."""
+"""Attention problems of the benchmark, their random inputs, and methods that compute them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from cp_dtensor import Layout, Mask
 from cp_dtensor.plan.partition import BACKWARD_FLOPS
 from cp_dtensor.spec.masks import is_plain
 from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
 
-PASSES = ("fwd", "fwdbwd")
-"""Forward alone (without autograd), and forward with backward."""
-
-PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+PASSES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+"""Titles by name: forward alone (without autograd), and forward with backward."""
+Select = Callable[[torch.Tensor], torch.Tensor]
+"""From all tokens of a head, (B, S, D), to the tokens of a rank."""
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From q (B, H, S, D), k and v (B, Hkv or H, S, D) to out (B, H, S, D)."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,14 @@ class Case:
         """
         return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
 
+    def layout_refusal(self, name: str | None = None) -> str | None:
+        """Returns the reason why there is no such layout; None if there is."""
+        try:
+            self.layout_value(name)
+        except ValueError as error:
+            return str(error)
+        return None
+
     def flops(self, pass_name: str) -> float:
         """Returns the floating point operations of a pass over the whole sequence; masked pairs do not count.
 
@@ -97,23 +112,148 @@ class Case:
         17179869184.0
         """
         forward = 4.0 * self.batch * self.heads.q * self.pairs * self.head_dim
-        return {"fwd": forward, "fwdbwd": (1 + BACKWARD_FLOPS) * forward}[pass_name]
+        return forward * (1 + BACKWARD_FLOPS if pass_name == "fwdbwd" else 1)
 
 
 def grid(
-    seq_lens: Sequence[int],
-    heads: Sequence[Heads],
-    masks: Sequence[str],
-    backends: Sequence[str],
-    *,
-    head_dim: int,
-    batch: int,
-    dtype: str,
-    layout: str,
+    seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str], **fixed: Any
 ) -> tuple[Case, ...]:
-    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case."""
+    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case.
+
+    `fixed` are the other fields of all cases.
+    """
     cases = [
-        Case(seq_len, each, head_dim, batch, dtype, mask, layout, backend)
+        Case(seq_len, each, mask=mask, backend=backend, **fixed)
         for each, mask, backend, seq_len in itertools.product(heads, masks, backends, seq_lens)
     ]
     return tuple(sorted(cases, key=lambda case: case.seq_len * case.heads.kv))
+
+
+# Inputs that each rank draws by itself, head by head, so that no rank holds the whole sequence
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """(B, heads, S, D) each, views of (B, S, heads, D) memory as in models."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+
+    def contiguous(self) -> Inputs:
+        """Returns the same numbers in (B, heads, S, D) memory."""
+        return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
+
+    def with_expanded_kv(self) -> Inputs:
+        """Returns the same problem without GQA: each K/V head repeated for the query heads that read it."""
+        group = self.q.size(1) // self.k.size(1)
+        k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
+        return Inputs(self.q, k, v, self.grad_out)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Random numbers, equal on all ranks with the same kind of device."""
+
+    seed: int
+    device: torch.device
+
+    def head(self, case: Case, name: str, head: int) -> torch.Tensor:
+        """All tokens of one head of "q", "k", "v" or "grad_out": (B, S, D), normal, rounded to the case's dtype."""
+        stream = ("q", "k", "v", "grad_out").index(name)
+        generator = torch.Generator(self.device).manual_seed((self.seed * 4 + stream) * 100_003 + head)
+        shape = (case.batch, case.seq_len, case.head_dim)
+        return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
+
+    def inputs(self, case: Case, select: Select) -> Inputs:
+        """Returns the selected tokens of all heads."""
+        tensors = []
+        counts = {"q": case.heads.q, "k": case.heads.kv, "v": case.heads.kv, "grad_out": case.heads.q}
+        for name, heads in counts.items():
+            first = select(self.head(case, name, 0))
+            tensor = first.new_empty(case.batch, first.size(1), heads, case.head_dim)
+            tensor[:, :, 0] = first
+            for head in range(1, heads):
+                tensor[:, :, head] = select(self.head(case, name, head))
+            tensors.append(tensor.transpose(1, 2))
+        return Inputs(*tensors)
+
+
+class Shards(ABC):
+    """Tokens of each rank, in local order. A value: methods with equal shards share their inputs."""
+
+    @abstractmethod
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        """Returns the function that selects a rank's tokens."""
+
+
+@dataclass(frozen=True)
+class AllTokens(Shards):
+    """The whole sequence."""
+
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        return all_tokens
+
+
+def all_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """Selects all tokens."""
+    return tokens
+
+
+@dataclass(frozen=True)
+class ByLayout(Shards):
+    """The shards of a layout."""
+
+    name: str | None = None
+    """Name of the layout; None for that of the case."""
+
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        return shard_of(case.layout_value(self.name), case, rank, world_size, device)
+
+
+def shard_of(layout: Layout, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+    """Returns the function that selects the tokens that a layout assigns to a rank."""
+    indices = []  # (batch rows, positions) of each group of rows that is divided alike
+    for group, rows in enumerate(layout.batch_groups(case.batch)):
+        segments = layout.segments(case.seq_len, rank, world_size, group)
+        positions = [position for segment in segments for position in segment.positions()]
+        indices.append((slice(*rows), torch.tensor(positions, dtype=torch.int64, device=device)))
+    return lambda tokens: torch.cat([tokens[rows].index_select(1, positions) for rows, positions in indices])
+
+
+# Methods
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of computing attention: this library's, torch's, or one GPU's."""
+
+    name: str
+    attention: Callable[[Case, torch.device], Attention]
+    """Returns the attention of a case."""
+    refusal: Callable[[Case, int], str | None] = lambda case, world_size: None
+    """Returns the reason why a case on so many ranks is not measured; None if it is."""
+    workspace_bytes: Callable[[torch.device], int] = lambda device: 0
+    """Returns the bytes that the method holds outside of torch's allocator."""
+    context: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
+    """Returns the context in which the attention is made and runs, forward and backward."""
+    shards: Shards = field(default_factory=ByLayout)
+    """Tokens of each rank. With `AllTokens`, rank 0 works alone."""
+    suits: Callable[[Case], bool] = lambda case: True
+    """Returns False for cases that get no row."""
+    by_default: bool = True
+    """True if the method is measured when no methods are named."""
+    captured: bool = False
+    """True if the method is measured as a CUDA graph."""
+    contiguous: bool = False
+    """True if the inputs are contiguous as (B, H, S, D)."""
+    may_expand_kv: bool = False
+    """True if the method is retried with repeated K/V heads where it fails with shared ones."""
+    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
+    """Returns the time of a case and pass that the library's cost model predicts, on the slowest rank."""
+
+    @property
+    def alone(self) -> bool:
+        """True if rank 0 computes the whole while the others wait."""
+        return isinstance(self.shards, AllTokens)

@@ -7,24 +7,22 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import PASSES, Heads, grid
-from cp_dtensor.tools.bench.inputs import Source
-from cp_dtensor.tools.bench.measure import Device, Effort
+from cp_dtensor.tools.bench.cases import PASSES, Heads, Source, grid
+from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.ranks import Failed, Ranks
-from cp_dtensor.tools.bench.results import MEASURED, Results, Row
+from cp_dtensor.tools.bench.report import MEASURED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, mask_by_name, positive
-from cp_dtensor.tools.report import draw, markdown
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, argument, mask_by_name, positive
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
@@ -123,19 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_heads = argument(Heads.parse)
+
+
+@argument
 def _mask(text: str) -> str:
-    try:
-        mask_by_name(text, seq_len=1)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    mask_by_name(text, seq_len=1)  # refuses other names
     return text
-
-
-def _heads(text: str) -> Heads:
-    try:
-        return Heads.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # Run
@@ -144,8 +136,7 @@ def _heads(text: str) -> Heads:
 def main(arguments: Sequence[str]) -> None:
     """Runs the benchmark of the command line; rank 0 writes and prints the results."""
     options = parse_options(arguments)
-    ranks, device = start("bench", options.use_gpu, options.timeout)
-    command = _command(arguments, ranks)
+    ranks, device, command = start("bench", arguments, options.use_gpu, options.timeout)
     with torch.autograd.set_multithreading_enabled(not options.one_thread):
         rows, lost = _measure(options, ranks, device, command)
     if ranks.rank == 0:
@@ -158,8 +149,8 @@ def main(arguments: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def start(command: str, use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device]:
-    """Joins the ranks that torchrun started; exits with a message without torchrun."""
+def start(command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device, str]:
+    """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line."""
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun: torchrun --nproc-per-node N -m cp_dtensor {command} ...")
     store, rank, world_size = next(dist.rendezvous("env://"))
@@ -174,13 +165,10 @@ def start(command: str, use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, D
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device.torch_device if use_gpu else None,
     )
-    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device
-
-
-def _command(arguments: Sequence[str], ranks: Ranks) -> str:
-    nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {ranks.world_size // nodes}"
-    return f"{launch} -m cp_dtensor bench {shlex.join(arguments)}".strip()
+    nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {world_size // nodes}"
+    line = f"{launch} -m cp_dtensor {command} {shlex.join(arguments)}".strip()
+    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device, line
 
 
 def _measure(
@@ -190,11 +178,11 @@ def _measure(
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
     total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.methods)
-    progress = Progress(total, visible=ranks.rank == 0)
+    show = progress(total, visible=ranks.rank == 0)
 
     def report(row: Row) -> None:
         current.append(row)
-        progress.row(row)
+        show(row)
         if ranks.rank == 0:  # so that a run that ends early keeps its rows
             rows = (*finished, *current)
             _write(Results(environment(), command, ranks.world_size, rows), options, final=False)
@@ -226,22 +214,15 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
             draw(results, options.output / "bench.png")
 
 
-class Progress:
-    """Progress of a run: a line on stderr for each row.
+def progress(total: int, visible: bool) -> Callable[[Row], None]:
+    """Returns a function that prints a line on stderr for each finished row of `total`, if `visible`."""
+    numbers = count(1)
 
-    Args:
-        total: number of rows to come.
-        visible: False on all ranks but one.
-    """
-
-    def __init__(self, total: int, visible: bool) -> None:
-        self._total, self._visible, self._done = total, visible, 0
-
-    def row(self, row: Row) -> None:
-        """Prints that a row is finished."""
-        self._done += 1
-        if self._visible:
+    def report(row: Row) -> None:
+        if visible:
             outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
             case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
-            text = f"[{self._done}/{self._total}] {case}, {row.pass_name}, {row.method}: {outcome}"
+            text = f"[{next(numbers)}/{total}] {case}, {row.pass_name}, {row.method}: {outcome}"
             print(text, file=sys.stderr, flush=True)
+
+    return report

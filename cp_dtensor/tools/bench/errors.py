@@ -10,12 +10,11 @@ import torch
 
 from cp_dtensor import Mask
 from cp_dtensor.spec.masks import clipped_interval_sets
-from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.inputs import Select, Source
-from cp_dtensor.tools.bench.ranks import Ranks
+from cp_dtensor.tools.bench.cases import Case, Select, Source
+from cp_dtensor.tools.bench.measure import Ranks
+from cp_dtensor.tools.bench.report import ERRORS
 
 K = TypeVar("K", bound=Hashable)
-NAMES = ("out", "dq", "dk", "dv")
 _BLOCK_ELEMENTS = 2**25
 """Logits of a block, 8 bytes each; about six such arrays exist at once."""
 _MOST_ROWS = 1024
@@ -27,7 +26,7 @@ class Outcome:
     """Results of a method on this rank."""
 
     tensors: tuple[torch.Tensor, ...]
-    """(B, heads, S, D) each; the first of `NAMES`."""
+    """(B, heads, S, D) each; the first of `ERRORS`."""
     select: Select
     """Selects the tokens of the results."""
 
@@ -37,14 +36,8 @@ def relative_errors(
 ) -> dict[K, dict[str, float]]:
     """Returns relative Frobenius errors of the whole tensors, by name; a collective.
 
-    Args:
-        case: the problem.
-        source: source of its inputs.
-        outcomes: results of this rank. Ranks may have different keys, for methods that run on some ranks only.
-        ranks: all ranks.
-
-    Returns:
-        the errors of every key that any rank has.
+    `outcomes` are the results of this rank; ranks may have different keys, for methods that run on some ranks only. The
+    result has every key that any rank has.
 
     Raises:
         Failed: on every rank, for example out of memory.
@@ -67,10 +60,10 @@ def _squares(
 ) -> tuple[dict[tuple[K, str], float], dict[str, float]]:
     """Returns sums of squares: of this rank's differences by key and name, and of the whole reference by name."""
     differences: dict[tuple[K, str], float] = {}
-    truths = dict.fromkeys(NAMES, 0.0)
+    truths = dict.fromkeys(ERRORS, 0.0)
     for name, head, truth in _reference_heads(case, source):
         truths[name] += truth.square().sum().item()
-        index = NAMES.index(name)
+        index = ERRORS.index(name)
         for key, outcome in outcomes.items():
             if index < len(outcome.tensors):
                 difference = outcome.tensors[index][:, head].double() - outcome.select(truth)
@@ -128,14 +121,8 @@ def reference_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of one head and its gradients; all tensors are (B, S, D) of one dtype.
 
-    Args:
-        q, k, v, grad_out: the whole sequence.
-        dk, dv: sums to which the gradients of this head are added.
-        seen: result of `seen_keys`.
-        block_elements: approximate number of logits of a block.
-
-    Returns:
-        out and dq.
+    The gradients of keys and values are added to dk and dv. `seen` is the result of `seen_keys`, `block_elements` the
+    approximate number of logits of a block. Returns out and dq.
     """
     batch, seq_len, head_dim = q.shape
     scale = head_dim**-0.5

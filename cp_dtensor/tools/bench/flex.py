@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -22,10 +21,8 @@ from cp_dtensor import (
     context_parallel_flex_attention,
 )
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
-from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.inputs import ByLayout, Select, Shards, shard_of
-from cp_dtensor.tools.bench.method import Attention, Method
-from cp_dtensor.tools.bench.results import OURS_PREFIX
+from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
+from cp_dtensor.tools.bench.report import OURS_PREFIX
 from cp_dtensor.tools.parsing import LAYOUTS
 
 BLOCK = 128
@@ -39,7 +36,7 @@ def flex_methods() -> list[Method]:
     shards.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     return [
         Method(
-            OURS_PREFIX + name, partial(_ours, each), partial(_refusal, each), allocated_bytes, shards=each,
+            OURS_PREFIX + name, partial(_compiled, each), partial(_refusal, each), allocated_bytes, shards=each,
             suits=lambda case: case.mask != "full", by_default=False,
         )
         for name, each in shards.items()
@@ -59,11 +56,6 @@ def _layout(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> La
     if isinstance(shards, ByLayout):
         return case.layout_value(shards.name)
     return BalancedBlocks(whole_mask(case, device))
-
-
-@contextmanager
-def _ours(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Iterator[Attention]:
-    yield _compiled(shards, case, device)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
@@ -105,23 +97,14 @@ def check_device(device: torch.device) -> None:
 def _refusal(shards: ByLayout | InBlocks, case: Case, world_size: int) -> str | None:
     if case.seq_len % BLOCK:
         return f"the length is not a multiple of {BLOCK}"
-    if isinstance(shards, ByLayout):
-        try:
-            case.layout_value(shards.name)
-        except ValueError as error:
-            return str(error)
-    return None
+    return case.layout_refusal(shards.name) if isinstance(shards, ByLayout) else None
 
 
 # Masks
 
 
 def mask_mod(case: Case, device: torch.device) -> MaskMod:
-    """Returns the mask of a case as a function of positions.
-
-    Raises:
-        NotImplementedError: the mask is not measured with FlexAttention.
-    """
+    """Returns the mask of a case as a function of positions."""
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()) as documents:
             lengths = torch.tensor(documents.lengths)
@@ -142,9 +125,7 @@ def mask_mod(case: Case, device: torch.device) -> MaskMod:
 def whole_mask(case: Case, device: torch.device) -> BlockMask:
     """Returns the block mask of `create_block_mask`, which would hold all pairs in memory or have to be compiled.
 
-    Args:
-        case: case of a length that is a multiple of `BLOCK`.
-        device: device of the tables.
+    The length of the case is a multiple of `BLOCK`.
     """
     is_seen, position = mask_mod(case, device), torch.arange(case.seq_len, device=device)
     none = torch.zeros((), dtype=torch.int64, device=device)

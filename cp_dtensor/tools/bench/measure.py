@@ -1,20 +1,27 @@
-"""Measurement of one method: timings, launch cost, memory and traces. All ranks run and fail together."""
+"""Measurement of one method on all ranks: timings, launch cost, memory and traces.
+
+Ranks run and fail together. They exchange values and failures between their host processes, through a store and not
+through the devices: a rank that waits there keeps its device idle, and learns of another rank's failure before it waits
+for a collective that the other rank never joined.
+"""
 
 from __future__ import annotations
 
+import base64
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cp_dtensor.tools.bench.method import Work
-from cp_dtensor.tools.bench.ranks import Ranks
+from cp_dtensor.tools.bench.cases import Attention, Inputs
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -25,6 +32,83 @@ _LAUNCH_CALLS = 5
 """Few enough for all their launches to fit into the device's queue; a full queue makes the host wait."""
 _FEWEST_REPEATS = 3
 _TRACE_WARMUP, _TRACED_CALLS = 3, 3
+_TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
+_LONGEST_MESSAGE = 300
+
+
+# Exchange between ranks
+
+
+class Failed(Exception):
+    """A rank raised an exception; every rank raises this one.
+
+    Args:
+        message: type and first line of the error; of each rank's error if they differ.
+        alike: True if all ranks that took part raised the same error. If not, some ranks have launched collectives that
+            others never joined, or have waited for them in vain: the process group is lost.
+    """
+
+    def __init__(self, message: str, alike: bool) -> None:
+        super().__init__(message)
+        self.alike = alike
+
+
+class Ranks:
+    """This rank, and its exchange of values with the other ranks through a store."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._round = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in rank order. Waits on the host; values must be picklable."""
+        self._round += 1
+        self._store.set(self._key(self._round, self.rank), base64.b64encode(pickle.dumps(value)).decode())
+        keys = [self._key(self._round, rank) for rank in range(self.world_size)]
+        self._store.wait(keys, _TIMEOUT)
+        values = [pickle.loads(base64.b64decode(self._store.get(key))) for key in keys]
+        # All ranks are in this round, so all ranks have read the values of the round before.
+        self._store.delete_key(self._key(self._round - 1, self.rank))
+        return values
+
+    def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
+        """Calls a function on the ranks that take part, waits for all, and returns the results in rank order.
+
+        Raises:
+            Failed: on every rank, also on ranks that do not take part, if the function raised on any rank.
+        """
+        value, error = None, None
+        if taking_part:
+            try:
+                value = function()
+            except Exception as caught:
+                lines = str(caught).strip().splitlines()
+                error = f"{type(caught).__name__}: {lines[0] if lines else ''}"[:_LONGEST_MESSAGE]
+        answers = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
+        errors = [error for _, _, error in answers]
+        failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+        if failed:
+            if len({None if error is None else _kind(error) for error in errors}) == 1:
+                raise Failed(failed[min(failed)], alike=True)
+            raise Failed("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()), alike=False)
+        return [value for _, value, _ in answers]
+
+    def on_each(self, function: Callable[[], T], taking_part: bool = True) -> T | None:
+        """Calls a function like `together`, and returns this rank's result; None if it does not take part."""
+        results: list[T] = []
+        self.together(lambda: results.append(function()), taking_part)
+        return results[0] if results else None
+
+    @staticmethod
+    def _key(number: int, rank: int) -> str:
+        return f"bench/{number}/{rank}"
+
+
+def _kind(error: str) -> str:
+    """Returns the beginning of an error message without digits: equal for errors with one cause on several ranks."""
+    return "".join(letter for letter in error if not letter.isdigit())[:50]
 
 
 # Clocks and memory counters
@@ -107,6 +191,46 @@ class Device:
 # Measurement
 
 
+class Work:
+    """One pass of a method over this rank's inputs; keeps the results of the last call.
+
+    `kv_heads` are those of the case; `inputs` may have more, repeated for methods that cannot share them.
+    """
+
+    def __init__(self, attention: Attention, inputs: Inputs, pass_name: str, kv_heads: int) -> None:
+        self._attention = attention
+        self._backward = pass_name == "fwdbwd"
+        self._leaves = [tensor.detach().requires_grad_(self._backward) for tensor in (inputs.q, inputs.k, inputs.v)]
+        self._grad_out = inputs.grad_out
+        self._kv_heads = kv_heads
+        self._out: torch.Tensor | None = None
+
+    def __call__(self) -> None:
+        self.release()
+        with torch.set_grad_enabled(self._backward):
+            out = self._attention(*self._leaves)
+            if self._backward:
+                out.backward(self._grad_out)
+        self._out = out.detach()
+
+    def release(self) -> None:
+        """Frees the results."""
+        self._out = None
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """Returns copies of out, or of (out, dq, dk, dv); dK and dV of repeated heads are summed in float64."""
+        assert self._out is not None, "no call has run yet"
+        results = [self._out]
+        for leaf, heads in zip(self._leaves, (self._leaves[0].size(1), self._kv_heads, self._kv_heads), strict=True):
+            if self._backward:
+                assert leaf.grad is not None
+                grad = leaf.grad
+                results.append(grad if grad.size(1) == heads else grad.unflatten(1, (heads, -1)).double().sum(2))
+        return tuple(result.clone() for result in results)
+
+
 @dataclass(frozen=True)
 class Effort:
     """Time that a row may take."""
@@ -129,18 +253,6 @@ class Effort:
         return max(min(self.repeats, affordable), min(self.repeats, _FEWEST_REPEATS))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Numbers of one method, of the ranks that took part."""
-
-    samples_ms: tuple[tuple[float, ...], ...]
-    """Every timed call of every rank."""
-    cpu_us: float | None
-    """Median host time of a launch on the slowest rank."""
-    extra_bytes: int | None
-    """Peak memory above the inputs, on the rank that needs most."""
-
-
 def measure(
     work: Work | None,
     device: Device,
@@ -149,22 +261,18 @@ def measure(
     workspace_bytes: Callable[[], int],
     *,
     captured: bool,
-) -> Measurement:
-    """Measures repeated calls; afterwards `work` has the results of the last call.
+) -> dict[str, Any]:
+    """Returns the numbers of repeated calls, fields of a `Row`; afterwards `work` has the results of the last call.
 
     Args:
-        work: work of this rank; None if only rank 0 works.
-        device: device of this rank.
-        ranks: all ranks.
-        effort: number of calls.
+        work: work of this rank on `device`; None if only rank 0 works.
         workspace_bytes: returns the memory in use that the device does not count.
         captured: True to run the work as a CUDA graph.
 
     Raises:
         Failed: on every rank, if the work raised on any rank.
     """
-    call: Call = _nothing if work is None else work
-    release: Call = _nothing if work is None else work.release
+    call: Any = work  # called on ranks that have work only
     alone = not all(ranks.gather(work is not None))
 
     def together(function: Callable[[], T]) -> list[T]:
@@ -179,12 +287,12 @@ def measure(
     # Launch and wait are separate, so that all ranks learn of a failed launch before any rank waits for that rank.
     together(call)
     together(device.synchronize)
-    together(release)
+    together(lambda: call.release())
     if captured:
         replay: list[Call] = []
         # A replay allocates nothing: the graph's own pool is filled at the capture.
         extra = together(lambda: device.extra_bytes(lambda: replay.append(device.captured(call))))
-        call = replay[0] if replay else call
+        call = replay[0] if replay else None
     else:
         extra = together(lambda: device.extra_bytes(call))
     first_ms = max(together(timed))
@@ -195,11 +303,7 @@ def measure(
     cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
     workspaces = together(workspace_bytes)
     needed = [None if peak is None else peak + more for peak, more in zip(extra, workspaces, strict=True)]
-    return Measurement(tuple(samples), _largest(cpu_us), _largest(needed))
-
-
-def _nothing() -> None:
-    pass
+    return {"samples_ms": tuple(samples), "cpu_us": _largest(cpu_us), "extra_bytes": _largest(needed)}
 
 
 def _largest(values: Sequence[N | None]) -> N | None:

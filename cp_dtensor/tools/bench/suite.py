@@ -6,86 +6,56 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cp_dtensor import Causal
-from cp_dtensor.tools.bench.cases import Case
+from cp_dtensor.tools.bench.cases import AllTokens, Case, Inputs, Method, Select, Shards, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, relative_errors
-from cp_dtensor.tools.bench.inputs import AllTokens, Inputs, Select, Shards, Source, all_tokens
-from cp_dtensor.tools.bench.measure import Device, Effort, Measurement, measure, write_trace
-from cp_dtensor.tools.bench.method import Method, Work
-from cp_dtensor.tools.bench.ranks import Failed, Ranks
-from cp_dtensor.tools.bench.results import ERROR, MEASURED, REFUSED, Row
+from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks, Work, measure, write_trace
+from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Row
 
-Results = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]
 """out, or out, dq, dk and dv."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method at one case and pass, to be measured."""
+    """One method at one case and pass."""
 
     case: Case
     pass_name: str
     method: Method
 
-    def row(self, measurement: Measurement, ranks: int, note: str, predicted_ms: float | None) -> Row:
-        """Returns the row of a measurement."""
-        return Row(
-            case=self.case,
-            pass_name=self.pass_name,
-            method=self.method.name,
-            status=MEASURED,
-            note=note,
-            samples_ms=measurement.samples_ms,
-            ranks=ranks,
-            cpu_us=measurement.cpu_us,
-            extra_bytes=measurement.extra_bytes,
-            predicted_ms=predicted_ms,
-        )
-
-    def empty_row(self, status: str, message: str) -> Row:
-        """Returns a row without a measurement."""
-        return Row(self.case, self.pass_name, self.method.name, status, message)
+    def row(self, status: str, message: str = "", **measured: Any) -> Row:
+        """Returns the row of the trial; `measured` are numbers of a measurement."""
+        return Row(self.case, self.pass_name, self.method.name, status, message, **measured)
 
     def failed_row(self, failure: Failed) -> Row:
         """Returns the row of a method that raised; NotImplementedError means that it does not support the case."""
-        return self.empty_row(REFUSED if str(failure).startswith("NotImplementedError") else ERROR, str(failure))
+        return self.row(REFUSED if str(failure).startswith("NotImplementedError") else ERROR, str(failure))
 
 
 class GroupLost(Exception):
     """Some ranks wait for others that have failed, so that no more can be measured."""
 
 
+@dataclass(frozen=True)
 class Suite:
-    """The runner of all cases.
+    """The runner of all cases."""
 
-    Args:
-        ranks: all ranks.
-        device: device of this rank.
-        effort: time that a row may take.
-        source: source of inputs.
-        check_up_to: errors are computed of cases with no more work than a causal sequence of this length.
-        report: called with each row as soon as it is measured, before its errors are known.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: Device,
-        effort: Effort,
-        source: Source,
-        check_up_to: int,
-        report: Callable[[Row], None],
-    ) -> None:
-        self._ranks = ranks
-        self._device = device
-        self._effort = effort
-        self._source = source
-        self._check_up_to = check_up_to
-        self._report = report
+    ranks: Ranks
+    device: Device
+    """Device of this rank."""
+    effort: Effort
+    source: Source
+    check_up_to: int
+    """Errors are computed of cases with no more work than a causal sequence of this length."""
+    report: Callable[[Row], None]
+    """Called with each row as soon as it is measured, before its errors are known."""
 
     def run(self, case: Case, passes: tuple[str, ...], methods: tuple[Method, ...]) -> list[Row]:
         """Returns the rows of a case, of the methods that suit it.
@@ -102,12 +72,12 @@ class Suite:
             for method in chosen:
                 if method.shards != shards:
                     continue
-                refusal = method.refusal(case, self._ranks.world_size)
+                refusal = method.refusal(case, self.ranks.world_size)
                 for trial in (Trial(case, name, method) for name in passes):
                     if refusal is None:
                         trials.append(trial)
                     else:
-                        self._add(rows, trial.empty_row(REFUSED, refusal))
+                        self._add(rows, trial.row(REFUSED, refusal))
             if not trials:
                 continue
             try:
@@ -132,89 +102,75 @@ class Suite:
         """
         inputs, _ = self._inputs(case, method.shards)
         name = f"{method.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
-        path = folder / f"{name}-rank{self._ranks.rank}.json.gz"
+        path = folder / f"{name}-rank{self.ranks.rank}.json.gz"
         with ExitStack() as stack:
             work = self._prepared(Trial(case, "fwdbwd", method), inputs, False, stack)
             assert work is not None
-            self._ranks.together(work)
+            self.ranks.together(work)
 
             def write() -> None:
-                call = self._device.captured(work) if method.captured else work
-                write_trace(call, self._device, path)
+                call = self.device.captured(work) if method.captured else work
+                write_trace(call, self.device, path)
 
-            self._ranks.together(write)
+            self.ranks.together(write)
 
     def _add(self, rows: list[Row], row: Row) -> None:
         rows.append(row)
-        self._report(row)
+        self.report(row)
 
     def _checks(self, case: Case) -> bool:
-        return case.pairs <= Causal().pairs(self._check_up_to, self._check_up_to)
+        return case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
 
     def _inputs(self, case: Case, shards: Shards) -> tuple[Inputs | None, Select]:
         """Returns this rank's inputs (None if it does not take part) and the function that selects its tokens."""
-        ranks = self._ranks
-        drawn: list[tuple[Inputs, Select]] = []
 
-        def draw() -> None:
-            select = shards.select(case, ranks.rank, ranks.world_size, self._device.torch_device)
-            drawn.append((self._source.inputs(case, select), select))
+        def draw() -> tuple[Inputs, Select]:
+            select = shards.select(case, self.ranks.rank, self.ranks.world_size, self.device.torch_device)
+            return self.source.inputs(case, select), select
 
-        ranks.together(draw, ranks.rank == 0 or not isinstance(shards, AllTokens))
-        return drawn[0] if drawn else (None, all_tokens)
+        takes_part = self.ranks.rank == 0 or not isinstance(shards, AllTokens)
+        return self.ranks.on_each(draw, takes_part) or (None, all_tokens)
 
-    def _row(self, trial: Trial, inputs: Inputs | None) -> tuple[Row, Results | None]:
+    def _row(self, trial: Trial, inputs: Inputs | None) -> tuple[Row, Tensors | None]:
         """Returns the row, and this rank's results if they are to be checked."""
         case, method = trial.case, trial.method
         failures: list[Failed] = []
         for expand_kv in (False, True) if case.enable_gqa and method.may_expand_kv else (False,):
             try:
-                measurement, results = self._measured(trial, inputs, expand_kv)
+                with ExitStack() as stack:
+                    work = self._prepared(trial, inputs, expand_kv, stack)
+                    held = partial(method.workspace_bytes, self.device.torch_device)
+                    numbers = measure(work, self.device, self.ranks, self.effort, held, captured=method.captured)
+                    results = work.results() if work is not None and self._checks(case) else None
             except Failed as failure:
                 failures.append(failure)
                 if not failure.alike:
-                    self._report(trial.failed_row(failure))
+                    self.report(trial.failed_row(failure))
                     raise GroupLost(str(failure)) from failure
             else:
                 note = f"K/V repeated to {case.heads.q} heads; with shared ones {failures[0]}" if expand_kv else ""
-                predicted = method.predicted_ms(case, trial.pass_name, self._device.torch_device)
-                return trial.row(measurement, self._ranks.world_size, note, predicted), results
+                predicted = method.predicted_ms(case, trial.pass_name, self.device.torch_device)
+                ranks = self.ranks.world_size
+                return trial.row(MEASURED, note=note, ranks=ranks, predicted_ms=predicted, **numbers), results
         return trial.failed_row(failures[0]), None
-
-    def _measured(self, trial: Trial, inputs: Inputs | None, expand_kv: bool) -> tuple[Measurement, Results | None]:
-        results: list[Results] = []
-        with ExitStack() as stack:
-            work = self._prepared(trial, inputs, expand_kv, stack)
-            measurement = measure(
-                work,
-                self._device,
-                self._ranks,
-                self._effort,
-                lambda: trial.method.workspace_bytes(self._device.torch_device),
-                captured=trial.method.captured,
-            )
-            if work is not None and self._checks(trial.case):
-                results.append(work.results())
-        return measurement, results[0] if results else None
 
     def _prepared(self, trial: Trial, inputs: Inputs | None, expand_kv: bool, stack: ExitStack) -> Work | None:
         """Returns the work, usable while the stack is open; None if this rank does not take part."""
-        prepared: list[Work] = []
 
-        def prepare() -> None:
+        def prepare() -> Work:
             assert inputs is not None
-            self._device.free_unused()
+            self.device.free_unused()
             used = inputs.with_expanded_kv() if expand_kv else inputs
             used = used.contiguous() if trial.method.contiguous else used
-            attention = stack.enter_context(trial.method.attention(trial.case, self._device.torch_device))
-            prepared.append(Work(attention, used, trial.pass_name, trial.case.heads.kv))
+            stack.enter_context(trial.method.context(trial.case, self.device.torch_device))
+            attention = trial.method.attention(trial.case, self.device.torch_device)
+            return Work(attention, used, trial.pass_name, trial.case.heads.kv)
 
-        self._ranks.together(prepare, inputs is not None)
-        return prepared[0] if prepared else None
+        return self.ranks.on_each(prepare, inputs is not None)
 
     def _with_errors(self, case: Case, rows: list[Row], outcomes: dict[int, Outcome]) -> list[Row]:
         try:
-            errors = relative_errors(case, self._source, outcomes, self._ranks)
+            errors = relative_errors(case, self.source, outcomes, self.ranks)
         except Failed as failure:
             return [dataclasses.replace(row, note=f"{row.note} not checked: {failure}".strip()) for row in rows]
         return [dataclasses.replace(row, errors=errors.get(index, {})) for index, row in enumerate(rows)]

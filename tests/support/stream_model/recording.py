@@ -227,11 +227,10 @@ class Group:
         self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
 
-    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[int], None]:
+    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
         ops = [("set", signalled, 1), ("wait", awaited, 1), ("set", awaited, 0)]
 
-        def launch(stream: int) -> None:
-            assert self.streams[stream] is self.active.current, "kernels are launched on the current stream"
+        def launch() -> None:
             for op, addresses, value in ops:
                 for address in filter(None, addresses.tolist()):
                     self.active.current.submit(op, address, value)

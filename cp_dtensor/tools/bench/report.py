@@ -1,29 +1,169 @@
-"""Reports as Markdown and as pictures."""
+"""Rows of a benchmark run, the numbers that follow from them, and their reports: JSON, Markdown and a picture."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cp_dtensor.tools.bench.cases import PASS_TITLES, Case
-from cp_dtensor.tools.bench.errors import NAMES
-from cp_dtensor.tools.bench.results import MEASURED, Results, Row
+import torch
+
+from cp_dtensor.tools.bench.cases import PASSES, Case, Heads
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+IDEAL = "ideal"
+"""Prefix of the methods that compute the whole sequence on one GPU."""
+OURS_PREFIX, TORCH_PREFIX = "ours-", "torch-"
+MEASURED, REFUSED, ERROR = "measured", "refused", "error"
+ERRORS = ("out", "dq", "dk", "dv")
+"""Names of the tensors whose errors are measured."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one case and pass."""
+
+    case: Case
+    pass_name: str
+    method: str
+    status: str
+    """`MEASURED`, `REFUSED` (the method does not support the case) or `ERROR`."""
+    message: str = ""
+    """Reason why there is no measurement."""
+    note: str = ""
+    """Difference of this row from others."""
+    samples_ms: tuple[tuple[float, ...], ...] = ()
+    """Every timed call of every rank that took part."""
+    ranks: int = 1
+    """Ranks that share the work; for `ideal`, the ranks that its time is divided by."""
+    cpu_us: float | None = None
+    """Median host time of a launch on the slowest rank."""
+    extra_bytes: int | None = None
+    """Peak memory above inputs and grad_out, workspaces included, on the rank that needs most."""
+    predicted_ms: float | None = None
+    """Time that the library's cost model predicts for a method of its own."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Relative Frobenius error of each of `ERRORS` over the whole tensors."""
+
+    @property
+    def is_ideal(self) -> bool:
+        """True if this is one GPU's time for the whole sequence, to be divided by the number of ranks."""
+        return self.method.startswith(IDEAL)
+
+    @property
+    def slowest_ms(self) -> tuple[float, ...]:
+        """The samples of the rank with the largest median; for `ideal`, divided by the number of ranks."""
+        slowest = max(self.samples_ms, key=statistics.median)
+        return tuple(sample / self.ranks for sample in slowest) if self.is_ideal else slowest
+
+    @property
+    def median_ms(self) -> float:
+        """The slowest rank's median time of a call."""
+        return statistics.median(self.slowest_ms)
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """20th and 80th percentile of the slowest rank's times."""
+        fractions = torch.tensor([0.2, 0.8], dtype=torch.float64)
+        low, high = torch.tensor(self.slowest_ms, dtype=torch.float64).quantile(fractions).tolist()
+        return low, high
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s per GPU."""
+        return self.case.flops(self.pass_name) / self.ranks / (self.median_ms * 1e-3) / 1e12
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of a run, with hardware and command."""
+
+    environment: str
+    """Hardware and versions, Markdown."""
+    command: str
+    """Command line."""
+    world_size: int
+    rows: tuple[Row, ...]
+
+    def ideal_of(self, row: Row) -> Row | None:
+        """Returns the fastest `ideal` of a row's case and pass."""
+        ideals = (other for other in self._beside(row) if other.is_ideal)
+        return min(ideals, key=lambda other: other.median_ms, default=None)
+
+    def percent_of_ideal(self, row: Row) -> float | None:
+        """Returns the time of `ideal` as a percentage of the row's; more than 100 is faster than `ideal`."""
+        ideal = self.ideal_of(row)
+        return None if ideal is None or row.status != MEASURED else 100 * ideal.median_ms / row.median_ms
+
+    def times_others(self, row: Row) -> float | None:
+        """Returns the speedup over the fastest method that is neither this library's nor `ideal`."""
+        beside = self._beside(row)
+        others = [each.median_ms for each in beside if not each.is_ideal and not each.method.startswith(OURS_PREFIX)]
+        return min(others) / row.median_ms if others and row.status == MEASURED else None
+
+    def error_ratios(self, row: Row) -> dict[str, float]:
+        """Returns the row's errors over those of `ideal`."""
+        ideal = self.ideal_of(row)
+        known = {} if ideal is None else ideal.errors
+        return {name: error / known[name] for name, error in row.errors.items() if known.get(name)}
+
+    def to_json(self) -> str:
+        """Returns all rows as JSON, with the derived numbers."""
+        rows = [{**dataclasses.asdict(row), **self._derived(row)} for row in self.rows]
+        return json.dumps({**vars(self), "rows": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        """Reads the JSON of `to_json`, also of runs from when methods were called contestants or baselines."""
+        data = json.loads(text)
+        return cls(data["environment"], data["command"], data["world_size"], tuple(map(_row_of, data["rows"])))
+
+    def _beside(self, row: Row) -> list[Row]:
+        return [
+            other
+            for other in self.rows
+            if (other.case, other.pass_name, other.status) == (row.case, row.pass_name, MEASURED)
+        ]
+
+    def _derived(self, row: Row) -> dict[str, Any]:
+        if row.status != MEASURED:
+            return {}
+        return {
+            "median_ms": row.median_ms,
+            "spread_ms": row.spread_ms,
+            "tflops": row.tflops,
+            "percent_of_ideal": self.percent_of_ideal(row),
+            "times_others": self.times_others(row),
+            "error_ratios": self.error_ratios(row),
+        }
+
+
+def _row_of(data: dict[str, Any]) -> Row:
+    known = {each.name: data[each.name] for each in dataclasses.fields(Row) if each.name in data}
+    known["method"] = next(data[key] for key in ("method", "contestant", "baseline") if key in data)
+    case = data["case"]
+    known["case"] = Case(**{**case, "heads": Heads(**case["heads"])})
+    known["samples_ms"] = tuple(map(tuple, data["samples_ms"]))
+    return Row(**known)
+
+
+# Markdown
 
 _COLUMNS = (
     "length", "method", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
     "CPU us", "extra MiB",
 )  # fmt: skip
 _NOTHING = "-"
-_PICTURE_COLUMNS = 2
 _MARKERS = "osv^DPX<>*"
-_FEWEST_FOR_LINES = 3
 _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
 `ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks; of several
@@ -50,9 +190,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     return "\n".join(lines)
 
 
-# The benchmark as Markdown
-
-
 def markdown(results: Results) -> str:
     """Returns the report of a benchmark run."""
     sections = [
@@ -63,42 +200,30 @@ def markdown(results: Results) -> str:
     ]
     if any(not row.case.is_plain for row in results.rows):
         sections.append(_EXPLANATION_OF_MASKS)
-    for title, rows in panels(results):
+    for title, rows in panels(results).items():
         sections += [f"## {title}", table(results, rows)]
     return "\n\n".join(sections) + "\n"
 
 
-def panels(results: Results) -> Iterator[tuple[str, list[Row]]]:
-    """Yields the title and the rows of each table: rows that differ in length and method only."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Returns the rows of each table by its title: rows that differ in length and method only."""
+    tables: dict[str, list[Row]] = {}
     for row in results.rows:
-        groups.setdefault((*_all_but_length(row.case), row.pass_name), []).append(row)
-    for rows in groups.values():
-        yield title(rows[0].case, rows[0].pass_name), rows
-
-
-def title(case: Case, pass_name: str) -> str:
-    """Returns the title of a table."""
-    words = [
-        f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}",
-        case.mask,
-        PASS_TITLES[pass_name],
-    ]
-    words += [f"batch {case.batch}"] if case.batch > 1 else []
-    words += [case.dtype, case.layout]
-    words += [case.backend] if case.backend != "auto" else []
-    return ", ".join(words)
+        case = row.case
+        heads = f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}"
+        words = [heads, case.mask, PASSES[row.pass_name]]
+        words += [f"batch {case.batch}"] if case.batch > 1 else []
+        words += [case.dtype, case.layout]
+        words += [case.backend] if case.backend != "auto" else []
+        tables.setdefault(", ".join(words), []).append(row)
+    return tables
 
 
 def table(results: Results, rows: list[Row]) -> str:
     """Returns rows as a Markdown table, with a column for each error that some row has."""
-    names = [name for name in NAMES if any(name in row.errors for row in rows)]
+    names = [name for name in ERRORS if any(name in row.errors for row in rows)]
     header = [*_COLUMNS, *(f"error of {name}" for name in names)]
     return markdown_table(header, [[*_cells(results, row), *_error_cells(results, row, names)] for row in rows])
-
-
-def _all_but_length(case: Case) -> tuple[object, ...]:
-    return case.heads, case.head_dim, case.batch, case.dtype, case.mask, case.layout, case.backend
 
 
 def _cells(results: Results, row: Row) -> list[str]:
@@ -143,7 +268,7 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-# The benchmark as a picture
+# Picture
 
 
 def draw(results: Results, path: Path) -> None:
@@ -156,16 +281,16 @@ def draw(results: Results, path: Path) -> None:
         return
     from matplotlib.figure import Figure
 
-    shown = [(title, rows) for title, rows in panels(results) if any(_percent(results, row) for row in rows)]
+    shown = [(title, rows) for title, rows in panels(results).items() if any(_percent(results, row) for row in rows)]
     if not shown:
         return
     methods = list(dict.fromkeys(row.method for row in results.rows if _percent(results, row)))
-    columns = min(_PICTURE_COLUMNS, len(shown))
+    columns = min(2, len(shown))
     lines = -(-len(shown) // columns)
     figure = Figure(figsize=(8 * columns, 5 * lines + 1))
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis, (title, rows) in zip(axes.flat, shown, strict=False):
-        if len({row.case.seq_len for row in rows}) < _FEWEST_FOR_LINES:
+        if len({row.case.seq_len for row in rows}) < 3:
             _bars(axis, results, title, rows)
         else:
             _lines(axis, results, title, rows, methods)

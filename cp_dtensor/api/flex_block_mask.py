@@ -8,6 +8,8 @@ query of the block sees (full). The tables of one rank follow from them, without
   of them see fully, and as partial all other blocks that any of them sees. There `mask_mod` looks up the entry of the
   query's own global block (`Tables.block_kinds`), since tables may leave out keys that `mask_mod` allows: block-sparse
   attention has no `mask_mod` at all.
+
+Compiled code makes them by the operator `flex_tables`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import LRUCache, capturing
 from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.engine.compiled_spec import RuntimeValues, call_spec_of, runtime_numbers
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.layouts import Layout
 
 T = TypeVar("T")
@@ -178,19 +182,23 @@ def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
     return mask.seq_lengths[0], mask.seq_lengths[1]
 
 
+def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | None) -> None:
+    """Refuses a block mask of other lengths than those of the sequence."""
+    if received not in (None, expected):
+        raise ValueError(
+            f"expected a block mask of the whole sequence, of {expected[0]} queries and {expected[1]} keys, got one of "
+            f"{received}: make it with create_block_mask(mask_mod, B, H, {expected[0]}, {expected[1]})"
+        )
+
+
 def table_shapes(
     mask_shape: Shape, has_full: bool, block_size: tuple[int, int], lengths: tuple[int, int], batch: int, local: int,
     with_q: bool, unaligned: bool,
 ) -> list[Shape | None]:  # fmt: skip
     """The shapes of the tables that `local_tables` returns, None for those it leaves out.
 
-    Args:
-        mask_shape: the shape of the whole mask's `kv_indices`.
-        has_full: True if the whole mask lists full blocks apart.
-        lengths: global numbers of queries and keys.
-        batch: batch rows of the local tables.
-        local: the number of local rows.
-        block_size, with_q, unaligned: as for `local_tables`.
+    `mask_shape` is that of the whole mask's `kv_indices`, `lengths` are global, `batch` and `local` count batch rows of
+    the local tables and local queries.
     """
     q_blocks, kv_blocks = (-(-length // block) for length, block in zip(lengths, block_size, strict=True))
     first, local_blocks = (batch, mask_shape[1]), -(-local // block_size[0])
@@ -209,7 +217,6 @@ def local_tables(
 
     Args:
         mask: the tables of the whole sequence, of which those by blocks of queries are read.
-        block_size: queries and keys of a block.
         kv_len: global number of keys.
         rows: the local queries, one at least.
         with_q: True to also return tables by blocks of keys, which backward needs.
@@ -326,3 +333,106 @@ def cached_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: 
         if not capturing():
             made[key] = tables
     return tables
+
+
+# Tables in compiled code
+
+
+@_torch.constant_in_trace
+def layout_is_found(token: str) -> bool:
+    """True if the layout, made for one length, is looked up in the active context when the compiled code runs."""
+    return call_spec_of(token).reads_context
+
+
+def config_of(token: str, numbers: torch.Tensor | None = None) -> AttentionConfig:
+    """The configuration of a compiled call.
+
+    `numbers`, the last output of `flex_keys`, has the layout that was found when the code ran, if one was.
+    """
+    found = None if numbers is None else found_in(numbers)
+    return call_spec_of(token).config(None if found is None else found.context)
+
+
+def found_in(numbers: torch.Tensor) -> RuntimeValues | None:
+    """The layout and mask that `flex_keys` found in the active context."""
+    return None if numbers.numel() < 2 else runtime_numbers.of(int(numbers[1]))
+
+
+class TableCall(NamedTuple):
+    """Constants of the operator `flex_tables`, in the order of its schema."""
+
+    token: str
+    q_len: int
+    kv_len: int
+    batch_size: int
+    local: int
+    """Number of local queries."""
+    q_block: int
+    kv_block: int
+    with_q: bool
+
+    def rows(self, numbers: torch.Tensor | None = None) -> LocalRows:
+        """The local queries; `numbers` as for `config_of`."""
+        config = config_of(self.token, numbers)
+        return LocalRows.of(config.layout, self.q_len, config.ranks.rank, config.ranks.size, self.batch_size)
+
+    def may_be_unaligned(self) -> bool:
+        """True if a layout that is found at run time may begin and end shards inside a block of queries."""
+        return layout_is_found(self.token) and call_spec_of(self.token).alignment % self.q_block != 0
+
+
+def traced_tables(mask: Tables, numbers: torch.Tensor, call: TableCall) -> Tables:
+    """`local_tables` in a program that is being captured; `numbers` are of `flex_keys`."""
+    made = list(torch.ops.cp_dtensor.flex_tables(*mask[:4], numbers, *call))
+    has_full = mask.full_kv_indices is not None
+    pairs = [True, has_full, call.with_q, has_full and call.with_q]
+    made = [made.pop(0) if exists else None for exists in pairs for _ in range(2)] + made  # the rest: block_kinds
+    return Tables(*made)
+
+
+def _tables(*arguments: Any) -> list[torch.Tensor]:
+    *whole, numbers = arguments[:5]
+    call = TableCall(*arguments[5:])
+    block_size, rows = (call.q_block, call.kv_block), call.rows(numbers)
+    tables = local_tables(Tables(*whole), block_size, call.kv_len, rows, call.with_q, call.may_be_unaligned())
+    # In new memory: compiled code may reuse the memory of an operator's results.
+    return [table.clone(memory_format=torch.contiguous_format) for table in tables if table is not None]
+
+
+def _fake_tables(*arguments: Any) -> list[torch.Tensor]:
+    _, kv_indices, _, full_kv_indices, _ = arguments[:5]
+    call = TableCall(*arguments[5:])
+    mask_shape = tuple(int(size) for size in kv_indices.shape)
+    batch, unaligned = mask_shape[0], call.may_be_unaligned()
+    if not layout_is_found(call.token):
+        rows = call.rows()
+        rows.check_batch_size(mask_shape[0])
+        batch = rows.batch_size if len(rows.groups) > 1 else mask_shape[0]
+        unaligned = rows.has_unaligned_blocks(call.q_block)
+    shapes = table_shapes(
+        mask_shape, full_kv_indices is not None, (call.q_block, call.kv_block), (call.q_len, call.kv_len), batch,
+        call.local, call.with_q, unaligned,
+    )  # fmt: skip
+    return [
+        kv_indices.new_empty(shape, dtype=torch.int8 if name == "block_kinds" else torch.int32)
+        for name, shape in zip(Tables._fields, shapes, strict=True)
+        if shape is not None
+    ]
+
+
+def defined(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch.library.Library:
+    """An operator in `torch.ops.cp_dtensor`, which exists as long as the result."""
+    library = torch.library.Library("cp_dtensor", "FRAGMENT")
+    # When the code runs, lengths are exchanged, and compared with those of masks: no CUDA graphs.
+    name = library.define(schema, tags=torch.Tag.cudagraph_unsafe)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
+    return library
+
+
+_library = defined(
+    "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
+    "Tensor numbers, str token, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
+    "bool with_q) -> Tensor[]",
+    _tables, _fake_tables,
+)  # fmt: skip

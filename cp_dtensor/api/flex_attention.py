@@ -15,27 +15,39 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.api.active_context import (
     CAPTURED_BEFORE,
-    attends_alone,
     current_context,
     innermost_context,
+    open_local_sdpa,
     refuse_sinks,
+    with_inherited,
+    with_inherited_in_trace,
 )
-from cp_dtensor.api.flex.block_mask import FULL, PARTIAL, LocalRows, Tables, cached_tables, mask_lengths
-from cp_dtensor.api.flex.custom_ops import (
-    check_context_mask,
+from cp_dtensor.api.flex_block_mask import (
+    FULL,
+    PARTIAL,
+    LocalRows,
+    TableCall,
+    Tables,
+    cached_tables,
     check_mask_lengths,
     layout_is_found,
+    mask_lengths,
     traced_tables,
-    world_size,
 )
-from cp_dtensor.api.flex.gather_kv import GatherKV, KVGather
-from cp_dtensor.api.inherited import with_inherited, with_inherited_in_trace
+from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather, check_context_mask
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of, made_of, parts_of
-from cp_dtensor.engine.config import AttentionConfig, check_batch_size
+from cp_dtensor.engine.config import (
+    AttentionConfig,
+    Mesh,
+    check_batch_size,
+    check_qkv,
+    checked_seq_len,
+    refuse_dtensors,
+    softmax_scale,
+)
 from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.validation import Mesh, check_qkv, checked_seq_len, refuse_dtensors, softmax_scale
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full
 
@@ -163,12 +175,7 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
-    """This rank's rows of `call.attention` of the whole sequence.
-
-    Args:
-        call: local q, k and v; score and mask of the whole sequence.
-        lengths: global numbers of queries and keys, if the caller passed them.
-    """
+    """This rank's rows of `call.attention` of the whole sequence; `lengths` are global, if the caller passed them."""
     call.check()
     check_batch_size(call.q, settings)
     ranks, layout, mask, of_mask = settings.ranks, settings.layout, call.block_mask, mask_lengths(call.block_mask)
@@ -208,7 +215,7 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
     mask, of_mask = call.block_mask, mask_lengths(call.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
-    if world_size(token) == 1:
+    if _is_alone(token):
         return call.attend(call.k, call.v, call.score_mod, mask)
     declared = lengths is not None
     lengths = lengths or of_mask or (-1, -1)
@@ -228,9 +235,8 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
     if mask is not None and q_local:
         tables = Tables.of(mask)
         if of_mask is not None:
-            block_size = index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1])
-            with_q = mask.q_indices is not None
-            tables = traced_tables(tables, found, token, lengths, batch_size, q_local, block_size, with_q)
+            sizes = (*lengths, batch_size, q_local, index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1]))
+            tables = traced_tables(tables, found, TableCall(token, *sizes, mask.q_indices is not None))
         elif kv_total is not None and mask.full_kv_num_blocks is not None:
             raise NotImplementedError(
                 "in a compiled function, a block mask of one block that is full needs seq_len, since keys after the "
@@ -238,6 +244,11 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
             )
         mask = block_mask_of_rows(mask, tables, (q_local, keys.size(2)), positions, kv_total)
     return call.attend(keys, values, _local_score_mod(call.score_mod, positions, kv_total), mask)
+
+
+@_torch.constant_in_trace
+def _is_alone(token: str) -> bool:
+    return call_spec_of(token).config().ranks.size == 1
 
 
 def _mask_of_one_block(q: torch.Tensor) -> BlockMask:
@@ -265,12 +276,9 @@ def block_mask_of_rows(
     whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor,
     kv_total: torch.Tensor | None = None,
 ) -> BlockMask:  # fmt: skip
-    """The block mask of local rows.
+    """The block mask of local rows from their tables; `lengths` are those of local queries and gathered keys.
 
     Args:
-        whole: the block mask of the whole sequence.
-        tables: those of the local rows.
-        lengths: numbers of local queries and gathered keys.
         positions: global positions of the local rows, (rows,) or (batch, rows).
         kv_total: (1,), the global number of keys, if more may have been gathered.
     """
@@ -354,7 +362,7 @@ def _context_token() -> str:
         return ""
     check_context_mask(context.config.mask)
     refuse_sinks(context.sinks is not None, "FlexAttention")
-    if attends_alone(context):
+    if open_local_sdpa(context) is not None:
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
             "F.scaled_dot_product_attention"

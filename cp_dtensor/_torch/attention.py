@@ -1,0 +1,274 @@
+"""SDPA's enabled backends; overrides of SDPA, `varlen_attn` and `flex_attention`; private parts of `BlockMask`."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch._higher_order_ops.flex_attention import FlexAttentionHOP
+from torch._library.autograd import make_autograd_impl
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_dtensor._torch.dtensor import bound_arguments
+from cp_dtensor._torch.patches import wrapped
+
+_BACKEND_NAMES = {value.value: name for name, value in SDPBackend.__members__.items()}
+_DEFAULT_PRIORITY = list(torch._C._get_sdp_priority_order())
+
+
+SDPA_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+def enabled_sdpa_backends() -> tuple[bool, ...]:
+    """For each of `SDPA_BACKENDS`, True if `sdpa_kernel` and the `torch.backends.cuda` flags allow it."""
+    cuda = torch.backends.cuda
+    return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+def user_sdpa_priority() -> list[str] | None:
+    """Backend names in the order that the user asked for, None if the order is torch's own."""
+    order = torch._C._get_sdp_priority_order()
+    return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
+
+
+FUSED_SDPA_OPS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+# Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd.
+_SDPA_KEYS = (
+    "AutogradCPU", "AutogradCUDA", "CPU", "CUDA",
+    "AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA",
+)  # fmt: skip
+# torch.vmap decomposes SDPA above these keys.
+_VMAP_KEY = "FuncTorchVmapMode"
+
+
+@contextmanager
+def sdpa_overridden(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """While open, kernels in torch's dispatcher compute every scaled_dot_product_attention.
+
+    Args:
+        kernel: for calls outside of torch.vmap.
+        under_vmap: for calls inside of torch.vmap, even if none of their arguments is batched.
+    """
+    _suppress_override_warning()
+    library = torch.library.Library("aten", "IMPL")
+    for key in _SDPA_KEYS:
+        library.impl("scaled_dot_product_attention", kernel, key)
+    library.impl("scaled_dot_product_attention", under_vmap, _VMAP_KEY)
+    _SDPA._dispatch_cache.clear()  # of torch's dispatcher in Python, which traces
+    try:
+        yield
+    finally:
+        library._destroy()
+        _SDPA._dispatch_cache.clear()
+
+
+@lru_cache(maxsize=1)
+def _suppress_override_warning() -> None:
+    """torch warns once in a process when a kernel of its own is overridden; that one warning is suppressed here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("scaled_dot_product_attention", original_sdpa, _VMAP_KEY)
+        library._destroy()
+
+
+def math_sdpa(call: Any) -> torch.Tensor:
+    """Computes SDPA in plain operations; `call` has the arguments as attributes."""
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal,
+        scale=call.scale, enable_gqa=call.enable_gqa,
+    )  # fmt: skip
+    return out
+
+
+def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Computes SDPA as torch does without the override, for every kind of tensor."""
+    return _SDPA.decompose(*args, **kwargs)
+
+
+# `varlen_attn`, torch's attention of packed documents
+#
+# Its module loads Dynamo, so it is not loaded here: a kernel may be registered before its operator.
+
+VarlenHandler = Callable[[dict[str, Any]], Any]
+"""Gets all arguments by name. Returns the result of the call, or None, in which case torch computes it."""
+
+# Autograd keys serve ordinary calls. Calls in inference mode skip them and pass the key before all backends, at which
+# torch has no kernel, so that kernels of backends stay as they are.
+_VARLEN_AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
+_BEFORE_BACKENDS = "BackendSelect"
+_BACKEND_KEYS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_VARLEN_OPS = ("_varlen_attn", "_varlen_attn_out")  # the latter from torch 2.13 on
+
+
+@contextmanager
+def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) -> Iterator[None]:
+    """While open, calls a handler before torch computes a `varlen_attn`, also in captured programs.
+
+    Args:
+        attend: returns (out, lse, random state), as the operator does.
+        attend_into: handler of the operator that writes into a tensor `out`.
+    """
+    library = torch.library.Library("torch_attn", "IMPL")
+    for name, handler in zip(_VARLEN_OPS, (attend, attend_into), strict=True):
+        for key in (*_VARLEN_AUTOGRAD_KEYS, _BEFORE_BACKENDS):
+            kernel = partial(_varlen, name, handler, key in _VARLEN_AUTOGRAD_KEYS)
+            library.impl(name, kernel, key, with_keyset=True)
+    _clear_varlen_caches()
+    try:
+        yield
+    finally:
+        library._destroy()
+        _clear_varlen_caches()
+
+
+def _clear_varlen_caches() -> None:
+    """Clears the caches of torch's dispatcher in Python, which traces."""
+    for name in _VARLEN_OPS:
+        if hasattr(torch.ops.torch_attn, name):
+            _varlen_op(name)._dispatch_cache.clear()
+
+
+def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of the handler, else of torch's next kernel."""
+    op = _varlen_op(name)
+    result = handler(bound_arguments(op, args, kwargs))
+    if result is not None:
+        return result
+    if has_autograd:
+        return _original_varlen(name)(keyset, *args, **kwargs)
+    return op.redispatch(keyset & _BACKEND_KEYS, *args, **kwargs)
+
+
+@lru_cache(maxsize=2)
+def _original_varlen(name: str) -> Callable[..., Any]:
+    """Returns torch's own autograd kernel."""
+    return make_autograd_impl(_varlen_op(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
+
+
+def _varlen_op(name: str) -> Any:
+    return getattr(torch.ops.torch_attn, name).default
+
+
+# FlexAttention
+
+WHOLE_BLOCK: int = flex._LARGE_SPARSE_BLOCK_SIZE
+"""The block size of a mask that is a single block, whatever the lengths."""
+
+
+def _copied(function: types.FunctionType) -> types.FunctionType:
+    """Copies a function; the copy keeps its code when the code of the original is replaced."""
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_public: Any = flex.flex_attention
+original_flex_attention: Callable[..., Any] = _copied(_public)
+"""FlexAttention of whole tensors, never redirected."""
+
+
+def _redirected(
+    query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
+    enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
+) -> Any:  # fmt: skip
+    # This code runs with the globals of torch's flex. Dynamo, which traces it, expects the original's parameters.
+    from cp_dtensor._torch.attention import redirection
+
+    return redirection.call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
+    )
+
+
+FLEX_ATTENTION_IS_KNOWN = (
+    list(signature(_redirected).parameters) == list(signature(_public).parameters) and not _public.__closure__
+)
+"""True if the installed `flex_attention` has the parameters that `_redirected` has."""
+
+
+class _Redirection:
+    """The handler of redirected calls."""
+
+    handler: Callable[..., Any] | None = None
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the handler, or torch's function if another thread has just removed the last handler."""
+        handler = self.handler
+        return original_flex_attention(*args, **kwargs) if handler is None else handler(*args, **kwargs)
+
+
+redirection = _Redirection()
+
+
+@contextmanager
+def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
+    """While open, calls of `flex_attention` go to `handler`, which takes the same arguments.
+
+    The code of the function is replaced, so earlier imports are redirected too, and Dynamo traces into the handler.
+    """
+    if not FLEX_ATTENTION_IS_KNOWN:
+        yield
+        return
+    before, redirection.handler = redirection.handler, handler
+    code, ours = _public.__code__, _redirected.__code__
+    _public.__code__ = ours
+    try:
+        yield
+    finally:
+        if _public.__code__ is ours:
+            _public.__code__ = code
+        redirection.handler = before
+
+
+def flex_attention_is_redirected() -> bool:
+    """Returns True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    return _public.__code__ is _redirected.__code__ and redirection.handler is not None
+
+
+@contextmanager
+def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
+    """While open, calls `check`, which may raise, when FlexAttention that Dynamo captured is run or traced."""
+
+    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check()
+        return original(*args, **kwargs)
+
+    with wrapped(FlexAttentionHOP, "__call__", checked):
+        yield
+
+
+def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
+    """Gives the mask of some rows an order of a deterministic backward's writes to dQ if the whole mask has one.
+
+    Raises:
+        NotImplementedError: the whole mask has an explicit order.
+    """
+    if getattr(whole, "dq_write_order", None) is None:  # torch 2.11 has none
+        return mask
+    if whole.dq_kv_order is not None:
+        raise NotImplementedError(
+            "a block mask with an explicit dq_kv_order is not supported on sequence shards: got a tensor of shape "
+            f"{tuple(whole.dq_kv_order.shape)}, expected a bool or None"
+        )
+    ordered: Any = mask
+    ordered.dq_write_order, ordered.dq_write_order_full = flex._compute_dq_write_order_from_block_mask(
+        mask, dq_kv_order=whole.dq_kv_order_spt
+    )
+    ordered.dq_kv_order_spt = whole.dq_kv_order_spt
+    return mask

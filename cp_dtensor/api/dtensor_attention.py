@@ -1,0 +1,456 @@
+"""Scaled dot product attention of DTensors: exactly that of their full tensors, wherever they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cp_dtensor import _torch
+from cp_dtensor.api.interception import SdpaArguments
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.config import (
+    AttentionConfig,
+    check_bias,
+    check_qkv,
+    checked_dropout_p,
+    checked_mask,
+    checked_sinks,
+    four_dims_of_mask,
+    is_ulysses_axis,
+)
+from cp_dtensor.plan.partition import SequencePartition
+from cp_dtensor.plan.tiling import GroupSegments
+from cp_dtensor.spec.layouts import CachedHash, Contiguous, Segment, TorchChunk
+from cp_dtensor.spec.masks import Batched, Mask
+
+BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
+
+
+def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
+    """SDPA of DTensors (B, H, S, D); None unless q, k or v is one that is sharded along the sequence.
+
+    The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
+    placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
+    is redistributed.
+
+    Args:
+        mask: the mask of the open context, besides that of the call.
+        deterministic: True if results must be equal in every run.
+    """
+    q, k, v = call.q, call.k, call.v
+    sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
+    if not sharded or not q.dim() == k.dim() == v.dim() == 4:
+        return None
+    if not is_seq_sharded(*sharded):
+        # DTensor has no rule for the fused CPU op, and ours has none for masks: plain operations have.
+        masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu" and mask is None
+        return _torch.math_sdpa(call) if masked_on_cpu else None
+    if mask is not None and _torch.is_traced(call.q):
+        raise NotImplementedError(
+            f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "
+            "the context; call attention of DTensors outside of compiled code"
+        )
+    out, _ = dtensor_attention(
+        q, k, v, mask=checked_mask(mask, call.is_causal), attn_mask=call.attn_mask,
+        dropout_p=call.dropout_p, scale=call.scale, enable_gqa=call.enable_gqa, deterministic=deterministic,
+    )  # fmt: skip
+    return out
+
+
+def dtensor_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    method: str = "auto",
+    rotate_method: str | None = None,
+    deterministic: bool = False,
+    needs_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
+
+    Args:
+        q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
+        mask: by global position.
+        attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
+        method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
+        rotate_method: None for the process default.
+        needs_lse: False if lse may be empty.
+
+    Raises:
+        ValueError, TypeError: tensors that do not fit, or a method that the placements do not permit.
+    """
+    q, k, v = on_one_mesh(q, k, v)
+    check_qkv(q, k, v, enable_gqa)
+    call = LocalCall.of(q, k, v, method, rotate_method, deterministic)
+    modifiers = _local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, call.placed)
+    out, lse = attend(
+        call.q, call.k, call.v, call.config, mask=_of_local_rows(mask, q, call), scale=scale, modifiers=modifiers,
+        lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
+    )  # fmt: skip
+    return call.wrapped(out, q), call.wrapped(lse, q) if needs_lse else lse
+
+
+class LocalCall(NamedTuple):
+    """A rank's part of attention of DTensors."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    placed: AttentionPlacements
+    config: AttentionConfig
+
+    @classmethod
+    def of(
+        cls, q: DTensor, k: DTensor, v: DTensor, method: str = "auto", rotate_method: str | None = None,
+        deterministic: bool = False,
+    ) -> LocalCall:  # fmt: skip
+        """Redistributes q, k and v of one mesh as far as necessary; refuses methods that placements do not permit."""
+        mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
+        by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
+        names = mesh.mesh_dim_names
+        placed = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), names)
+        groups = [mesh.get_group(axis) for axis in placed.axes]
+        if method == "auto":
+            method = "ring" if placed.ulysses_axis is None else "hybrid"
+        elif len(groups) != {"ulysses": 1, "hybrid": 2}.get(method, len(groups)):
+            axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
+            raise ValueError(
+                f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
+                f"{_received(q, k, v)}"
+            )
+        local_q = to_local(q, placed.q)
+        local_k, local_v = (to_local(x, placed.kv, placed.grad_kv) for x in (k, v))
+        config = AttentionConfig(
+            # Without such an axis each rank is alone; its plans are cached for any of its groups.
+            SequenceRanks.over(groups or [mesh.get_group(0)]), Contiguous(), method, transport_by_name(rotate_method),
+            deterministic,
+            placed=PlacedPartition(q.size(2), k.size(2), local_q.size(0), placed, shape, _coordinate(mesh)),
+        )  # fmt: skip
+        return cls(local_q, local_k, local_v, placed, config)
+
+    def wrapped(self, local: torch.Tensor, q: DTensor) -> DTensor:
+        """`out` or `lse` of the local queries, as a DTensor."""
+        return from_local(local, q.device_mesh, self.placed.q, (*q.shape[:3], *local.shape[3:]))
+
+
+def _of_local_rows(mask: Mask, q: DTensor, call: LocalCall) -> Mask:
+    """The mask of this rank's batch rows."""
+    rows = call.q.size(0)
+    if mask.batch_size is None or rows == q.size(0):
+        return mask
+    if mask.batch_size != q.size(0):
+        raise ValueError(f"expected a mask for {q.size(0)} batch rows, got one for {mask.batch_size}: {mask}")
+    first, _ = _first_of(q, call.placed)
+    return Batched([mask.of_batch_row(first + row) for row in range(rows)]) if rows else mask.of_batch_row(0)
+
+
+def sequence_ranks_of(*tensors: torch.Tensor) -> SequenceRanks:
+    """The ranks over which any of some DTensors is sharded along the sequence; this rank's first axis if none is."""
+    sharded = on_one_mesh(*tensors)
+    by_axis = zip(*(tensor.placements for tensor in sharded), strict=True)
+    axes = [axis for axis, placements in enumerate(by_axis) if any(map(on_seq, placements))]
+    return SequenceRanks.over([sharded[0].device_mesh.get_group(axis) for axis in axes[:2] or [0]])
+
+
+@dataclass(frozen=True)
+class PlacedPartition(CachedHash, SequencePartition):
+    """Rows of DTensors as placed, over the ranks of some mesh axes; the last axis counts fastest."""
+
+    q_len: int
+    kv_len: int
+    batch_size: int
+    placed: AttentionPlacements
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    __hash__ = CachedHash.__hash__
+
+    def groups(self) -> tuple[GroupSegments, ...]:
+        places = list(product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)))
+        q_by_rank, kv_by_rank = (
+            tuple(self._rows(length, placements, place) for place in places)
+            for length, placements in ((self.q_len, self.placed.q), (self.kv_len, self.placed.kv))
+        )
+        return (GroupSegments((0, self.batch_size), q_by_rank, kv_by_rank),)
+
+    def _rows(self, length: int, placements: tuple[Placement, ...], place: tuple[int, ...]) -> tuple[Segment, ...]:
+        at = dict(zip(self.placed.axes, place, strict=True))
+        coordinate = [at.get(axis, index) for axis, index in enumerate(self.coordinate)]
+        return (local_segment(length, placements, self.mesh_shape, coordinate),)
+
+
+def from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of the given global shape, without communication."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def to_local(
+    tensor: DTensor, placements: tuple[Placement, ...], grad_placements: tuple[Placement, ...] | None = None
+) -> torch.Tensor:
+    """The local part of a DTensor in these placements; its gradient is placed alike unless `grad_placements` differ."""
+    # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
+    # placements of the input.
+    return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements or placements)
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return tuple(coordinate)
+
+
+def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
+    """All as DTensors of one mesh; refuses plain tensors among DTensors, and different meshes."""
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if len(sharded) < len(tensors):
+        raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
+    if len({*[tensor.device_mesh for tensor in sharded]}) > 1:
+        raise ValueError(f"expected q, k and v on one mesh, {_received(*tensors)}")
+    return tuple(sharded)
+
+
+def _received(*tensors: torch.Tensor) -> str:
+    """The placements of q, k and v in messages."""
+    kinds = (
+        f"{name} {tensor.device_mesh} {tensor.placements}" if isinstance(tensor, DTensor) else f"{name} torch.Tensor"
+        for name, tensor in zip("qkv", tensors, strict=True)
+    )
+    return f"got {', '.join(kinds)}"
+
+
+def local_only_sdpa(
+    call: SdpaArguments, ring_ranks: Collection[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
+) -> torch.Tensor | None:
+    """SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
+
+    Returns None if the mesh shares more ranks with the context. DTensors that are not sharded (or replicated) alike
+    over batch or heads: None if the context has a single rank, which has the whole sequence.
+
+    Raises:
+        NotImplementedError: such DTensors in a context of several ranks.
+    """
+    q, k, v = on_one_mesh(call.q, call.k, call.v)
+    with _torch.no_modes():  # the mesh's tensor is real, also where other tensors are traced
+        shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
+    is_one_rank = len(ring_ranks) == 1
+    if len(shared_ranks) > 1 or (is_one_rank and q.dim() != 4):
+        return None
+    if q.dim() != 4:
+        raise NotImplementedError(f"inside of context_parallel, DTensors must have four dims, got {tuple(q.shape)}")
+    placed = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
+    if is_seq_sharded(placed.q) or not q.placements == k.placements == v.placements == placed.q:
+        if is_one_rank:
+            return None
+        raise NotImplementedError(
+            "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike "
+            f"over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
+            f"q {q.placements}, k {k.placements}, v {v.placements}"
+        )
+    mask = _local_bias(q, call.attn_mask, placed) if isinstance(call.attn_mask, DTensor) else call.attn_mask
+    local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local(), attn_mask=mask, first=_first_of(q, placed))
+    return from_local(plain_sdpa(local), q.device_mesh, placed.q, (*q.shape[:3], v.size(3)))
+
+
+# Modifiers
+
+
+def _local_modifiers(
+    q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None,
+    placed: AttentionPlacements,
+) -> Modifiers:  # fmt: skip
+    """The modifiers of a rank's queries. With dropout, a collective of the whole mesh."""
+    dropout_p = checked_dropout_p(dropout_p)
+    if attn_mask is None and not dropout_p and sinks is None:
+        return NO_MODIFIERS
+    bias = None if attn_mask is None else _local_bias(q, attn_mask, placed)
+    check_bias(q, bias, (q.size(2), kv_len))
+    of_heads = None
+    if sinks is not None:
+        sinks = checked_sinks(_on_mesh_of(q, "sinks", sinks), q)
+        of_heads = _beside_queries(sinks, placed, lambda dim: 0 if dim == HEAD_DIM else None)
+    if not dropout_p:
+        return Modifiers(bias, sinks=of_heads)
+    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *_first_of(q, placed), of_heads)
+
+
+def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The first rank's seed, for all: ranks with equal shards must drop equal weights."""
+    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=local.device)
+    for axis in range(mesh.ndim):
+        if _torch.is_traced(local):
+            seed = _torch.traced_broadcast(seed, mesh.get_group(axis))
+        else:
+            dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
+    return seed
+
+
+def _first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
+    """The first of a rank's batch rows, and of its query heads."""
+    shape, coordinate = tuple(q.device_mesh.shape), _coordinate(q.device_mesh)
+    batch, head = (local_segment(q.size(dim), placed.q, shape, coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM))
+    return batch, head
+
+
+def _local_bias(q: DTensor, attn_mask: torch.Tensor, placed: AttentionPlacements) -> torch.Tensor:
+    """The part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1)."""
+    mask = four_dims_of_mask(_on_mesh_of(q, "attn_mask", attn_mask), q)
+    return _beside_queries(mask, placed, lambda dim: dim if mask.size(dim) > 1 else None)
+
+
+def _on_mesh_of(q: DTensor, name: str, tensor: torch.Tensor) -> DTensor:
+    if isinstance(tensor, DTensor) and tensor.device_mesh == q.device_mesh:
+        return tensor
+    kind = f"a DTensor on {tensor.device_mesh}" if isinstance(tensor, DTensor) else type(tensor).__name__
+    raise ValueError(
+        f"expected {name} to be a DTensor on the mesh of q, {q.device_mesh}, got {kind}; "
+        f"distribute_tensor({name}, mesh, [Replicate()] * mesh.ndim) makes one"
+    )
+
+
+def _beside_queries(
+    tensor: torch.Tensor, placed: AttentionPlacements, dim_of: Callable[[int], int | None]
+) -> torch.Tensor:
+    """The local part of a DTensor that belongs to a rank's queries.
+
+    `dim_of` gives its dim for a dim of q, or None where the tensor is the same along that dim: the ranks along it then
+    have shares of the gradient.
+    """
+    placements: list[Placement] = []
+    of_gradient: list[Placement] = []
+    for placement in placed.q:
+        dim = dim_of(placement.dim) if isinstance(placement, Shard) else None
+        placements.append(Replicate() if dim is None else Shard(dim))
+        is_partial = isinstance(placement, Shard) and dim is None
+        of_gradient.append(Partial() if is_partial else placements[-1])
+    assert isinstance(tensor, DTensor)
+    return to_local(tensor, tuple(placements), tuple(of_gradient))
+
+
+# Placements of the computation
+
+
+@dataclass(frozen=True)
+class AttentionPlacements:
+    """Placements of the local computation, one per mesh axis. `out` and `dq` are placed as `q`."""
+
+    q: tuple[Placement, ...]
+    kv: tuple[Placement, ...]
+    grad_kv: tuple[Placement, ...]
+    """As `kv`, but Partial where ranks with different queries hold the same keys."""
+    ring_axis: int | None
+    """The mesh axis around which K/V travel; None if there is no such axis. Ulysses may then be alone."""
+    ulysses_axis: int | None = None
+    """The mesh axis over which rows are exchanged for heads, if there is one."""
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes whose ranks share the sequence, the outer one first."""
+        return tuple(axis for axis in (self.ring_axis, self.ulysses_axis) if axis is not None)
+
+
+def on_seq(placement: Placement) -> bool:
+    """True if a placement shards the sequence."""
+    return _on(SEQ_DIM, placement)
+
+
+def is_seq_sharded(*placements: Sequence[Placement]) -> bool:
+    """True if any of the tensors is sharded along the sequence on any mesh axis."""
+    return any(on_seq(placement) for each in placements for placement in each)
+
+
+def plan_placements(
+    q: Sequence[Placement],
+    k: Sequence[Placement],
+    v: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    q_heads: int,
+    kv_heads: int,
+    axis_names: Sequence[str] | None = None,
+) -> AttentionPlacements:
+    """The placements of the computation, axis by axis.
+
+    Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis whose name begins with
+    "ulysses" (the first of several), or on two axes, then that axis, or the second, is for Ulysses. K/V that are
+    sharded along the sequence stay so there and on the first other such axis, the ring, and are gathered over further
+    ones; K/V that are replicated stay so. Batch and heads: all three sharded alike (heads only if every rank gets whole
+    groups of query heads with their key head). Anything else: replicated.
+    """
+    by_axis: list[tuple[Placement, Placement, Placement]] = []  # of q, K/V, and gradients of K/V
+    ring_axis = None
+    head_shards = 1
+    ulysses_axis = _ulysses_axis(q, k, v, axis_names)
+    for axis, (on_q, on_k, on_v) in enumerate(zip(q, k, v, strict=True)):
+        kv_on_seq = on_seq(on_k) or on_seq(on_v)
+        if on_seq(on_q) or kv_on_seq:
+            if axis == ulysses_axis or (kv_on_seq and ring_axis is None):
+                ring_axis = ring_axis if axis == ulysses_axis else axis
+                by_axis.append((Shard(SEQ_DIM),) * 3)
+            else:
+                by_axis.append((Shard(SEQ_DIM), Replicate(), Partial()))
+            continue
+        choice: Placement = Replicate()
+        if any(_on(BATCH_DIM, placement) for placement in (on_q, on_k, on_v)):
+            choice = Shard(BATCH_DIM)
+        elif any(_on(HEAD_DIM, placement) for placement in (on_q, on_k, on_v)):
+            shards = head_shards * mesh_shape[axis]
+            if q_heads == kv_heads or (q_heads % shards == 0 and kv_heads % shards == 0):
+                head_shards = shards
+                choice = Shard(HEAD_DIM)
+        by_axis.append((choice,) * 3)
+    of_q, of_kv, of_grad_kv = zip(*by_axis, strict=True)
+    return AttentionPlacements(of_q, of_kv, of_grad_kv, ring_axis, ulysses_axis)
+
+
+_cached_placements = lru_cache(maxsize=1024)(plan_placements)
+
+
+def _ulysses_axis(
+    q: Sequence[Placement], k: Sequence[Placement], v: Sequence[Placement], axis_names: Sequence[str] | None
+) -> int | None:
+    """The axis for Ulysses: one on which q, k and v are all sharded along the sequence."""
+    axes = [axis for axis, placements in enumerate(zip(q, k, v, strict=True)) if all(map(on_seq, placements))]
+    named = [axis for axis in axes if axis_names and is_ulysses_axis(axis_names[axis])]
+    if named:
+        return named[0]
+    return axes[1] if len(axes) > 1 else None
+
+
+def local_segment(
+    length: int,
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    dim: int = SEQ_DIM,
+) -> Segment:
+    """A rank's range of a dim of that length. Shards over several axes nest from left to right."""
+    start, stop = 0, length
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if _on(dim, placement):
+            (chunk,) = TorchChunk().segments(stop - start, index, size)
+            start, stop = start + chunk.start, start + chunk.start + chunk.length
+    return Segment.contiguous(start, stop)
+
+
+def _on(dim: int, placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim

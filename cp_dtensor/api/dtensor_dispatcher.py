@@ -1,0 +1,192 @@
+"""Process-wide switch of SDPA, and of torch's fused SDPA ops, of DTensors that are sharded along the sequence.
+
+`F.scaled_dot_product_attention` on DTensors is intercepted above autograd (`dtensor_sdpa`). Op handlers of DTensor
+serve code that calls the fused ops by name, or that runs below autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.api.dtensor_attention import LocalCall, dtensor_sdpa, from_local, is_seq_sharded, on_one_mesh, to_local
+from cp_dtensor.api.interception import SharedInstallation, intercepted, intercepted_sdpa
+from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.config import check_qkv, checked_mask, refuse_unsupported_sdpa, softmax_scale
+from cp_dtensor.engine.planner import bound_call
+
+aten = torch.ops.aten
+
+# Torch's fused SDPA ops
+
+
+def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handler of a fused op. `out`, LSE (B, H, S) and the gradient of the query are DTensors placed as the query.
+
+    Gradients of keys and values are placed as these; Partial where ranks with different queries hold the same keys.
+    """
+    arguments = _torch.bound_arguments(op, args, kwargs)
+    backend, outputs = _FUSED_OPS[op]
+    inputs = [arguments[name] for name in ("query", "key", "value")]
+    on_seq = is_seq_sharded(*(x.placements for x in inputs if isinstance(x, DTensor)))
+    attn_mask = arguments.get("attn_mask", arguments.get("attn_bias"))
+    if not on_seq and inputs[0].device.type != "cpu":
+        return _torch.dispatched_by_default(op, args, kwargs)
+    if not on_seq and attn_mask is not None:
+        raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
+    q, k, v = on_one_mesh(*inputs)
+    check_qkv(q, k, v, enable_gqa=True)
+    scale, is_causal, lengths = softmax_scale(q, arguments["scale"]), arguments["is_causal"], (q.size(2), k.size(2))
+    if on_seq:
+        refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
+        if arguments.get("return_debug_mask"):
+            raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
+        if scale <= 0:
+            raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
+        if callable(outputs):
+            _refuse_context_settings(op)
+    with torch.no_grad(), no_autocast(q):
+        local = LocalCall.of(q, k, v)
+        qkv, call = (local.q, local.k, local.v), None
+        if on_seq:
+            mask, allowed = checked_mask(None, is_causal), only_backend(backend)
+            call = bound_call(*qkv, local.config, lengths, mask, NO_MODIFIERS, scale, allowed)
+        if callable(outputs):
+            if call is None:  # on a CPU, where torch has no rule for the op
+                out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
+            else:
+                with call:
+                    out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
+            return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
+        of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
+        grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
+        if call is None:
+            grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
+        else:
+            lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
+            with call:
+                saved = call.plan.remake_saved(*qkv, out, lse, NO_MODIFIERS, call.ranks)
+                grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
+    placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
+    shapes = (tuple(x.shape) for x in (q, k, v))
+    wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))
+    return (*wrapped, *outputs)
+
+
+def _refuse_context_settings(op: Any) -> None:
+    """Refuses settings of the open context that a fused op would leave out."""
+    context = innermost_context()
+    if context is None:
+        return
+    config = context.config
+    for name, is_set in (
+        ("mask", config.mask is not None), ("sinks", context.sinks is not None), ("deterministic", config.deterministic)
+    ):  # fmt: skip
+        if is_set:
+            raise NotImplementedError(
+                f"{op} on DTensors does not take the {name} of its context: use F.scaled_dot_product_attention, or "
+                "context_parallel_attention with DTensors"
+            )
+
+
+def _flash_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
+    debug_mask = torch.empty(0, dtype=out.dtype, device=out.device)
+    return out, lse, None, None, q_len, kv_len, rng_state, rng_state.new_zeros(()), debug_mask
+
+
+def _efficient_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    rng_state = torch.zeros((), dtype=torch.int64, device=out.device)
+    return out, lse, rng_state, rng_state.new_zeros(())
+
+
+def _cudnn_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    rng_state = torch.zeros((), dtype=torch.int64, device=out.device)
+    return out, lse, None, None, q_len, kv_len, rng_state, rng_state.new_zeros(()), None
+
+
+_FUSED_OPS: dict[Any, tuple[str, Callable[..., tuple[Any, ...]] | tuple[None, ...]]] = {
+    aten._scaled_dot_product_flash_attention.default: ("FLASH_ATTENTION", _flash_outputs),
+    aten._scaled_dot_product_flash_attention_backward.default: ("FLASH_ATTENTION", ()),
+    aten._scaled_dot_product_efficient_attention.default: ("EFFICIENT_ATTENTION", _efficient_outputs),
+    aten._scaled_dot_product_efficient_attention_backward.default: ("EFFICIENT_ATTENTION", (None,)),
+    aten._scaled_dot_product_cudnn_attention.default: ("CUDNN_ATTENTION", _cudnn_outputs),
+    aten._scaled_dot_product_cudnn_attention_backward.default: ("CUDNN_ATTENTION", ()),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ("FLASH_ATTENTION", lambda out, lse, *_: (out, lse)),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("FLASH_ATTENTION", ()),
+}
+"""Backends of the fused ops; outputs of a forward op as a function, further outputs of a backward op as they are."""
+
+# The switch
+
+
+def _parts() -> Iterator[AbstractContextManager[None]]:
+    yield intercepted(dtensor_sdpa)
+    handlers: dict[Any, Any] = dict.fromkeys(_FUSED_OPS, _fused_handler)
+    # In inference mode, SDPA itself reaches DTensor.
+    handlers[aten.scaled_dot_product_attention.default] = lambda _op, args, kwargs: intercepted_sdpa(*args, **kwargs)
+    yield _torch.dtensor_ops_handled(handlers)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
+
+
+def _variant_of_compiled_code() -> str:
+    """Part of the cache key of compiled functions: attention of DTensors is intercepted, with the default transport."""
+    return f"cp_dtensor dispatcher, {transport_by_name(None).name}"
+
+
+dispatcher_installation = SharedInstallation(_parts)
+
+
+_enabled_by_user: list[None] = []
+"""An entry for each call of `enable` without its `disable`; its changes are atomic."""
+
+
+def enable_context_parallel_dispatcher() -> ExitStack:
+    """From now on, SDPA on DTensors that are sharded along the sequence attends to the whole of it.
+
+    Results are those of `F.scaled_dot_product_attention` on the full tensors, whatever the mesh: a ring runs around
+    the axis with `Shard(2)`, or Ulysses over it if its name begins with "ulysses", or both over two; `Shard(0)` (data
+    parallel) and `Shard(1)` (tensor parallel over heads) on other axes stay local. DTensors that are not sharded along
+    the sequence are left to torch, except that on the CPU, where torch has no rule for its fused op, batch and head
+    shards are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward), when
+    called by name on DTensors, attend to the whole sequence as well, by the backend of the op. They take no masks and
+    no dropout there, and refuse contexts with a mask, sinks or `deterministic=True`.
+
+    May be called several times; each call needs its own `disable_context_parallel_dispatcher`. Or use it as
+    `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway.
+
+    K/V travel by the process default of `set_rotate_method`, inside of `context_parallel` as well.
+
+    DTensor's sequence shards are contiguous (`torch.chunk`), so a causal mask loads the ranks unevenly; for training
+    prefer `context_parallel` or `ContextParallel`, which balance the load.
+
+    Raises:
+        RuntimeError: inside of a `torch.compile`d function.
+    """
+    _torch.refuse_in_compiled_function("enable_context_parallel_dispatcher")
+    dispatcher_installation.acquire()
+    _enabled_by_user.append(None)
+    lease = ExitStack()
+    lease.callback(disable_context_parallel_dispatcher)
+    return lease
+
+
+def disable_context_parallel_dispatcher() -> None:
+    """Reverts one `enable_context_parallel_dispatcher`; without one, does nothing.
+
+    After the last one, DTensor's tables and torch's dispatcher are as before.
+    """
+    try:
+        _enabled_by_user.pop()
+    except IndexError:
+        return
+    dispatcher_installation.release()
