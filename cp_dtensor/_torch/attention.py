@@ -40,6 +40,12 @@ def user_sdpa_priority() -> list[str] | None:
     return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
 
 
+def activated_flash_attention() -> str | None:
+    """The implementation of torch's flash attention that the user has activated, such as "FA3"; None for its own."""
+    name: str | None = torch.nn.attention.current_flash_attention_impl()
+    return name
+
+
 FUSED_SDPA_OPS = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

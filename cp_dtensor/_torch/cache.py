@@ -78,13 +78,20 @@ def _is_in_memory_of_graphs(device: torch.device) -> bool:
 class LRUCache(Generic[V]):
     """LRU cache. Entries used during graph capture are pinned, since replays read their memory.
 
+    Args:
+        most: largest sum of the sizes of all entries; the latest entry stays, whatever its size.
+        size_of: the size of a value; each counts as 1 by default.
+
     >>> cache = LRUCache[str](most=1)
     >>> cache.add(1, "a"), cache.add(2, "b"), cache.get(1), cache.get(2)
     ('a', 'b', None, 'b')
+    >>> cache = LRUCache[str](most=5, size_of=len)
+    >>> [cache.add(word, word) for word in ("aa", "bbb", "c")], cache.get("aa"), cache.get("bbb")
+    (['aa', 'bbb', 'c'], None, 'bbb')
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, size_of: Callable[[V], int] = lambda value: 1) -> None:
+        self._most, self._size_of, self._size = most, size_of, 0
         self._lock = threading.Lock()
         self._latest: OrderedDict[Hashable, V] = OrderedDict()
         self._captured: dict[int, V] = {}  # by identity: a key may have had other values, which other graphs read
@@ -101,9 +108,12 @@ class LRUCache(Generic[V]):
     def add(self, key: Hashable, value: V) -> V:
         """Adds a value unless another thread has added one for the key; returns the value in the cache."""
         with self._lock:
-            value = self._latest.setdefault(key, value)
-            if len(self._latest) > self._most:
-                self._latest.popitem(last=False)
+            if key not in self._latest:
+                self._latest[key] = value
+                self._size += self._size_of(value)
+            value = self._latest[key]
+            while self._size > self._most and len(self._latest) > 1:
+                self._size -= self._size_of(self._latest.popitem(last=False)[1])
             self._pin(value)
         return value
 

@@ -50,6 +50,17 @@ def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
     return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
 
 
+def empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """(B, H, S, dim) in the memory order of x, so that merges with x and gradients of leaves copy nothing.
+
+    `dtype` None is that of x.
+    """
+    batch, heads, rows = x.shape[:3]
+    if x.stride(1) < x.stride(2):  # (B, S, H, D) memory, as in most models
+        return x.new_empty(batch, rows, heads, dim, dtype=dtype).transpose(1, 2)
+    return x.new_empty(batch, heads, rows, dim, dtype=dtype)
+
+
 def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Returns `out` (B, H, S, Dv) with strides that follow from those of q (B, H, S, D); a copy if it has others.
 
@@ -76,6 +87,17 @@ def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, copied if its last dim is not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def aligned(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns the tensor, copied unless its start and the steps of all dims but the last are multiples of bytes.
+
+    An expanded tensor is copied too. `width`: the number of bytes.
+    """
+    step = width // tensor.itemsize
+    if tensor.data_ptr() % width == 0 and all(stride and stride % step == 0 for stride in tensor.stride()[:-1]):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import TRITON_AVAILABLE, unit_stride, wide_dtype
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE, empty_in_order_of, unit_stride, wide_dtype
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
 from cp_dtensor.attention.triton.row_mask import RowMask
@@ -58,7 +58,7 @@ def attention_forward(
     """
     dropout = _checked(q, k, v, mask, scale, bias, dropout)
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    out = _empty_like(q, v.size(3), None)
+    out = empty_in_order_of(q, v.size(3))
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
     forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout)
@@ -86,7 +86,7 @@ def attention_backward(
     dropout = _checked(q, k, v, mask, scale, bias, dropout)
     grad_out, q, k, v = (unit_stride(x) for x in (grad_out, q, k, v))
     delta = attention_delta(grad_out, out) if delta is None else delta
-    dq, dk, dv = (_empty_like(x, x.size(3), grad_dtype) for x in (q, k, v))
+    dq, dk, dv = (empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
     backward = launch_attention_backward if uses_triton(q, v) else attention_backward_reference
     backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout)
     return dq, dk, dv
@@ -182,14 +182,6 @@ def _checked(
     if dropout.seed.device != q.device:
         raise ValueError(f"the seed of dropout must be on {q.device}, got {dropout.seed.device}")
     return dropout if dropout.p > 0 else None
-
-
-def _empty_like(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    """(B, H, S, dim) in the memory order of x, so that merges with x and gradients of leaves copy nothing."""
-    batch, heads, rows = x.shape[:3]
-    if x.stride(1) < x.stride(2):  # (B, S, H, D) memory, as in most models
-        return x.new_empty(batch, rows, heads, dim, dtype=dtype).transpose(1, 2)
-    return x.new_empty(batch, heads, rows, dim, dtype=dtype)
 
 
 # The reference implementation

@@ -94,8 +94,8 @@ def estimates(
 
 
 def expanded(shape: CallSpec) -> CallSpec:
-    """Returns the shape of attention to K/V, of the shape of attention to latents."""
-    return replace(shape, kv_heads=shape.q_heads, latent_dims=None)
+    """Returns the shape of attention to K/V, as tiles compute it, of the shape of attention to K/V or latents."""
+    return shape if shape.latent_dims is None else replace(shape, kv_heads=shape.q_heads, latent_dims=None)
 
 
 def _expanding(rows: int, shape: CallSpec, axis: Axis) -> float:

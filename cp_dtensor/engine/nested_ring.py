@@ -13,12 +13,12 @@ import torch
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut
-from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.merge import Part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import KvTransfers
 from cp_dtensor.engine.ring import GradientParts, Pass, Ring, RingPlan
 from cp_dtensor.plan.plan import Step
+from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Span
 
 
@@ -56,7 +56,7 @@ class NestedRingPlan(Ring):
         """K and V of a step. Rows that were not sent are zero: interval-masked tiles may multiply them by zero."""
         step_k, step_v = super().keys_and_values(step, transfers, k, v)
         plan = self.tile_plan
-        if step.transfer is not None and isinstance(self.backend, IntervalAttention):
+        if step.transfer is not None and self.spec.masking is not Masking.BY_SHAPE:
             (source,) = step.transfer.sources(plan.rank, plan.world_size)
             for part in range(len(plan.rows.lengths[source])):
                 if part not in plan.recv_parts[source]:

@@ -17,6 +17,7 @@ from cp_dtensor.attention.backends.select import (
     allowed_backends,
     choose_backend,
     is_deterministic,
+    masked_by_shape,
     with_wide_gradients,
 )
 from cp_dtensor.attention.modifiers import Modifiers
@@ -94,7 +95,9 @@ def bound_call(
     plan = plans.get(key)
     if plan is None:
         spec = call_spec(config.partition(lengths, q.size(0)), *properties)
-        backend = choose_backend(spec, allowed)
+        if spec.deterministic:
+            spec = masked_by_shape(spec, allowed)
+        backend = choose_backend(expanded(spec), allowed)
         plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
     return BoundCall(plan, ranks, scale)
 
@@ -122,6 +125,7 @@ def call_spec(
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         latent_dims=None if value_dim is None else (k[3], v[3]),
+        deterministic=deterministic,
     )
 
 

@@ -97,6 +97,8 @@ class CallSpec(CachedHash):
     """CUDA compute capability; None on other devices."""
     latent_dims: tuple[int, int] | None = None
     """Dims of a compressed latent and a rotary key, if these travel in place of K/V: `kv_heads` is 1 then."""
+    deterministic: bool = False
+    """True if gradients must be the same bits in every run."""
 
     __hash__ = CachedHash.__hash__
 

@@ -10,9 +10,18 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.select import PACKAGES, choose_backend, choose_deterministic
+from cp_dtensor.attention.masked import MAX_HEAD_DIM
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.masks import Causal
 
 _NONE = "none"
 _ALL_GPUS = "all GPUs of this node"
@@ -40,16 +49,61 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "devices", _devices()
     yield "process groups", ", ".join(name for name in ("gloo", "nccl") if _has_process_group(name)) or _NONE
     yield "peer access", _peer_access()
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        yield "symmetric memory", "available" if _peer_access() == _ALL_GPUS else "needs GPUs with peer access"
+        for dtype in (torch.bfloat16, torch.float32):
+            yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends("cuda", dtype)) or _NONE
+    else:
         yield "symmetric memory", "needs GPUs"
         yield "backends", ", ".join(backends("cpu", torch.float32)) or _NONE
-        yield "masks, dropout", "torch operations"
-        return
-    yield "symmetric memory", "available" if _peer_access() == _ALL_GPUS else "needs GPUs with peer access"
-    for dtype in (torch.bfloat16, torch.float32):
-        yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends("cuda", dtype)) or _NONE
-    has_kernels = _version("triton") != _NONE and torch.cuda.get_device_capability() >= (8, 0)
-    yield "masks, dropout", "Triton kernels" if has_kernels else "torch operations"
+    for package in PACKAGES:
+        yield package.title, package.version or "not installed: pip install 'cp_dtensor[kernels]'"
+    yield from kernels()
+
+
+def kernels() -> Iterator[tuple[str, str]]:
+    """Yields which kernel computes what on the first device, by dtype and head dims of q and v.
+
+    FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
+    """
+    device, capability = "cpu", None
+    if torch.cuda.is_available():
+        device, capability = "cuda:0", torch.cuda.get_device_capability(0)
+    for dtype, dims in (("bfloat16", _HEAD_DIMS), ("float32", _HEAD_DIMS[1:2])):
+        for dim, v_dim in dims:
+            spec = CallSpec(_PARTITION, Causal(), 1, 4, 4, dim, v_dim, dtype, device=device, capability=capability)
+            masked = replace(spec, masking=Masking.INTERVALS)
+            biased = replace(spec, masking=Masking.INTERVALS_UNBROKEN)
+            served = {
+                "causal, full": choose_backend(spec), "masks": choose_backend(masked),
+                "bias, dropout": choose_backend(biased),
+            }  # fmt: skip
+            if device != "cpu":  # where all are deterministic
+                served["deterministic"] = choose_deterministic(spec)
+            shown = dim if dim == v_dim else f"{dim}/{v_dim}"
+            text = "; ".join(f"{what}: {_kernel(backend, spec)}" for what, backend in served.items())
+            yield f"kernels, {dtype}, {shown}", text
+
+
+def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
+    if backend.name == "INTERVALS":
+        dim = max(spec.head_dim, spec.v_head_dim)
+        has_kernels = _version("triton") != _NONE and (spec.capability or (0, 0)) >= (8, 0)
+        is_triton = has_kernels and dim <= MAX_HEAD_DIM.get(getattr(torch, spec.dtype), 0)
+        return "ours in Triton" if is_triton else "torch operations"
+    return _KERNELS[backend.name]
+
+
+_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+_PARTITION = LayoutPartition(Contiguous(), 8, 8, 1, 1)
+_KERNELS = {
+    "FLASH_ATTENTION_4": "FlashAttention-4",
+    "CUDNN_FLEX_ATTENTION": "cuDNN's FlexAttention",
+    "CUDNN_ATTENTION": "cuDNN",
+    "FLASH_ATTENTION": "torch's flash",
+    "EFFICIENT_ATTENTION": "torch's efficient",
+    "MATH": "torch's math",
+}
 
 
 def environment() -> str:

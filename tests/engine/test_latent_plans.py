@@ -80,6 +80,15 @@ def test_what_forward_saves_can_be_made_again(method: str) -> None:
         run_ranks(2, body)
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_the_backend_is_chosen_for_keys_of_each_head(method: str) -> None:
+    """Kernels may refuse grouped heads, which tiles of expanded latents do not have."""
+    chosen = mock.Mock(wraps=planner.choose_backend)
+    with mock.patch.object(planner, "choose_backend", chosen):
+        check_latents([LatentCase(LatentProblem(14, 14, Causal(), 1, 5), HeadTail(), (("method", method),))], (2,))
+    assert {(call.args[0].q_heads, call.args[0].kv_heads) for call in chosen.call_args_list} == {(5, 5)}
+
+
 def test_a_rank_that_is_alone_expands_latents_once() -> None:
     """And again in backward by `method="ring"`, which keeps no keys and values."""
     products: list[torch.Size] = []

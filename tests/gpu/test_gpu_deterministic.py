@@ -1,4 +1,4 @@
-"""`deterministic=True` on two GPUs: equal bits from our own kernels, for these calls only."""
+"""`deterministic=True` on two GPUs: equal bits from deterministic kernels, for these calls only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.processes import Processes
 
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
 from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_qkvpacked_func
@@ -27,13 +29,23 @@ def _entries(rank: int) -> dict[str, Any]:
 
 
 def _attend(attend: Any, qkv: torch.Tensor, grad_out: torch.Tensor, **options: Any) -> tuple[list[torch.Tensor], bool]:
-    """out and the gradient of qkv, and whether our kernels have computed it."""
-    leaf, original = qkv.clone().requires_grad_(), IntervalAttention.backward
-    with mock.patch.object(IntervalAttention, "backward", autospec=True, side_effect=original) as ours:
+    """out and the gradient of qkv, and whether deterministic kernels have computed it: ours or FlashAttention-4's."""
+    leaf, used = qkv.clone().requires_grad_(), list[bool]()
+
+    def noted(kind: type[AttentionBackend]) -> Any:
+        original = kind.backward
+
+        def backward(self: Any, *arguments: Any) -> Any:
+            used.append(kind is IntervalAttention or self.deterministic)
+            return original(self, *arguments)
+
+        return mock.patch.object(kind, "backward", backward)
+
+    with noted(IntervalAttention), noted(Flash4Attention):
         out = attend(leaf, causal=True, **options)
         assert not torch.are_deterministic_algorithms_enabled()
         out.backward(grad_out)
-    return [out.detach(), leaf.grad], ours.called
+    return [out.detach(), leaf.grad], any(used)
 
 
 def _complaints(rank: int) -> list[str]:
@@ -43,7 +55,7 @@ def _complaints(rank: int) -> list[str]:
     draw, found = random.Random(rank), []
     for name, attend in _entries(rank).items():
         _, ours = _attend(attend, qkv, grad_out)
-        found += [f"{name}: by our kernels, unasked"] * ours
+        found += [f"{name}: by deterministic kernels, unasked"] * ours
         first, ours = _attend(attend, qkv, grad_out, deterministic=True)
         found += [f"{name}: by other kernels"] * (not ours)
         for _ in range(3):

@@ -23,8 +23,11 @@ FORBIDDEN_TORCH = {
 }
 
 # Modules (prefixes) that tools may import besides themselves and the public names of the package: plans and masks as
-# data, the cost model, and for benchmarks of internals the kernels of one device and the size of symmetric memory.
-TOOLS_IMPORT = ("plan", "spec", "engine.cost_model", "attention.masked", "comm.symm_mem_workspace")
+# data, the cost model, the choice of kernels, and for benchmarks of internals the kernels of one device and the size of
+# symmetric memory.
+TOOLS_IMPORT = (
+    "plan", "spec", "engine.cost_model", "attention.backends", "attention.masked", "comm.symm_mem_workspace",
+)  # fmt: skip
 
 # The one tool that may touch torch's private names: torch's own context parallel can only be measured through them.
 

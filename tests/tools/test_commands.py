@@ -75,6 +75,11 @@ main(["info"])
     assert by_name["Triton"] == "none"
     assert by_name["devices"].startswith("CPU, ")
     assert by_name["backends"] == "flash, math"
+    flash, operations = "torch's flash", "torch operations"
+    assert by_name["kernels, bfloat16, 128"].split("; ") == [
+        f"causal, full: {flash}", f"masks: {operations}", f"bias, dropout: {operations}",
+    ]  # fmt: skip
+    assert by_name["kernels, bfloat16, 192/128"].startswith("causal, full: torch's math; ")
     assert "gloo" in by_name["process groups"]
 
 

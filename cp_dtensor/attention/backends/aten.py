@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import laid_out_after, wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
+from cp_dtensor.attention.backends.first_use import SmallTile, first_use
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import TileMask
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
 
 aten = torch.ops.aten
 
@@ -42,7 +45,9 @@ class FlashAttention(AttentionBackend):
 
 
 class CudnnAttention(AttentionBackend):
-    """cuDNN on CUDA: bfloat16 and float16, head dims that are multiples of 8 up to 128, GQA natively.
+    """cuDNN on CUDA: bfloat16 and float16, GQA natively, head dims that are multiples of 8.
+
+    Equal head dims up to 128 always. Others up to 256, such as 256 and 192/128, where a small tile has been right.
 
     The flash kernel computes tiles of one query or one key: cuDNN crashes on them, and uneven shards may have them.
     """
@@ -52,7 +57,30 @@ class CudnnAttention(AttentionBackend):
     name = "CUDNN_ATTENTION"
 
     def refusal(self, spec: CallSpec) -> str | None:
-        return _half_precision_refusal(spec, max_head_dim=128)
+        dims = spec.head_dim, spec.v_head_dim
+        if any(dim % 8 or dim > 256 for dim in dims) or (dims[0] == dims[1] <= 128):
+            return _half_precision_refusal(spec, max_head_dim=256)
+        refusal = _half_precision_refusal(replace(spec, head_dim=8, v_head_dim=8), max_head_dim=8)
+        return refusal or self._trial(spec)
+
+    def _trial(self, spec: CallSpec) -> str | None:
+        """The reason why cuDNN does not compute small tiles of a call, None if it does."""
+        device, dtype, heads = torch.device(spec.device), getattr(torch, spec.dtype), (spec.q_heads, spec.kv_heads)
+
+        def problem() -> str:
+            for mask in (CAUSAL_TILE, FULL_TILE):
+                tile = SmallTile.drawn(
+                    device, dtype, heads, (spec.head_dim, spec.v_head_dim), 256, mask, MathAttention()
+                )
+                if wrong := tile.forward_error(self.forward) or tile.backward_error(self.backward):
+                    return wrong
+            return ""
+
+        found = first_use((self.name, dtype, *heads, spec.head_dim, spec.v_head_dim), device, problem)
+        if found == "":
+            return None
+        reason = "was not tried before CUDA graph capture" if found is None else f"failed: {found}"
+        return f"head dims {spec.head_dim} and {spec.v_head_dim}: a small tile {reason}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         if _has_single_row(q, k):

@@ -63,8 +63,7 @@ class IntervalAttention(AttentionBackend):
 
     def _tile(self, mask: TileMask, device: torch.device) -> tuple[TileRows, dict[str, Any]]:
         """The cached rows of a tile, and its bias and dropout as arguments of `attention_forward`."""
-        assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
-        rows = _cached_rows.get((mask, device)) or _cached_rows.add((mask, device), TileRows(mask, device))
+        rows = tile_rows(mask, device)
         modifiers, bias, dropout = self.modifiers, None, None
         if modifiers.bias is not None:
             bias = rows.bias_columns(modifiers.bias)
@@ -151,6 +150,13 @@ def _intervals(bands: IntervalSet, queries: Tensor, keys: Tensor) -> Tensor:
 
 _cached_rows = LRUCache[TileRows](most=256)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
+
+
+def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
+    """The row mask and positions of a tile on a device, cached."""
+    assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
+    key = (mask, device)
+    return _cached_rows.get(key) or _cached_rows.add(key, TileRows(mask, device))
 
 
 _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
+from cp_dtensor.attention.backends import cudnn_flex, flash4
 from cp_dtensor.attention.backends.aten import (
     CpuFlashAttention,
     CudnnAttention,
@@ -18,21 +21,33 @@ from cp_dtensor.attention.backends.aten import (
     MathAttention,
 )
 from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
+from cp_dtensor.attention.backends.packages import has_package_kernels, log_missing
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
-from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.partition import CallSpec, SequencePartition, masking_of
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.masks import as_plain
 
 _BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
 }
+PACKAGES = (flash4.PACKAGE, cudnn_flex.PACKAGE)
+"""Optional packages of kernels: `pip install 'cp_dtensor[kernels]'`."""
 _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
 _WIDE_GRADIENTS = WideGradients()
 
-_HOPPER_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-"""From compute capability 9.0 on. cuDNN is the fastest measured on H200."""
+# Orders of preference for full and causal tiles, measured (docs/kernels.md). FLASH_ATTENTION_4, the package, is used in
+# calls that allow FLASH_ATTENTION.
+_FLASH4 = "FLASH_ATTENTION_4"
+_PACKAGE_GPU_ORDER = (_FLASH4, "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+"""Hopper and datacenter Blackwell."""
+_LEFT_TO_CUDNN = frozenset({("backward", True)})
+"""Causal backward of head dim 256 on Hopper: 361 TFLOP/s by FlashAttention-4, 410 by cuDNN."""
 _DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
+"""Other GPUs. On Ampere and workstation Blackwell torch's flash is faster than cuDNN."""
 
 
 class Allowed(NamedTuple):
@@ -44,15 +59,18 @@ class Allowed(NamedTuple):
     """The user's order of preference, None without one."""
     deterministic: bool = False
     """True after `torch.use_deterministic_algorithms(True)`."""
+    torch_flash: bool = False
+    """True if the user has activated another implementation of torch's flash than FlashAttention-4."""
 
 
 def allowed_backends() -> Allowed:
-    """Reads `sdpa_kernel`, the `torch.backends.cuda` flags and `torch.use_deterministic_algorithms`."""
+    """Reads the settings at this moment: `sdpa_kernel`, `torch.backends.cuda` and the others of `Allowed`."""
     order = _torch.user_sdpa_priority()
     return Allowed(
         _torch.enabled_sdpa_backends(),
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
+        _torch.activated_flash_attention() not in (None, "FA4"),
     )
 
 
@@ -69,16 +87,48 @@ def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
 def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionBackend:
     """The first backend, in order of preference, that the user allows and that does not refuse the spec.
 
-    `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order. The default
-    order depends on the GPU. Interval-masked calls always use this package's own backend.
+    `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order; the default
+    order depends on the GPU. FLASH_ATTENTION also means FlashAttention-4, the package. Interval-masked tiles are
+    computed by cuDNN's FlexAttention, the package, where CUDNN_ATTENTION is allowed, and by our own kernels elsewhere.
 
     Raises:
         NotImplementedError: every allowed backend refuses; the message has the reason of each.
     """
-    if spec.masking is not Masking.BY_SHAPE:
-        return _INTERVALS
     allowed = allowed or allowed_backends()
-    return _choose(spec, allowed.enabled, allowed.order)
+    if has_package_kernels(spec.capability) and spec.dtype in ("bfloat16", "float16"):
+        log_missing(tuple(package.distribution for package in PACKAGES if not package.version))
+    if spec.masking is Masking.BY_SHAPE and spec.deterministic:
+        return _flash4(spec)  # see masked_by_shape
+    if spec.masking is Masking.BY_SHAPE:
+        choose = _choose.__wrapped__ if capturing() else _choose  # a capture refuses what was not tried before it
+        return choose(spec, allowed.enabled, allowed.order, allowed.torch_flash)
+    flex = CudnnFlexAttention(spec.deterministic)
+    may_be_cudnn = allowed.enabled[_torch.SDPA_BACKENDS.index("CUDNN_ATTENTION")]
+    is_plain = spec.masking is Masking.INTERVALS  # without bias and dropout
+    return flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
+
+
+@lru_cache(maxsize=1024)
+def masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
+    """The spec of a deterministic call, with tiles masked by shape where that is faster: with FlashAttention-4.
+
+    Of the other kernels of full and causal tiles few are deterministic, and those are slower than ours of intervals.
+    """
+    partition = spec.partition
+    if not isinstance(partition, SequencePartition) or spec.masking is not Masking.INTERVALS:
+        return spec
+    if masking_of(partition, spec.mask) is not Masking.BY_SHAPE:
+        return spec
+    is_allowed = allowed.enabled[_torch.SDPA_BACKENDS.index("FLASH_ATTENTION")] and not allowed.torch_flash
+    shaped = replace(spec, masking=Masking.BY_SHAPE, mask=as_plain(spec.mask))
+    return shaped if is_allowed and _flash4(shaped).refusal(shaped) is None else spec
+
+
+def choose_deterministic(spec: CallSpec) -> AttentionBackend:
+    """The backend of a call without bias and dropout if its gradients must be the same bits in every run."""
+    allowed = allowed_backends()
+    by_row = replace(spec, masking=Masking.INTERVALS, deterministic=True)
+    return choose_backend(masked_by_shape(by_row, allowed), allowed)
 
 
 def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionBackend | None:
@@ -100,19 +150,43 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
 
 
 @lru_cache(maxsize=1024)
-def _choose(spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
+def _choose(
+    spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None, torch_flash: bool
+) -> AttentionBackend:
+    """The backend of full and causal tiles."""
     is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
-    default_order = _HOPPER_ORDER if (spec.capability or (0, 0)) >= (9, 0) else _DEFAULT_ORDER
-    refusals = []
-    for name in sorted(_BACKENDS, key=user_order.index) if user_order else default_order:
+    order: tuple[str, ...] = _PACKAGE_GPU_ORDER if has_package_kernels(spec.capability) else _DEFAULT_ORDER
+    if user_order:
+        order = tuple(sorted(order, key=lambda name: user_order.index(_sdpa_name(name))))
+    has_flash4, refusals = False, []
+    for name in order:
+        if name == _FLASH4:
+            has_flash4 = is_enabled["FLASH_ATTENTION"] and not torch_flash and _flash4(spec).refusal(spec) is None
+            continue
         if not is_enabled[name]:
             refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
         backend = backend_by_name(name, spec.device_type)
         reason = backend.refusal(spec)
         if reason is None:
-            return backend
+            return _flash4(spec, backend) if has_flash4 else backend
         refusals.append(f"{name}: {reason}")
+    if has_flash4:
+        return _flash4(spec)
     raise NotImplementedError(
         f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
     )
+
+
+def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:
+    """FlashAttention-4 with the backend of what it does not compute; our kernels are deterministic."""
+    dims = spec.head_dim, spec.v_head_dim
+    if spec.deterministic:
+        return Flash4Attention(_WIDE_GRADIENTS, deterministic=True)
+    leaves = isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0)
+    return Flash4Attention(instead, left=_LEFT_TO_CUDNN if leaves else frozenset())
+
+
+def _sdpa_name(name: str) -> str:
+    """The name in `torch.nn.attention.SDPBackend` that allows a backend."""
+    return "FLASH_ATTENTION" if name == _FLASH4 else name

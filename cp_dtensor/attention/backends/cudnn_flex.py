@@ -1,0 +1,329 @@
+"""Backend on cuDNN's FlexAttention, of the package nvidia-cudnn-frontend: interval-masked tiles.
+
+A tile's intervals become a mask plan: tables of the blocks that are full or masked in part, in the order in which the
+kernels read them. A plan belongs to a mask and a geometry. Making one takes a millisecond and waits for the device, so
+plans are kept, the latest `MOST_BYTES` of them. Source: docs.nvidia.com/deeplearning/cudnn, FlexAttention.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.cache import LRUCache, capturing
+from cp_dtensor._torch.tensors import aligned, current_stream, empty_in_order_of, unit_stride
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.first_use import SmallTile
+from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
+from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
+from cp_dtensor.attention.triton.row_mask import RowMask
+from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
+from cp_dtensor.spec.intervals import IntervalBand
+from cp_dtensor.spec.layouts import Segment
+
+PACKAGE = Package("nvidia-cudnn-frontend", "cuDNN's FlexAttention")
+MOST_BYTES = 512 << 20
+"""Of all mask plans of a process, and of one of them. Documents of 65,536 tokens take about 10 MiB."""
+FEWEST_FLOPS = 0.1e12
+"""Of forward of a tile. In smaller ones the host time of this package, 0.3 ms, is longer than our kernels take."""
+_BLOCK = 128
+"""Rows and columns of a block of a mask plan."""
+_BYTES_OF_PARTIAL_BLOCK = 3 * _BLOCK * _BLOCK // 8
+"""One bit for each pair, in the orders of forward, dQ and dK/dV."""
+_INTERVALS = IntervalAttention()
+
+
+@dataclass(frozen=True)
+class CudnnFlexAttention(AttentionBackend):
+    """cuDNN's FlexAttention: bfloat16 and float16, GQA natively, head dims up to 128, 192/128 and 256/256.
+
+    The kernels of this package compute small tiles, tiles whose plans would be too large, tiles without a plan under
+    CUDA graph capture, and all tiles if the first results of cuDNN's kernels were wrong.
+    """
+
+    deterministic: bool = False
+    """True for gradients that are the same bits in every run: by the kernels of this package. cuDNN's deterministic
+    backward takes 24 times as long as its other one under a window (docs/kernels.md)."""
+
+    name = "CUDNN_FLEX_ATTENTION"
+
+    def refusal(self, spec: CallSpec) -> str | None:
+        dims = spec.head_dim, spec.v_head_dim
+        if refusal := PACKAGE.refusal(spec):
+            return refusal
+        if dims not in ((192, 128), (256, 256)) and any(dim % 8 or dim > 128 for dim in dims):
+            return f"it needs head dims of multiples of 8 up to 128, 192 and 128, or 256, got {dims[0]} and {dims[1]}"
+        return _functions().obstacle
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+        result = None
+        if self._serves("forward", q, k, v, mask):
+            result = _forward(q, k, v, mask, scale)
+        return result or _INTERVALS.forward(q, k, v, mask, scale)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        result = None
+        if not self.deterministic and self._serves("backward", q, k, v, mask):
+            result = _backward(grad_out, q, k, v, out, lse, mask, scale)
+        return result or _INTERVALS.backward(grad_out, q, k, v, out, lse, mask, scale)
+
+    def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
+        """True if these kernels may compute a tile. At their first use they are compiled and compute a small tile."""
+        assert isinstance(mask, IntervalMask)
+        group, dims = q.size(1) // k.size(1), (q.size(3), v.size(3))
+        if 2 * mask.pairs * q.size(0) * q.size(1) * sum(dims) < FEWEST_FLOPS:
+            return False
+
+        def problem() -> str:
+            tile = SmallTile.drawn(
+                q.device, q.dtype, (2 * group, 2), dims, 2 * _BLOCK, _small_mask(), IntervalAttention()
+            )
+            return tile.forward_error(_forward) if direction == "forward" else tile.backward_error(_backward)
+
+        return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group), q.device, problem)
+
+
+@lru_cache(maxsize=1)  # one object: forward and backward share its plan
+def _small_mask() -> IntervalMask:
+    """A window of 256 rows and columns; the last rows see nothing."""
+    positions, rows = Segment.contiguous(0, 2 * _BLOCK), (0, 2 * _BLOCK)
+    window = IntervalBand(first=0, last=200, lo=0, hi=2 * _BLOCK, left=70, right=10)
+    return IntervalMask(((window,),), (positions,), rows, KeyRun((positions,)), rows)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor] | None:
+    """The partial result; None for a tile without a plan."""
+    planned = planned_tile(mask, Geometry.of(q, k, v))
+    if planned is None:
+        return None
+    out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    inputs = tuple(aligned(x, 16).transpose(1, 2) for x in (q, k, v))
+    kernel = planned.forward_kernel(*inputs, out.transpose(1, 2), lse)
+    if kernel is None:
+        return None
+    launch_forward(kernel, planned.plan, out.transpose(1, 2), lse, inputs, scale)
+    return out, lse
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients; None for a tile without a plan."""
+    planned = planned_tile(mask, Geometry.of(q, k, v))
+    if planned is None:
+        return None
+    width = 128 if q.size(3) == v.size(3) == 256 else 16
+    inputs = *(aligned(x, width).transpose(1, 2) for x in (q, k, v, out, grad_out)), unit_stride(lse)
+    dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))
+    grads = tuple(grad.transpose(1, 2) for grad in (dq, dk, dv))
+    kernel = planned.backward_kernel(*inputs, *grads)
+    if kernel is None:
+        return None
+    launch_backward(kernel, planned.plan, grads, inputs, scale)
+    return dq, dk, dv
+
+
+def launch_forward(kernel: Any, plan: Any, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], scale: float) -> None:
+    """Writes a tile's partial result to `out` (B, S, H, Dv) and `lse` (B, H, S); inputs are q, k, v, (B, S, H, D)."""
+    workspace = _workspace(kernel, lse)
+    kernel.execute(*inputs, out, plan, lse, workspace=workspace, softmax_scale=scale)
+
+
+def launch_backward(
+    kernel: Any, plan: Any, grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], scale: float
+) -> None:
+    """Writes dq, dk and dv to `grads`; inputs are q, k, v, out and its gradient, (B, S, H, D), and lse (B, H, S)."""
+    kernel.execute(*inputs, *grads, plan, workspace=_workspace(kernel, inputs[-1]), softmax_scale=scale)
+
+
+def _workspace(kernel: Any, like: Tensor) -> Tensor | None:
+    size = kernel.workspace_size
+    return torch.empty(size, dtype=torch.uint8, device=like.device) if size else None
+
+
+# Mask plans
+
+
+class Geometry(NamedTuple):
+    """Shapes, dtype and device of a tile: with the mask, they determine the mask plan."""
+
+    batch: int
+    rows: int
+    columns: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
+        """The geometry of a tile, (B, H, S, D)."""
+        batch, heads, rows, head_dim = q.shape
+        return Geometry(batch, rows, k.size(2), heads, k.size(1), head_dim, v.size(3), q.dtype, q.device)
+
+    def samples(self) -> list[Tensor]:
+        """q, k and v (B, S, H, D) of this geometry without memory of their own, for functions that read none."""
+        dims = (self.rows, self.heads, self.head_dim), (self.columns, self.kv_heads, self.head_dim)
+        shapes = ((self.batch, *dim) for dim in (*dims, (self.columns, self.kv_heads, self.v_head_dim)))
+        return [torch.empty_strided(shape, (0, 0, 0, 1), dtype=self.dtype, device=self.device) for shape in shapes]
+
+
+@dataclass(eq=False)
+class PlannedTile:
+    """The mask plan of a tile, and the kernels that were made for it."""
+
+    plan: Any
+    """None for a tile whose plan would be too large."""
+    tensors: tuple[Tensor, ...] = ()
+    """The plan's memory. It was allocated on the stream that made the plan."""
+    _kernels: dict[Any, Any] = field(default_factory=dict)
+    _streams: set[int] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def forward_kernel(self, *tensors: Tensor) -> Any | None:
+        """The kernel for q, k, v, out and lse of these strides; None if it would be new under CUDA graph capture."""
+        *others, lse = tensors
+        return self._kernel(tensors, lambda: _functions().forward(*others, self.plan, lse))
+
+    def backward_kernel(self, *tensors: Tensor) -> Any | None:
+        """The kernel for q, k, v, out, grad_out, lse, dq, dk and dv of these strides, or None, as in forward."""
+        return self._kernel(tensors, lambda: _functions().backward(*tensors, self.plan))
+
+    def _kernel(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any | None:
+        self._used_on_current_stream(tensors[0].device)
+        key = tuple(tensor.stride() for tensor in tensors)
+        kernel = self._kernels.get(key)
+        if kernel is None and not capturing():
+            with quiet():
+                kernel = self._kernels[key] = make()
+                kernel.check_support()
+                kernel.compile()
+        return kernel
+
+    def _used_on_current_stream(self, device: torch.device) -> None:
+        """Keeps the plan's memory, once it is dropped, until the work on this stream is done."""
+        handle = _torch.current_stream_handle(device)
+        if handle not in self._streams and not capturing():  # captured plans are pinned in the cache
+            self._streams.add(handle)
+            for tensor in self.tensors:
+                tensor.record_stream(current_stream(device))
+
+
+_planned = LRUCache[PlannedTile](MOST_BYTES, lambda planned: planned.nbytes)
+"""Keys: mask (compared by identity) and geometry."""
+
+
+def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
+    """The plan of a tile, made if it is new. None if it would be too large, or new under CUDA graph capture."""
+    assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
+    planned = _planned.get((mask, geometry))
+    if planned is None:
+        if capturing():
+            return None
+        planned = _planned.add((mask, geometry), _torch.prepared(lambda: _plan_tile(mask, geometry)))
+    return None if planned.plan is None else planned
+
+
+def _plan_tile(mask: IntervalMask, geometry: Geometry) -> PlannedTile:
+    """Makes a plan on a stream of its own, and waits for it: any stream may use it."""
+    row_mask = tile_rows(mask, geometry.device).mask
+    stream = _planning_stream(geometry.device)
+    try:
+        with torch.cuda.stream(stream), quiet():
+            if plan_bytes(row_mask, geometry) > MOST_BYTES:
+                return PlannedTile(None)
+            ends = end_points(row_mask, geometry)
+            plan = _functions().create_mask_plan(ends, *geometry.samples(), build_backward=True)
+            stream.synchronize()
+    except torch.OutOfMemoryError:
+        return PlannedTile(None)
+    return PlannedTile(plan, _functions().plan_tensors(plan))
+
+
+@lru_cache(maxsize=64)
+def _planning_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # beside attention that fills the device
+
+
+def end_points(mask: RowMask, geometry: Geometry) -> Tensor:
+    """(1, 3, B * S), int32: the ascending ends F of [0, F0) and [F1, F2) that each row sees; here F0 is 0.
+
+    >>> mask = RowMask(lo=torch.tensor([-3, 2, 9]).int(), hi=torch.tensor([2, 1, 11]).int())
+    >>> geometry = Geometry(1, 3, 10, 1, 1, 8, 8, torch.bfloat16, torch.device("cpu"))
+    >>> end_points(mask, geometry).tolist()
+    [[[0, 0, 0], [0, 2, 9], [2, 2, 10]]]
+    """
+    lo, hi = _clamped(mask, geometry)
+    return torch.stack([torch.zeros_like(lo), lo, hi]).flatten(1).unsqueeze(0)
+
+
+def plan_bytes(mask: RowMask, geometry: Geometry) -> int:
+    """An estimate of a plan's bytes, without making it. Waits for the device.
+
+    A block of rows and columns takes memory if it is masked in part.
+    """
+    lo, hi = _clamped(mask, geometry)
+    empty, columns = lo == hi, geometry.columns
+    lo, hi = lo.masked_fill(empty, columns), hi.masked_fill(empty, 0)
+
+    def by_block(ends: Tensor, fill: int) -> Tensor:
+        return F.pad(ends, (0, -geometry.rows % _BLOCK), value=fill).unflatten(1, (-1, _BLOCK))
+
+    seen_by_any = (by_block(hi, 0).amax(2) - by_block(lo, columns).amin(2)).clamp(min=0)
+    seen_by_all = (by_block(hi, columns).amin(2) - by_block(lo, 0).amax(2)).clamp(min=0)
+    partial = (seen_by_any - seen_by_all) // _BLOCK + 2 * (seen_by_any > 0)
+    return int(partial.sum()) * _BYTES_OF_PARTIAL_BLOCK
+
+
+def _clamped(mask: RowMask, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """(B, S) each: the first column that each row sees and the end of its columns, not before the first."""
+    assert mask.intervals is not None
+    lo, hi = (x.expand(geometry.batch, -1).clamp(0, geometry.columns) for x in mask.intervals)
+    return lo, torch.maximum(lo, hi)
+
+
+class _Functions(NamedTuple):
+    obstacle: str | None
+    forward: Any = None
+    backward: Any = None
+    create_mask_plan: Any = None
+    plan_tensors: Any = None
+
+
+@lru_cache(maxsize=1)
+def _functions() -> _Functions:
+    """Imports the package, which takes seconds, and checks that its functions take what this file passes."""
+    try:
+        with quiet():
+            module = importlib.import_module("cudnn.flex_attention")
+            plan_tensors = importlib.import_module("cudnn.flex_attention.execution")._plan_tensors
+        forward, backward, create = module.FlexAttentionFwd, module.FlexAttentionBwd, module.create_mask_plan
+        check_parameters(create, "mask_func", "q", "k", "v", "build_backward")
+        check_parameters(plan_tensors, "mask_plan")
+        options = "mask_plan", "workspace", "softmax_scale"
+        names: tuple[str, ...] = ("q", "k", "v", "o", "lse")
+        check_parameters(forward, *(f"sample_{name}" for name in (*names, "mask_plan")))
+        check_parameters(forward.execute, *(f"{name}_tensor" for name in names), *options)
+        names = (*names, "do", "dq", "dk", "dv")
+        check_parameters(backward, *(f"sample_{name}" for name in (*names, "mask_plan")))
+        check_parameters(backward.execute, *(f"{name}_tensor" for name in names), *options)
+    except Exception as error:  # of any package that it imports
+        return _Functions(PACKAGE.unusable(error))
+    return _Functions(None, forward, backward, create, plan_tensors)

@@ -1,0 +1,106 @@
+"""First use of a kernel in a process: it computes a small tile, and its results are compared with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.cache import LRUCache, capturing
+from cp_dtensor._torch.tensors import on_device
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.plan.tiles import TileMask
+
+LARGEST_ERROR = 2e-2
+"""Relative to the largest element; rounding to bfloat16 explains a third of it."""
+
+_verdicts = LRUCache[str](most=1024)
+
+
+def first_use(
+    kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str],
+    failed: Callable[[str], None] = lambda reason: None,
+) -> str | None:  # fmt: skip
+    """Uses a kernel on a device for the first time in a process: returns "" if it was right, else what was wrong.
+
+    None under CUDA graph capture if the kernel was not used before: nothing may be compiled or compared there.
+
+    Args:
+        kernel: all that decides which kernel is compiled or found.
+        check: runs the kernel on a small tile; returns "" or what is wrong, and may raise.
+        failed: called with the reason, once for a kernel and a device.
+    """
+    key = (*kernel, device)
+    verdict = _verdicts.get(key)
+    if verdict is None and not capturing():
+        verdict = _verdicts.add(key, _torch.prepared(lambda: _failure_of(check, device)))
+        if verdict:
+            failed(verdict)
+    return verdict
+
+
+def _failure_of(check: Callable[[], str], device: torch.device) -> str:
+    """Runs a check on a device; an error becomes its result."""
+    try:
+        with on_device(device):
+            return check()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()[:300]}"
+
+
+@dataclass(frozen=True)
+class SmallTile:
+    """A tile of random q (1, H, S, D), k (1, Hkv, S, D) and v (1, Hkv, S, Dv), and its results in float64."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    grad_out: Tensor
+    result: tuple[Tensor, Tensor]
+    grads: tuple[Tensor, Tensor, Tensor]
+    mask: TileMask
+    scale: float
+
+    @staticmethod
+    def drawn(
+        device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dims: tuple[int, int], rows: int,
+        mask: TileMask, reference: AttentionBackend,
+    ) -> SmallTile:  # fmt: skip
+        """Draws a tile; `heads` are those of q and of k and v, `head_dims` those of q and k and of v."""
+        generator = torch.Generator().manual_seed(rows)
+
+        def normal(heads: int, dim: int) -> Tensor:
+            return torch.randn(1, rows, heads, dim, generator=generator).to(device, dtype).transpose(1, 2)
+
+        q, k, v = normal(heads[0], head_dims[0]), normal(heads[1], head_dims[0]), normal(heads[1], head_dims[1])
+        grad_out, scale = normal(heads[0], head_dims[1]), head_dims[0] ** -0.5
+        wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
+        out, lse = reference.forward(wide_q, wide_k, wide_v, mask, scale)
+        grads = reference.backward(grad_out.double(), wide_q, wide_k, wide_v, out, lse, mask, scale)
+        return SmallTile((q, k, v), grad_out, (out, lse), grads, mask, scale)
+
+    def forward_error(self, forward: Callable[..., tuple[Tensor, ...] | None]) -> str:
+        """Computes the tile by `AttentionBackend.forward` of a kernel; returns "" or what is wrong."""
+        return _errors(("out", "lse"), forward(*self.inputs, self.mask, self.scale), self.result)
+
+    def backward_error(self, backward: Callable[..., tuple[Tensor, ...] | None]) -> str:
+        """Computes the tile's gradients by `AttentionBackend.backward` of a kernel; returns "" or what is wrong."""
+        (q, k, v), (out, lse) = self.inputs, self.result
+        out = torch.empty_like(self.grad_out).copy_(out)
+        grads = backward(self.grad_out, q, k, v, out, lse.float(), self.mask, self.scale)
+        return _errors(("dq", "dk", "dv"), grads, self.grads)
+
+
+def _errors(names: tuple[str, ...], got: tuple[Tensor, ...] | None, expected: tuple[Tensor, ...]) -> str:
+    if got is None:
+        return "a small tile is not computed"
+    for name, one, other in zip(names, got, expected, strict=True):
+        finite = other.isfinite()
+        if one.shape != other.shape or not torch.equal(finite, one.isfinite()):
+            return f"{name} of a small tile has another shape, or is not finite where it should be"
+        error = float((one.double() - other)[finite].abs().max() / other[finite].abs().max().clamp(min=1e-2))
+        if error > LARGEST_ERROR:
+            return f"{name} of a small tile is wrong by {error:.1e} of its largest element"
+    return ""

@@ -1,0 +1,291 @@
+"""Backend on FlashAttention-4, the package flash-attn-4: full and causal tiles on Hopper and datacenter Blackwell.
+
+Source: github.com/Dao-AILab/flash-attention, `flash_attn/cute`. The package's functions that write into given memory
+are private and change between versions, so their parameters are checked at import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from threading import Lock, get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_dtensor._torch.cache import LRUCache
+from cp_dtensor._torch.tensors import aligned, empty_in_order_of
+from cp_dtensor.attention.backends.aten import MathAttention
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.first_use import SmallTile
+from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
+from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.tiles import ShapedMask, TileMask
+
+PACKAGE = Package("flash-attn-4", "FlashAttention-4")
+SHORTEST = 256
+"""Fewest rows and keys of a tile. Shorter ones would be compiled again, and other kernels are as fast there."""
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Flash4Attention(AttentionBackend):
+    """FlashAttention-4: bfloat16 and float16, GQA natively, head dims that are multiples of 8.
+
+    Another backend computes what these kernels do not: tiles shorter than `SHORTEST`, gradients of grouped heads with
+    two head dims, kernels whose first results were wrong, and kernels that would be new under CUDA graph capture.
+    """
+
+    instead: AttentionBackend
+    """That other backend."""
+    deterministic: bool = False
+    """True for gradients that are the same bits in every run."""
+    left: frozenset[tuple[str, bool]] = frozenset()
+    """Tiles that the other backend computes faster: "forward" or "backward", and True for causal ones."""
+
+    name = "FLASH_ATTENTION_4"
+
+    def refusal(self, spec: CallSpec) -> str | None:
+        return PACKAGE.refusal(spec) or _dims_refusal(spec) or _functions().obstacle
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+        if not self._serves("forward", q, k, v, mask):
+            return self.instead.forward(q, k, v, mask, scale)
+        return _forward(q, k, v, mask, scale)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._serves("backward", q, k, v, mask):
+            return self.instead.backward(grad_out, q, k, v, out, lse, mask, scale)
+        return _backward(grad_out, q, k, v, out, lse, mask, scale, self.deterministic)
+
+    def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
+        """True if these kernels compute a tile. At their first use they are compiled and compute a small tile."""
+        group, dims, is_causal = q.size(1) // k.size(1), (q.size(3), v.size(3)), mask.is_causal
+        if min(q.size(2), k.size(2)) < SHORTEST or (direction, is_causal) in self.left:
+            return False
+        if direction == "backward" and group > 1 and dims[0] != dims[1]:
+            return False
+        deterministic = direction == "backward" and self.deterministic
+
+        def problem() -> str:
+            shape = ShapedMask(is_causal=is_causal)
+            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, SHORTEST, shape, MathAttention())
+            check = tile.forward_error if direction == "forward" else tile.backward_error
+            compute = _forward if direction == "forward" else partial(_backward, deterministic=deterministic)
+            return check(compute) or check(compute)  # by the wrapper, then by what was recorded
+
+        kind = "deterministic" if deterministic else "", "causal" if is_causal else "full"
+        return PACKAGE.is_right((direction, *kind, q.dtype, "head dims", dims, "group", group), q.device, problem)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    launch_forward(out, lse, q, k, v, mask.is_causal, scale)
+    return out, lse
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))
+    launch_backward(dq, dk, dv, grad_out, q, k, v, out, lse, mask.is_causal, scale, deterministic)
+    return dq, dk, dv
+
+
+def launch_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> None:
+    """Writes the partial result of a tile to `out` (B, H, S, Dv) and `lse` (B, H, S), float32.
+
+    Inputs that are not aligned are copied (`aligned`, 16 bytes); `out` must be aligned.
+    """
+    q, k, v = (aligned(x, _ALIGNMENT).transpose(1, 2) for x in (q, k, v))
+    out = out.transpose(1, 2)
+
+    def wrapper() -> None:
+        _functions().forward(q, k, v, softmax_scale=scale, causal=is_causal, out=out, lse=lse)
+
+    _launch(("forward", is_causal, scale), (q, k, v, out, lse), wrapper)
+
+
+def launch_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    is_causal: bool, scale: float, deterministic: bool,
+) -> None:  # fmt: skip
+    """Writes a tile's share of the gradients, from the final out and lse of its rows. Alignment as in forward."""
+    q, k, v, out, grad_out = (aligned(x, _ALIGNMENT).transpose(1, 2) for x in (q, k, v, out, grad_out))
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    if not lse.is_contiguous() or lse.data_ptr() % _ALIGNMENT:
+        lse = lse.clone(memory_format=torch.contiguous_format)
+
+    def wrapper() -> None:
+        options = {"softmax_scale": scale, "causal": is_causal, "deterministic": deterministic}
+        _functions().backward(q, k, v, out, grad_out, lse, **options, dq=dq, dk=dk, dv=dv)
+
+    _launch(("backward", is_causal, scale, deterministic), (q, k, v, out, grad_out, lse, dq, dk, dv), wrapper)
+
+
+# Launches without the package's wrapper
+#
+# Its wrapper takes 0.2 ms of host time for forward and 0.3 ms for backward (one H200), most of it to find the compiled
+# functions and their arguments. These are recorded in the first call for some shapes and called directly after that.
+
+
+class _Workspace(NamedTuple):
+    """A tensor that a call needs for itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    begins_as_zeros: bool
+
+
+class _Launches(NamedTuple):
+    """The compiled functions of a call with their arguments; integers in `places` stand for tensors."""
+
+    functions: tuple[Any, ...]
+    arguments: tuple[list[Any], ...]
+    places: tuple[list[tuple[int, int]], ...]
+    """For each function, arguments that are tensors: place of the argument, and number of the tensor."""
+    workspaces: tuple[_Workspace, ...]
+    """Numbered after the tensors of the call."""
+
+    def launch(self, tensors: tuple[Tensor, ...]) -> None:
+        device = tensors[0].device
+        own = [
+            (torch.zeros if begins_as_zeros else torch.empty)(shape, dtype=dtype, device=device)
+            for shape, dtype, begins_as_zeros in self.workspaces
+        ]
+        every = (*tensors, *own)
+        for function, arguments, places in zip(self.functions, self.arguments, self.places, strict=True):
+            filled = arguments.copy()
+            for place, number in places:
+                filled[place] = every[number]
+            function(*filled)
+
+
+_launches = LRUCache[_Launches](most=1024)
+_recording = Lock()
+
+
+def _launch(kind: tuple[Any, ...], tensors: tuple[Tensor, ...], wrapper: Callable[[], None]) -> None:
+    """Launches a call by what was recorded for its shapes, in the first call by the wrapper.
+
+    Args:
+        kind: all that decides what is launched besides the tensors.
+        tensors: inputs and outputs: q, k and v first, (B, S, H, D).
+    """
+    q, k, v = tensors[:3]
+    key = (kind, q.shape, k.shape, v.size(3), q.dtype, q.device)
+    launches = _launches.get(key)
+    if launches is not None:
+        launches.launch(tensors)
+        return
+    calls = _recorded(wrapper)
+    # Arguments are found by address, so not in a call with one tensor twice, such as q for k.
+    if calls and len({(x.data_ptr(), x.shape) for x in tensors}) == len(tensors):
+        _launches.add(key, _without_tensors(calls, tensors))
+
+
+def _recorded(wrapper: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Calls the wrapper; returns the compiled functions that this thread has called, with their arguments."""
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    thread = get_ident()
+
+    class Recording:
+        """A cache of compiled functions that records calls."""
+
+        def __init__(self, cache: Any) -> None:
+            self.cache = cache
+
+        def __contains__(self, key: Any) -> bool:
+            return key in self.cache
+
+        def __setitem__(self, key: Any, function: Any) -> None:
+            self.cache[key] = function
+
+        def __getitem__(self, key: Any) -> Any:
+            function = self.cache[key]
+
+            def call(*arguments: Any) -> Any:
+                if get_ident() == thread:
+                    calls.append((function, arguments))
+                return function(*arguments)
+
+            return call
+
+    with _recording:
+        owners = _functions().cached
+        caches = [owner.compile_cache for owner in owners]
+        try:
+            for owner, cache in zip(owners, caches, strict=True):
+                owner.compile_cache = Recording(cache)
+            wrapper()
+        finally:
+            for owner, cache in zip(owners, caches, strict=True):
+                owner.compile_cache = cache
+    return calls
+
+
+def _without_tensors(calls: list[tuple[Any, tuple[Any, ...]]], tensors: tuple[Tensor, ...]) -> _Launches:
+    """Recorded calls with numbers in place of tensors: of the call's own, found by address, and of workspaces.
+
+    The first function of a backward writes its workspaces. Later ones add to theirs, which begin as zeros.
+    """
+    numbers = {(x.data_ptr(), x.shape): number for number, x in enumerate(tensors)}
+    workspaces: list[_Workspace] = []
+    arguments, places = [], []
+    for index, (_, values) in enumerate(calls):
+        here = []
+        for place, value in enumerate(values):
+            if isinstance(value, Tensor):
+                address = value.data_ptr(), value.shape
+                if address not in numbers:
+                    numbers[address] = len(tensors) + len(workspaces)
+                    workspaces.append(_Workspace(value.shape, value.dtype, index > 0 or len(calls) == 1))
+                here.append((place, numbers[address]))
+        arguments.append([None if isinstance(value, Tensor) else value for value in values])
+        places.append(here)
+    return _Launches(tuple(function for function, _ in calls), tuple(arguments), tuple(places), tuple(workspaces))
+
+
+def _dims_refusal(spec: CallSpec) -> str | None:
+    """The reason why the kernels do not compile for head dims, None if they do."""
+    dim, v_dim = spec.head_dim, spec.v_head_dim
+    assert spec.capability is not None
+    if dim % 8 or v_dim % 8 or max(dim, v_dim) > 256:
+        return f"it needs head dims that are multiples of 8 up to 256, got {dim} and {v_dim}"
+    if spec.capability[0] == 9:
+        compiles = dim > 96 or v_dim <= 192  # more does not fit shared memory
+    else:
+        compiles = max(dim, v_dim) <= 128 or (dim, v_dim) in ((192, 128), (256, 256))
+    return None if compiles else f"it does not compile for head dims {dim} and {v_dim}"
+
+
+class _Functions(NamedTuple):
+    obstacle: str | None
+    forward: Any = None
+    backward: Any = None
+    cached: tuple[Any, ...] = ()
+    """Functions with a `compile_cache`, of compiled functions by key."""
+
+
+@lru_cache(maxsize=1)
+def _functions() -> _Functions:
+    """Imports the package, which takes seconds, and checks that its functions take what this file passes."""
+    try:
+        with quiet():
+            module = importlib.import_module("flash_attn.cute.interface")
+        forward, backward = module._flash_attn_fwd, module._flash_attn_bwd
+        cached = forward, backward, module._bwd_preprocess, module._bwd_postprocess_convert
+        common = ("q", "k", "v", "softmax_scale", "causal")
+        check_parameters(forward, *common, "out", "lse")
+        check_parameters(backward, *common, "out", "dout", "lse", "deterministic", "dq", "dk", "dv")
+        if missing := [each.__name__ for each in cached if not hasattr(each, "compile_cache")]:
+            raise TypeError(f"{', '.join(missing)} have no compile_cache")
+    except Exception as error:  # of any package that it imports
+        return _Functions(PACKAGE.unusable(error))
+    return _Functions(None, forward, backward, cached)

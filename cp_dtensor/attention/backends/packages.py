@@ -1,0 +1,124 @@
+"""Optional packages of attention kernels: installed versions, signatures, quiet compilation, and stepping back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cp_dtensor.attention.backends.first_use import first_use
+from cp_dtensor.plan.partition import CallSpec
+
+_log = logging.getLogger("cp_dtensor")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that may be installed, with kernels for Hopper and datacenter Blackwell GPUs.
+
+    Any version is used: the signatures of its functions and the first results of each kernel decide whether it stays.
+    """
+
+    distribution: str
+    """Its name in package registries."""
+    title: str
+    """Its name in messages."""
+
+    @property
+    def version(self) -> str | None:
+        """The installed version, None without the package."""
+        return installed_version(self.distribution)
+
+    def refusal(self, spec: CallSpec) -> str | None:
+        """The reason why the package has no kernel for a call, whatever its head dims; None if it may have one."""
+        if spec.device_type != "cuda":
+            return f"the tensors are on {spec.device_type}, not cuda"
+        if not has_package_kernels(spec.capability):
+            return f"it needs Hopper or datacenter Blackwell, this device has compute capability {spec.capability}"
+        if spec.dtype not in ("bfloat16", "float16"):
+            return f"it needs bfloat16 or float16, got {spec.dtype}"
+        return None if self.version else f"{self.distribution} is not installed"
+
+    def is_right(self, kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str]) -> bool:
+        """True if the first use of a kernel was right; warns once if it was not. Arguments as of `first_use`.
+
+        False under CUDA graph capture for a kernel that was not used before it.
+        """
+
+        def checked() -> str:
+            with quiet():
+                return check()
+
+        def failed(reason: str) -> None:
+            self._warn(f"for {' '.join(map(str, kernel))}: {reason}")
+
+        return first_use((self.distribution, *kernel), device, checked, failed) == ""
+
+    def unusable(self, error: Exception) -> str:
+        """Warns that the installed version cannot be used at all; returns the reason."""
+        reason = f"{type(error).__name__}: {error}"
+        self._warn(f"at all: {reason}")
+        return f"{self.distribution} {self.version}: {reason}"
+
+    def _warn(self, what_and_why: str) -> None:
+        warnings.warn(
+            f"{self.title} is not used {what_and_why} ({self.distribution} {self.version}, torch {torch.__version__}, "
+            f"CUDA {torch.version.cuda}); other kernels are used",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def has_package_kernels(capability: tuple[int, int] | None) -> bool:
+    """True for Hopper (compute capability 9.0) and datacenter Blackwell (10.0 and 10.3)."""
+    return capability is not None and capability[0] in (9, 10)
+
+
+@lru_cache(maxsize=16)
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, None without it. Imports nothing of it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drops what packages print, log and warn while they are imported and compile."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(max(disabled, logging.WARNING))
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+
+
+def check_parameters(function: Callable[..., Any], *names: str) -> None:
+    """Checks that a function takes parameters of these names.
+
+    Raises:
+        TypeError: it does not.
+    """
+    missing = set(names) - set(inspect.signature(function).parameters)
+    if missing:
+        raise TypeError(f"{function.__name__} has no parameters {', '.join(sorted(missing))}")
+
+
+@lru_cache(maxsize=2)
+def log_missing(distributions: tuple[str, ...]) -> None:
+    """Logs once, on a GPU that packages serve, which of them are not installed."""
+    if distributions:
+        names = " and ".join(distributions)
+        _log.warning("%s would make attention faster on this GPU: pip install 'cp_dtensor[kernels]'", names)

@@ -1,0 +1,459 @@
+"""Backends on optional packages, with modules that stand for them: refusals, first use, plans, and the choice."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.package_kernels import Unwanted, relative
+from support.pretended_packages import FlashModule, FlexModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_dtensor._torch.cache import LRUCache
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages, select
+from cp_dtensor.attention.backends.aten import CudnnAttention, MathAttention
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
+from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
+from cp_dtensor.attention.backends.select import choose_backend
+from cp_dtensor.attention.triton.row_mask import RowMask
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, TileMask
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.intervals import IntervalBand
+from cp_dtensor.spec.layouts import Contiguous, Segment
+from cp_dtensor.spec.masks import Causal, Full
+
+MATH = MathAttention()
+HOPPER = CallSpec(
+    LayoutPartition(Contiguous(), 8, 8, 1, 1), Full(), 1, 4, 2, 128, 128, "bfloat16", device="cuda", capability=(9, 0)
+)
+BLACKWELL, AMPERE = replace(HOPPER, capability=(10, 0)), replace(HOPPER, capability=(8, 0))
+INTERVALS = replace(HOPPER, masking=Masking.INTERVALS)
+Patch = pytest.MonkeyPatch
+VERSIONS = {flash4.PACKAGE.distribution: "4.0.0b36", cudnn_flex.PACKAGE.distribution: "1.32.0"}
+
+
+@pytest.fixture
+def fresh(monkeypatch: Patch) -> Iterator[Patch]:
+    """A process that has used no optional package, in which both seem to be installed."""
+    monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
+    monkeypatch.setattr(first_use, "_verdicts", LRUCache(99))
+    monkeypatch.setattr(flash4, "_launches", LRUCache(99))
+    monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, lambda planned: planned.nbytes))
+    cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
+    for each in cached:
+        each.cache_clear()
+    yield monkeypatch
+    for each in cached:
+        each.cache_clear()
+
+
+def install(patch: Patch, flash: Any = None, flex: Any = None) -> None:
+    """Makes modules importable; None is a package that fails to import."""
+    patch.setitem(sys.modules, "flash_attn.cute.interface", flash)
+    patch.setitem(sys.modules, "cudnn.flex_attention", flex)
+    patch.setitem(sys.modules, "cudnn.flex_attention.execution", flex)
+
+
+def tensors(
+    rows: int = 300, columns: int = 300, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16)
+) -> Any:
+    shapes = (heads[0], rows, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])
+    return [torch.randn(2, *shape).bfloat16() for shape in (*shapes, (heads[0], rows, dims[1]))]
+
+
+def both(backend: AttentionBackend, mask: TileMask, values: Any, scale: float = 0.25) -> list[torch.Tensor]:
+    """Returns the result of a tile and its gradients."""
+    q, k, v, grad_out = values
+    out, lse = backend.forward(q, k, v, mask, scale)
+    return [out, lse, *backend.backward(grad_out, q, k, v, out, lse, mask, scale)]
+
+
+def check(backend: AttentionBackend, mask: TileMask, values: Any, reference: AttentionBackend = MATH) -> None:
+    got, want = both(backend, mask, values), both(reference, mask, [x.double() for x in values])
+    for one, other in zip(got, want, strict=True):
+        finite = other.isfinite()
+        assert torch.equal(finite, one.isfinite())
+        assert float((one[finite].double() - other[finite]).norm() / other[finite].norm().clamp(min=1)) < 1e-2
+
+
+# FlashAttention-4
+
+
+def test_flash4_records_the_launches_of_the_first_call_and_repeats_them(fresh: Patch) -> None:
+    module = FlashModule()
+    install(fresh, module)
+    backend = Flash4Attention(Unwanted())
+    for mask in (CAUSAL_TILE, FULL_TILE):
+        module.calls.clear()
+        for _ in range(3):
+            check(backend, mask, tensors())
+        assert sorted(module.calls) == ["backward"] * 2 + ["forward"] * 2, "of a small tile, then of these shapes"
+        check(backend, mask, tensors(rows=400, columns=400))
+        assert len(module.calls) == 6, "other shapes have other launches"
+    for rows in (257, 300):
+        check(backend, FULL_TILE, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(rows, 280)])
+
+
+def test_flash4_records_no_launch_in_which_tensors_cannot_be_told_apart(fresh: Patch) -> None:
+    install(fresh, FlashModule())
+    backend = Flash4Attention(Unwanted())
+    q, k, v, _ = tensors(heads=(2, 2))
+    backend.forward(q, q, q, FULL_TILE, 0.25)
+    out, _ = backend.forward(q, k, v, FULL_TILE, 0.25)
+    assert relative(out, MATH.forward(q.double(), k.double(), v.double(), FULL_TILE, 0.25)[0]) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "heads", "dims"),
+    [(1, 300, (4, 2), (16, 16)), (300, 1, (4, 2), (16, 16)), (255, 300, (2, 2), (16, 16)), (1, 1, (2, 1), (16, 24))],
+)
+def test_flash4_leaves_short_tiles_to_the_other_backend(
+    fresh: Patch, rows: int, columns: int, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    module = FlashModule()
+    install(fresh, module)
+    check(Flash4Attention(MATH), FULL_TILE, tensors(rows, columns, heads, dims))
+    assert not module.calls
+
+
+def test_flash4_leaves_gradients_of_groups_with_two_head_dims_to_the_other_backend(fresh: Patch) -> None:
+    module = FlashModule()
+    install(fresh, module)
+    check(Flash4Attention(MATH), FULL_TILE, tensors(dims=(24, 16)))
+    assert set(module.calls) == {"forward"}
+
+
+def test_flash4_copies_tensors_that_are_not_aligned(fresh: Patch) -> None:
+    install(fresh, FlashModule())
+    values = [torch.randn(2, *x.shape[1:3], 17).bfloat16()[..., 1:] for x in tensors()]
+    seen: list[torch.Tensor] = []
+    launch = flash4._launch
+    fresh.setattr(flash4, "_launch", lambda kind, own, wrapper: (seen.extend(own), launch(kind, own, wrapper)))
+    check(Flash4Attention(Unwanted()), FULL_TILE, values)
+    assert all(x.data_ptr() % 16 == 0 for x in seen)
+    assert all(step * x.itemsize % 16 == 0 for x in seen if x.dim() == 4 for step in x.stride()[:-1])
+
+
+@pytest.mark.parametrize("module", [FlashModule(factor=1.5), FlashModule(factor=float("nan"))], ids=["wrong", "nan"])
+def test_a_kernel_that_is_wrong_at_first_is_not_used_again(fresh: Patch, module: FlashModule) -> None:
+    install(fresh, module)
+    values = tensors()
+    with pytest.warns(RuntimeWarning) as caught:
+        check(Flash4Attention(MATH), CAUSAL_TILE, values)
+    assert [str(each.message).split(":")[0] for each in caught] == [
+        f"FlashAttention-4 is not used for {direction}  causal torch.bfloat16 head dims (16, 16) group 2"
+        for direction in ("forward", "backward")
+    ]
+    assert all("flash-attn-4 4.0.0b36, torch " in str(each.message) for each in caught)
+    calls = list(module.calls)
+    check(Flash4Attention(MATH), CAUSAL_TILE, values)  # warnings are errors: there is none any more
+    assert module.calls == calls
+
+
+def test_nothing_is_compiled_or_checked_under_capture(fresh: Patch) -> None:
+    module = FlashModule()
+    install(fresh, module, FlexModule())
+    with fresh.context() as capture:
+        for each in (first_use, cudnn_flex):
+            capture.setattr(each, "capturing", lambda: True)
+        check(Flash4Attention(MATH), CAUSAL_TILE, tensors())
+        capture.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+        check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+        assert "was not tried before CUDA graph capture" in str(CudnnAttention().refusal(MLA))
+    assert not module.calls
+    check(Flash4Attention(Unwanted()), CAUSAL_TILE, tensors())
+    assert module.calls, "after the capture they are"
+
+
+def _without_lse(q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, out: Any) -> None: ...
+
+
+@pytest.mark.parametrize("problem", ["no module", "no function", "parameters"])
+def test_packages_that_do_not_fit_are_refused_by_name_and_version(fresh: Patch, problem: str) -> None:
+    flash, flex = FlashModule(), FlexModule()
+    if problem == "no module":
+        install(fresh)
+    else:
+        install(fresh, flash, flex)
+        for module, name in ((flash, "_flash_attn_fwd"), (flex, "create_mask_plan")):
+            if problem == "no function":
+                delattr(module, name)
+            else:
+                fresh.setattr(module, name, _without_lse)
+    for backend, spec, name in (
+        (Flash4Attention(MATH), HOPPER, "flash-attn-4 4.0.0b36"),
+        (CudnnFlexAttention(), INTERVALS, "nvidia-cudnn-frontend 1.32.0"),
+    ):
+        with pytest.warns(RuntimeWarning, match=name):
+            refusal = backend.refusal(spec)
+        assert name in str(refusal)
+        assert backend.refusal(spec) == refusal, "without another warning"
+    assert type(choose_backend(HOPPER)) is CudnnAttention
+    assert type(choose_backend(INTERVALS)) is IntervalAttention
+
+
+MLA = replace(HOPPER, head_dim=192, q_heads=4, kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec", "reason"),
+    [
+        (Flash4Attention(MATH), replace(HOPPER, head_dim=96, v_head_dim=256), "does not compile for head dims 96"),
+        (Flash4Attention(MATH), replace(HOPPER, head_dim=12), "multiples of 8 up to 256, got 12 and 128"),
+        (Flash4Attention(MATH), replace(HOPPER, head_dim=512, v_head_dim=512), "multiples of 8 up to 256, got 512"),
+        (Flash4Attention(MATH), replace(BLACKWELL, head_dim=192, v_head_dim=192), "does not compile for head dims 192"),
+        (Flash4Attention(MATH), replace(HOPPER, dtype="float32"), "needs bfloat16 or float16, got float32"),
+        (Flash4Attention(MATH), AMPERE, r"needs Hopper .* has compute capability \(8, 0\)"),
+        (Flash4Attention(MATH), replace(HOPPER, capability=(12, 0)), r"needs Hopper .* \(12, 0\)"),
+        (Flash4Attention(MATH), replace(HOPPER, device="cpu", capability=None), "the tensors are on cpu"),
+        (CudnnFlexAttention(), replace(INTERVALS, head_dim=136), "multiples of 8 up to 128, .* got 136 and 128"),
+        (CudnnFlexAttention(), replace(INTERVALS, head_dim=192, v_head_dim=192), "got 192 and 192"),
+        (CudnnFlexAttention(), replace(INTERVALS, dtype="float64"), "got float64"),
+    ],
+)  # fmt: skip
+def test_refusals_say_why(fresh: Patch, backend: AttentionBackend, spec: CallSpec, reason: str) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    with pytest.raises(AssertionError, match=reason):
+        assert not backend.refusal(spec), backend.refusal(spec)
+
+
+@pytest.mark.parametrize("spec", [HOPPER, BLACKWELL, MLA, replace(MLA, capability=(10, 3))])
+def test_what_they_compute_is_not_refused(fresh: Patch, spec: CallSpec) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    assert Flash4Attention(MATH).refusal(spec) is None
+    assert CudnnFlexAttention().refusal(spec) is None
+
+
+# cuDNN's FlexAttention
+
+
+def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> IntervalMask:
+    """Documents and a window, other ones in each batch row; some rows see nothing."""
+    sets = tuple(
+        (
+            IntervalBand(10, 100 + row, 5, columns),
+            IntervalBand(120 + row, rows - 20, 0, columns, left=50 + row, right=9),
+        )
+        for row in range(batch)
+    )
+    queries, keys = Segment.contiguous(0, rows), Segment.contiguous(0, columns)
+    return IntervalMask(sets, (queries,), (0, rows), KeyRun((keys,)), (0, columns))
+
+
+@pytest.fixture
+def flex(fresh: Patch) -> Patch:
+    """CPUs in place of the streams of GPUs, and tiles of any size."""
+    fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+    fresh.setattr(cudnn_flex, "_planning_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    fresh.setattr(cudnn_flex.PlannedTile, "_used_on_current_stream", lambda self, device: None)
+    fresh.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return fresh
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("heads", "dims"), [((4, 2), (16, 16)), ((2, 2), (192, 128))])
+def test_flex_computes_interval_tiles(flex: Patch, batch: int, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    module = FlexModule()
+    install(flex, flex=module)
+    flex.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+    mask = interval_mask(300, 280, batch)
+    for _ in range(2):
+        check(CudnnFlexAttention(), mask, tensors(300, 280, heads, dims), IntervalAttention())
+    assert len(module.plans) == 1 + 1, "of the small tile, and one for forward and backward of this one"
+    check(CudnnFlexAttention(), interval_mask(300, 280, batch), tensors(300, 280, heads, dims), IntervalAttention())
+    assert len(module.plans) == 1 + 2, "another mask object has a plan of its own"
+
+
+def test_flex_keeps_the_latest_plans_within_its_bytes(flex: Patch) -> None:
+    module = FlexModule(plan_bytes=1000)
+    install(flex, flex=module)
+    flex.setattr(cudnn_flex, "_planned", LRUCache(2500, lambda planned: planned.nbytes))
+    one, other, third = (interval_mask() for _ in range(3))
+    q, k, v, _ = tensors()
+    geometry = Geometry.of(q, k, v)
+    for mask in (one, other, one, third):
+        assert cudnn_flex.planned_tile(mask, geometry) is not None
+    assert len(module.plans) == 3
+    made = [cudnn_flex._planned.get((mask, geometry)) is not None for mask in (one, other, third)]
+    assert made == [True, False, True], "the least recently used went"
+    check(CudnnFlexAttention(), other, tensors(), IntervalAttention())
+
+
+@pytest.mark.parametrize("problem", ["estimate", "memory"])
+def test_tiles_without_a_plan_are_computed_by_our_kernels(flex: Patch, problem: str) -> None:
+    module = FlexModule()
+    install(flex, flex=module)
+    if problem == "estimate":
+        flex.setattr(cudnn_flex, "MOST_BYTES", 2 * cudnn_flex._BYTES_OF_PARTIAL_BLOCK)
+    else:
+
+        def out_of_memory(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
+            raise torch.OutOfMemoryError
+
+        flex.setattr(module, "create_mask_plan", out_of_memory)
+    flex.setattr(packages.Package, "is_right", lambda *arguments: True)
+    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+    assert not module.plans
+
+
+def test_flex_leaves_small_tiles_and_deterministic_gradients_to_our_kernels(flex: Patch) -> None:
+    module = FlexModule()
+    install(flex, flex=module)
+    flex.setattr(cudnn_flex, "FEWEST_FLOPS", 1e12)
+    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+    assert not module.plans
+    flex.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+    flex.setattr(module.FlexAttentionBwd, "execute", None)
+    cudnn_flex._functions.cache_clear()
+    flex.setattr(cudnn_flex, "check_parameters", lambda *names: None)
+    check(CudnnFlexAttention(deterministic=True), interval_mask(), tensors(), IntervalAttention())
+    assert len(module.plans) == 2
+
+
+def test_end_points_and_estimate_of_random_intervals() -> None:
+    draw = random.Random(0)
+    for _ in range(30):
+        batch, rows, columns = draw.randint(1, 2), draw.randint(1, 400), draw.randint(1, 400)
+        kind = (batch, rows) if draw.random() < 0.5 else (rows,)
+        lo, hi = (torch.randint(-20, columns + 20, kind, dtype=torch.int32) for _ in range(2))
+        if draw.random() < 0.5:
+            lo, hi = lo.sort(-1).values, (lo + 60).sort(-1).values
+        geometry = Geometry(batch, rows, columns, 1, 1, 8, 8, torch.bfloat16, torch.device("cpu"))
+        ends = end_points(RowMask(lo=lo, hi=hi), geometry)
+        assert ends.shape == (1, 3, batch * rows)
+        assert ends.is_contiguous()
+        assert bool((ends[:, 1:] >= ends[:, :-1]).all())
+        assert int(ends.min()) >= 0
+        assert int(ends.max()) <= columns
+        column = torch.arange(columns)
+        seen = (column >= torch.atleast_2d(lo)[..., None]) & (column < torch.atleast_2d(hi)[..., None])
+        planned = (column >= ends[0, 1, :, None]) & (column < ends[0, 2, :, None])
+        assert torch.equal(planned, seen.expand(batch, -1, -1).flatten(0, 1))
+        block = cudnn_flex._BLOCK
+        partial = 0
+        for row in range(0, rows, block):
+            for start in range(0, columns, block):
+                part = seen.expand(batch, -1, -1)[:, row : row + block, start : start + block].flatten(1)
+                partial += int((part.any(1) & ~part.all(1)).sum())
+        estimate = plan_bytes(RowMask(lo=lo, hi=hi), geometry) // cudnn_flex._BYTES_OF_PARTIAL_BLOCK
+        assert partial <= estimate <= batch * -(-rows // block) * (columns // block + 2)
+
+
+# The choice
+
+
+def chosen(spec: CallSpec) -> str:
+    backend = choose_backend(spec)
+    instead = f" or {type(backend.instead).__name__}" if isinstance(backend, Flash4Attention) else ""
+    return type(backend).__name__ + instead
+
+
+def test_packages_are_preferred_where_they_are_installed(fresh: Patch) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    assert chosen(HOPPER) == chosen(BLACKWELL) == "Flash4Attention or CudnnAttention"
+    assert chosen(INTERVALS) == "CudnnFlexAttention"
+    assert chosen(AMPERE) == chosen(replace(HOPPER, capability=(12, 0))) == "FlashAttention"
+    assert chosen(replace(INTERVALS, masking=Masking.INTERVALS_UNBROKEN)) == "IntervalAttention"
+    assert chosen(replace(HOPPER, dtype="float32")) == "EfficientAttention"
+    assert chosen(replace(HOPPER, head_dim=512, v_head_dim=512)) == "EfficientAttention"
+    fresh.setattr(packages, "installed_version", lambda distribution: None)
+    select._choose.cache_clear()
+    assert (chosen(HOPPER), chosen(INTERVALS)) == ("CudnnAttention", "IntervalAttention")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "shaped", "masked"),
+    [
+        ([SDPBackend.FLASH_ATTENTION], "Flash4Attention or FlashAttention", "IntervalAttention"),
+        ([SDPBackend.CUDNN_ATTENTION], "CudnnAttention", "CudnnFlexAttention"),
+        ([SDPBackend.MATH], "MathAttention", "IntervalAttention"),
+        ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], "EfficientAttention", "IntervalAttention"),
+        (
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+            "Flash4Attention or FlashAttention", "CudnnFlexAttention",
+        ),
+    ],
+)  # fmt: skip
+def test_sdpa_kernel_means_the_packages_too(
+    fresh: Patch, allowed: list[SDPBackend], shaped: str, masked: str
+) -> None:  # fmt: skip
+    install(fresh, FlashModule(), FlexModule())
+    with sdpa_kernel(allowed, set_priority=True):
+        assert (chosen(HOPPER), chosen(INTERVALS)) == (shaped, masked)
+
+
+def test_flash_alone_where_torch_has_none_for_two_head_dims_falls_back_to_our_kernels(fresh: Patch) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert chosen(MLA) == "Flash4Attention or WideGradients"
+
+
+def test_an_implementation_that_the_user_has_activated_is_used(fresh: Patch) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    for name, expected in ((None, "Flash4Attention"), ("FA4", "Flash4Attention"), ("FA3", "FlashAttention")):
+        fresh.setattr(torch.nn.attention, "current_flash_attention_impl", lambda name=name: name)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            assert type(choose_backend(HOPPER)).__name__ == expected
+
+
+def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    fresh.setattr(CudnnAttention, "refusal", lambda self, spec: None)
+    wide = replace(HOPPER, head_dim=256, v_head_dim=256)
+    left = [backend.left for backend in map(choose_backend, (wide, HOPPER)) if isinstance(backend, Flash4Attention)]
+    assert left == [{("backward", True)}, frozenset()]
+    module = FlashModule()
+    install(fresh, module)
+    flash4._functions.cache_clear()
+    check(Flash4Attention(MATH, left=left[0]), CAUSAL_TILE, tensors())
+    assert set(module.calls) == {"forward"}
+
+
+def test_deterministic_calls_are_masked_by_shape_where_flash4_computes_them(fresh: Patch) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    spec, allowed = replace(INTERVALS, mask=Causal(), deterministic=True), select.allowed_backends()
+    shaped = select.masked_by_shape.__wrapped__(spec, allowed)
+    assert shaped == replace(spec, masking=Masking.BY_SHAPE)
+    backend = choose_backend(shaped)
+    assert backend == Flash4Attention(select._WIDE_GRADIENTS, deterministic=True)
+    assert isinstance(backend.instead, WideGradients)
+    assert choose_backend(spec) == CudnnFlexAttention(deterministic=True)
+    for other in (replace(spec, capability=(8, 0)), replace(spec, masking=Masking.INTERVALS_UNBROKEN)):
+        assert select.masked_by_shape.__wrapped__(other, allowed) == other
+    assert select.masked_by_shape.__wrapped__(spec, allowed._replace(torch_flash=True)) == spec
+    assert isinstance(select.choose_deterministic(spec), Flash4Attention)
+
+
+def test_missing_packages_are_logged_once_on_gpus_that_they_serve(
+    fresh: Patch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    install(fresh, FlashModule(), FlexModule())
+    fresh.setattr(packages, "installed_version", lambda distribution: None)
+    with caplog.at_level(logging.INFO, "cp_dtensor"):
+        for spec in (AMPERE, replace(HOPPER, dtype="float32"), HOPPER, HOPPER, INTERVALS):
+            choose_backend(spec)
+    (record,) = caplog.records
+    assert re.fullmatch(
+        "flash-attn-4 and nvidia-cudnn-frontend .*pip install 'cp_dtensor.kernels.'", record.getMessage()
+    )
+
+
+def test_what_packages_print_and_warn_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    with packages.quiet():
+        print("compiled")
+        logging.getLogger("FlexAttentionFwd").warning("experimental")
+        torch.jit.warnings.warn("deprecated", DeprecationWarning, stacklevel=1)  # type: ignore[attr-defined]
+    assert "".join(capfd.readouterr()) == ""
+    assert logging.root.manager.disable == logging.NOTSET

@@ -1,0 +1,179 @@
+"""Modules that stand for the optional packages on CPUs: the same functions, computed in plain torch operations."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_dtensor.attention.backends.aten import MathAttention
+from cp_dtensor.attention.backends.base import expand_kv_heads
+from cp_dtensor.plan.tiles import ShapedMask
+
+MATH = MathAttention()
+
+
+class FlashModule(ModuleType):
+    """`flash_attn.cute.interface`: wrappers that call functions of a cache, as the package's do.
+
+    The functions of backward are three: one writes a workspace, one adds to another that must begin as zeros, and one
+    writes the results.
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__("flash_attn.cute.interface")
+        self.calls: list[str] = []
+        module = self
+
+        def forward_kernel(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+        ) -> None:
+            result, new_lse = MATH.forward(*_heads_first(q, k, v), ShapedMask(is_causal=causal), scale)
+            out.copy_(result.transpose(1, 2) * factor)
+            lse.copy_(new_lse)
+
+        def preprocess(out: Tensor, dout: Tensor, delta: Tensor) -> None:
+            delta.copy_((out.float() * dout).sum(-1).transpose(1, 2))
+
+        def kernel(
+            tensors: tuple[Tensor, ...], delta: Tensor, sums: tuple[Tensor, ...], scale: float, causal: bool
+        ) -> None:
+            q, k, v, dout, lse = tensors
+            q, k, v, dout = (x.float() for x in _heads_first(q, k, v, dout))
+            wide_k, wide_v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
+            logits = q @ wide_k.mT * scale
+            if causal:
+                logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
+            weights = (logits - lse.unsqueeze(-1)).exp()
+            grad = weights * (dout @ wide_v.mT - delta.unsqueeze(-1)) * scale
+            for total, part in zip(sums, (grad @ wide_k, grad.mT @ q, weights.mT @ dout), strict=True):
+                total += part.unflatten(1, (total.size(1), -1)).sum(2)
+
+        def postprocess(total: Tensor, result: Tensor) -> None:
+            result.copy_(total.transpose(1, 2) * factor)
+
+        def _flash_attn_fwd(q: Any, k: Any, v: Any, softmax_scale: float, causal: bool, out: Any, lse: Any) -> None:
+            module.calls.append("forward")
+            cache = _flash_attn_fwd.compile_cache  # type: ignore[attr-defined]
+            if (q.dtype, causal) not in cache:
+                cache[q.dtype, causal] = forward_kernel
+            cache[q.dtype, causal](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, causal)
+
+        def _bwd_preprocess(*arguments: Any) -> None:
+            _bwd_preprocess.compile_cache["only"](*arguments)  # type: ignore[attr-defined]
+
+        def _bwd_postprocess_convert(*arguments: Any) -> None:
+            _bwd_postprocess_convert.compile_cache["only"](*arguments)  # type: ignore[attr-defined]
+
+        def _flash_attn_bwd(
+            q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, softmax_scale: float, causal: bool,
+            deterministic: bool, dq: Any, dk: Any, dv: Any,
+        ) -> None:  # fmt: skip
+            module.calls.append("backward")
+            delta = torch.empty_like(lse)
+            sums = [x.new_zeros(x.transpose(1, 2).shape, dtype=torch.float32) for x in (dq, dk, dv)]
+            _bwd_preprocess(out, dout, delta)
+
+            def main(*values: Any) -> None:
+                kernel(values[:5], values[5], values[6:9], *values[9:])
+
+            cache = _flash_attn_bwd.compile_cache  # type: ignore[attr-defined]
+            if "only" not in cache:
+                cache["only"] = main
+            cache["only"](q.detach(), k.detach(), v.detach(), dout, lse, delta, *sums, softmax_scale, causal)
+            for total, result in zip(sums, (dq, dk, dv), strict=True):
+                _bwd_postprocess_convert(total, result)
+
+        for function, entries in (
+            (_flash_attn_fwd, {}), (_flash_attn_bwd, {}), (_bwd_preprocess, {"only": preprocess}),
+            (_bwd_postprocess_convert, {"only": postprocess}),
+        ):  # fmt: skip
+            function.compile_cache = entries  # type: ignore[attr-defined]
+            setattr(self, function.__name__, function)
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+class FlexModule(ModuleType):
+    """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention."""
+
+    def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20) -> None:
+        super().__init__("cudnn.flex_attention")
+        self.plans: list[SimpleNamespace] = []
+        module = self
+
+        def create_mask_plan(mask_func: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Any:
+            assert build_backward
+            assert mask_func.shape == (1, 3, q.size(0) * q.size(1))
+            ends = mask_func[0].unflatten(1, (q.size(0), -1))
+            columns = torch.arange(k.size(1))
+            seen = (columns < ends[0, ..., None]) | ((columns >= ends[1, ..., None]) & (columns < ends[2, ..., None]))
+            memory = torch.empty(plan_bytes, dtype=torch.uint8)
+            module.plans.append(SimpleNamespace(seen=seen.unsqueeze(1), memory=memory))
+            return module.plans[-1]
+
+        class Kernel:
+            workspace_size = 128
+
+            def check_support(self) -> bool:
+                return True
+
+            def compile(self) -> None:
+                pass
+
+        class FlexAttentionFwd(Kernel):
+            def __init__(
+                self, sample_q: Any, sample_k: Any, sample_v: Any, sample_o: Any, sample_mask_plan: Any, sample_lse: Any
+            ) -> None:
+                pass
+
+            def execute(
+                self, q_tensor: Any, k_tensor: Any, v_tensor: Any, o_tensor: Any, mask_plan: Any, lse_tensor: Any, *,
+                workspace: Any, softmax_scale: float,
+            ) -> None:  # fmt: skip
+                assert workspace.numel() == 128
+                out, lse, _ = _dense(q_tensor, k_tensor, v_tensor, mask_plan, softmax_scale)
+                o_tensor.copy_(out.transpose(1, 2) * factor)
+                lse_tensor.copy_(lse)
+
+        class FlexAttentionBwd(Kernel):
+            def __init__(
+                self, sample_q: Any, sample_k: Any, sample_v: Any, sample_o: Any, sample_do: Any, sample_lse: Any,
+                sample_dq: Any, sample_dk: Any, sample_dv: Any, sample_mask_plan: Any,
+            ) -> None:  # fmt: skip
+                pass
+
+            def execute(
+                self, q_tensor: Any, k_tensor: Any, v_tensor: Any, o_tensor: Any, do_tensor: Any, lse_tensor: Any,
+                dq_tensor: Any, dk_tensor: Any, dv_tensor: Any, mask_plan: Any, *, workspace: Any, softmax_scale: float,
+            ) -> None:  # fmt: skip
+                _, _, logits = _dense(q_tensor, k_tensor, v_tensor, mask_plan, softmax_scale)
+                q, k, v, out, dout = (
+                    x.float() for x in _heads_first(q_tensor, k_tensor, v_tensor, o_tensor, do_tensor)
+                )
+                weights = (logits - lse_tensor.unsqueeze(-1)).exp().nan_to_num(0.0)
+                delta = (out * dout).sum(-1, keepdim=True)
+                grad = weights * (dout @ expand_kv_heads(v, q.size(1)).mT - delta) * softmax_scale
+                parts = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ dout
+                for result, part in zip((dq_tensor, dk_tensor, dv_tensor), parts, strict=True):
+                    result.copy_(part.unflatten(1, (result.size(2), -1)).sum(2).transpose(1, 2) * factor)
+
+        self.create_mask_plan, self.FlexAttentionFwd, self.FlexAttentionBwd = (
+            create_mask_plan, FlexAttentionFwd, FlexAttentionBwd,
+        )  # fmt: skip
+
+    @staticmethod
+    def _plan_tensors(mask_plan: Any) -> tuple[Tensor, ...]:
+        return (mask_plan.memory,)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.float() for x in _heads_first(q, k, v))
+    logits = (q @ expand_kv_heads(k, q.size(1)).mT * scale).masked_fill(~plan.seen, float("-inf"))
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    return weights @ expand_kv_heads(v, q.size(1)), lse, logits
