@@ -5,6 +5,7 @@ from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatche
 from cp_dtensor.api.explain import explain
 from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
+from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import varlen_attention
@@ -40,6 +41,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_attention",
     "context_parallel_flex_attention",
+    "context_parallel_mla",
     "context_parallel_shard",
     "context_parallel_unshard",
     "disable_context_parallel_dispatcher",

@@ -11,6 +11,7 @@ from support.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MASKS = ROOT / "docs" / "masks.md"
+MLA = ROOT / "docs" / "mla.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -32,6 +33,12 @@ def test_programs_about_masks_run_on_four_ranks(number: int) -> None:
     """They compare with one device themselves."""
     program = compile(blocks(MASKS, "python")[number], MASKS.name, "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
+
+
+def test_the_program_about_latents_runs_on_four_ranks() -> None:
+    """It compares with one device itself."""
+    (program,) = blocks(MLA, "python")
+    run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
 
 
 def test_the_program_about_decoding_runs_on_four_ranks() -> None:

@@ -74,7 +74,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         else:
             lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
             with call:
-                saved = call.plan.remake_saved(*qkv, out, lse, call.ranks)
+                saved = call.plan.remake_saved(*qkv, out, lse, NO_MODIFIERS, call.ranks)
                 grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
     shapes = (tuple(x.shape) for x in (q, k, v))

@@ -21,7 +21,7 @@ from cp_dtensor.engine.planner import axes_of, call_spec
 from cp_dtensor.plan.cost import Hardware
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of
+from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
 H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
 """An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks): the default of `explain` without GPUs."""
@@ -37,7 +37,8 @@ class Explanation:
     axes: tuple[str, ...]
     """Names of the axes, the outer one first."""
     methods: dict[str, Estimate]
-    """Predictions by the value of `method=`."""
+    """Predictions by the value of `method=`. With latents also "expanded ring" and so on, which only "auto" takes: each
+    rank expands its own latents, and K/V are sent."""
     chosen: str
     """The method that `method="auto"` takes on such hardware."""
 
@@ -71,6 +72,7 @@ def explain(
     mesh: Mesh, *, seq_len: int | tuple[int, int], q_heads: int, kv_heads: int | None = None, head_dim: int = 128,
     batch_size: int = 1, dtype: torch.dtype = torch.bfloat16, is_causal: bool | None = None, mask: Mask | None = None,
     layout: Layout | None = None, rotate_method: str | None = None, hardware: Hardware | None = None,
+    v_head_dim: int | None = None, latent_dims: tuple[int, int] | None = None,
 ) -> Explanation:  # fmt: skip
     """Predicts time, bytes on each axis and memory of every method, and prints the table on rank 0 of the mesh.
 
@@ -83,6 +85,8 @@ def explain(
         mask: which query sees which key, such as `Documents(cu_seqlens)`; combined with `is_causal`.
         layout: which rank owns which tokens; None is `HeadTail()`.
         rotate_method: how K/V travel in rings; None is the process default.
+        v_head_dim: of values; None is `head_dim`.
+        latent_dims: R and Dr of `context_parallel_mla`; `head_dim` is Dn + Dr then, and `kv_heads` None.
         hardware: a `Hardware` of every rank. None takes the mesh's GPUs, whose links are measured once (a collective);
             on CPUs an H200 is assumed.
 
@@ -96,9 +100,22 @@ def explain(
     Fastest method for 32 query and 8 key heads:
 
         explain(mesh, seq_len=131072, q_heads=32, kv_heads=8).chosen
+
+    Bytes of multi-head latent attention, latents against keys and values of all heads:
+
+        explain(mesh, seq_len=131072, q_heads=128, head_dim=192, v_head_dim=128, latent_dims=(512, 64))
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
-    numbers = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch_size": batch_size}
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    if latent_dims is not None:
+        _check_latents(latent_dims, q_heads, kv_heads, head_dim)
+    numbers = {
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "batch_size": batch_size,
+        "v_head_dim": v_head_dim,
+    }
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
@@ -113,8 +130,16 @@ def explain(
     lengths = checked_seq_len(seq_len)
     partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
-    q_shape, kv_shape = (torch.Size((batch_size, heads, 0, head_dim)) for heads in (q_heads, kv_heads))
-    shape = call_spec(partition, shown, q_shape, kv_shape, kv_shape, dtype, torch.device("cpu"))
+    k_dim, v_dim = latent_dims or (head_dim, v_head_dim)
+    of_keys = kv_heads if latent_dims is None else 1
+    q_shape, k_shape, v_shape = (
+        torch.Size((batch_size, heads, 0, dim))
+        for heads, dim in ((q_heads, head_dim), (of_keys, k_dim), (of_keys, v_dim))
+    )
+    shape = call_spec(
+        partition, shown, q_shape, k_shape, v_shape, dtype, torch.device("cpu"),
+        value_dim=None if latent_dims is None else v_head_dim,
+    )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -127,15 +152,32 @@ def explain(
         axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
         assumption = "assumed: " + ("the hardware that was passed" if hardware else "NVIDIA H200s that share NVLink")
     found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, transport_method)
+    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
+    latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
-        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {head_dim}, batch {batch_size}, "
+        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {dims}{latents}, batch {batch_size}, "
         f"{_described(shown, *lengths)}, {dtype}, {_short(layout)}",
         assumption, names, found, fastest(found),
     )  # fmt: skip
     if ranks.rank == 0:
         print(explanation, flush=True)
     return explanation
+
+
+def _check_latents(latent_dims: tuple[int, int], q_heads: int, kv_heads: int, head_dim: int) -> None:
+    """Refuses dims that no call of `context_parallel_mla` has.
+
+    Raises:
+        ValueError: such dims.
+    """
+    is_pair = isinstance(latent_dims, tuple) and len(latent_dims) == 2 and all(map(is_integer, latent_dims))
+    if not is_pair or latent_dims[0] < 1 or not 0 < latent_dims[1] < head_dim:
+        raise ValueError(
+            f"expected latent_dims to be (R, Dr) with R >= 1 and 0 < Dr < head_dim, {head_dim}; got {latent_dims!r}"
+        )
+    if kv_heads != q_heads:
+        raise ValueError(f"expected kv_heads to be None for latents, got {kv_heads} with {q_heads} query heads")
 
 
 def _described(mask: Mask, q_len: int, kv_len: int) -> str:

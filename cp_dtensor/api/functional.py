@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import config_around, with_inherited, with_inherited_in_trace
 from cp_dtensor.api.dtensor_attention import dtensor_attention, sequence_ranks_of
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
@@ -116,16 +117,13 @@ def context_parallel_attention(
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
     lengths = None if seq_len is None else checked_seq_len(seq_len)
-    q, k, v = _cast_by_autocast(q), _cast_by_autocast(k), _cast_by_autocast(v)
+    q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
     if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
-        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        keys = _constants(
-            mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask), bool(is_causal)
-        )
-        q, scale = positive_scale(q, softmax_scale(q, scale))
-        modifiers = modifiers_of(q, attn_mask, dropout_p, sinks).drawn(q.device)
-        out, lse = traced_attention(q, k, v, modifiers, keys, scale, lengths, return_lse)
+        out, lse = attention_in_trace(
+            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks), scale, lengths,
+            return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
+        )  # fmt: skip
     elif isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
         checked_method(method)
@@ -218,23 +216,38 @@ def _refuse_of_shards_only(
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
 
 
+def attention_in_trace(
+    owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
+    lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
+    rotate_method: str | None, debug: bool, deterministic: bool, mask: Mask | None, is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`(out, lse)` of a public function, `owner`, with these arguments in code that Dynamo traces."""
+    rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
+    keys = _constants(
+        owner, mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask),
+        bool(is_causal),
+    )  # fmt: skip
+    q, scale = positive_scale(q, softmax_scale(q, scale))
+    return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse)
+
+
 @_torch.constant_in_trace
 def _constants(
-    mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool, deterministic: bool,
-    mask: Parts | None, is_causal: bool,
+    owner: str, mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool,
+    deterministic: bool, mask: Parts | None, is_causal: bool,
 ) -> CallKeys:  # fmt: skip
     """The keys of a call in compiled code."""
     settings = AttentionConfig.of(
         mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
     )
-    settings = with_inherited_in_trace("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
+    settings = with_inherited_in_trace(owner, settings, layout=layout is None, mask=mask is None)
     call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
     if settings.mask is not None and not call_spec.reads_context:
         shown = mask_intersection(settings.mask, shown)
     return keys_of(call_spec, shown)
 
 
-def _cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
+def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor

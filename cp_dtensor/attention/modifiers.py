@@ -1,4 +1,4 @@
-"""Score modifiers of an attention call: bias, dropout and sinks."""
+"""Modifiers of an attention call: bias, dropout, sinks, and the up-projection of latents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_dtensor.spec.layouts import Span
 
 @dataclass(frozen=True, eq=False)
 class Modifiers:
-    """Bias, dropout and sinks of the local queries and all keys."""
+    """Bias, dropout and sinks of the local queries and all keys, and the up-projection of latents."""
 
     bias: Tensor | None = None
     """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or boolean, False masks."""
@@ -27,16 +27,21 @@ class Modifiers:
     """Index of the first query head among all, on which dropout depends."""
     sinks: Tensor | None = None
     """(H,), any floating dtype: a logit of each query head that counts in the softmax denominator alone."""
+    up: Tensor | None = None
+    """(H, Dn + Dv, R): k and v of the call are latents (B, 1, T, R) and rotary keys (B, 1, T, Dr), which this expands
+    to keys and values of each query head (`attention.latent`)."""
+    grad_up: Tensor | None = None
+    """Like `up`, in float32 or wider: the sum to which backward adds its gradient."""
 
     @classmethod
     def of(
         cls, bias: Tensor | None, dropout_p: float, seed: Tensor | None, first_batch: int, first_head: int,
-        sinks: Tensor | None,
+        sinks: Tensor | None, up: Tensor | None = None,
     ) -> Modifiers:  # fmt: skip
         """Returns the modifiers; without any, the object `NO_MODIFIERS`."""
-        if bias is None and not dropout_p and sinks is None:
+        if bias is None and not dropout_p and sinks is None and up is None:
             return NO_MODIFIERS
-        return cls(bias, dropout_p, seed, first_batch, first_head, sinks)
+        return cls(bias, dropout_p, seed, first_batch, first_head, sinks, up)
 
     @property
     def concern_tiles(self) -> bool:
@@ -83,6 +88,16 @@ class Modifiers:
         elements = self.sinks.detach().cpu().contiguous().view(torch.uint8)
         return f"{kind} {zlib.crc32(bytes(elements.tolist())):08x}"
 
+    def value_dim(self, q: Tensor, v: Tensor) -> int:
+        """Head dim of the output."""
+        return v.size(3) if self.up is None else self.up.size(1) + v.size(3) - q.size(3)
+
+    def described_up(self) -> str:
+        """A description of the up-projection that must be equal on all ranks."""
+        if self.up is None:
+            return "none"
+        return f"{tuple(self.up.shape)}" + " grad" * (self.up.requires_grad and torch.is_grad_enabled())
+
     def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Modifiers:
         """The modifiers of some batch rows, query heads and queries."""
         return replace(
@@ -91,6 +106,8 @@ class Modifiers:
             sinks=None if self.sinks is None else self.sinks[heads[0] : heads[1]],
             first_batch=self.first_batch + batch[0],
             first_head=self.first_head + heads[0],
+            up=None if self.up is None else self.up[heads[0] : heads[1]],
+            grad_up=None if self.grad_up is None else self.grad_up[heads[0] : heads[1]],
         )
 
 

@@ -159,7 +159,7 @@ def obstacle_to_shared_memory(shape: CallSpec, group: dist.ProcessGroup, device:
     """
     if not TRITON_AVAILABLE:
         return "it needs triton"
-    dims = (shape.head_dim, shape.v_head_dim)
+    dims = (shape.head_dim, shape.v_head_dim, *(shape.latent_dims or ()))
     if any(dim * shape.itemsize % ALIGNMENT for dim in dims):
         return f"head dims {dims} of {shape.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
     return workspaces.p2p_obstacle(group, device)
@@ -178,7 +178,7 @@ def shared_memory_heads(shape: CallSpec, stages: Sequence[tuple[HeadRows, HeadRo
         units = shape.kv_heads * of_keys.copies
         queries = Written(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
         lse = Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)
-        keys, values = (Written(of_keys, shape.batch_size, units, size) for size in (d, dv))
+        keys, values = (Written(of_keys, shape.batch_size, units, dim * shape.itemsize) for dim in shape.kv_dims)
         exchanged += [[queries, keys, values], [queries, lse]]  # out and LSE may take more memory than q, k and v
     return SharedMemoryHeads(
         bytes_to_heads=max(offsets(tensors, True)[-1] for tensors in exchanged),

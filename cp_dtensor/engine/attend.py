@@ -63,7 +63,9 @@ def attend(
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
     call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)
     # Nothing can be refused from here on.
-    out, lse, _ = Attention.apply(q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse)
+    out, lse, _ = Attention.apply(
+        q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse, modifiers.up
+    )
     return out, lse
 
 
@@ -105,14 +107,16 @@ def modifiers_of(
     dropout_p: float,
     sinks: torch.Tensor | None = None,
     first: tuple[int, int] = (0, 0),
+    up: torch.Tensor | None = None,
 ) -> Modifiers:
     """The checked modifiers of a call, as far as one rank can check them; no seed is drawn.
 
     Args:
         first: global index of this rank's first batch row and first query head.
+        up: (H, Dn + Dv, R) of latents, checked.
     """
     dropout_p = checked_dropout_p(dropout_p)
-    if attn_mask is None and not dropout_p and sinks is None:
+    if attn_mask is None and not dropout_p and sinks is None and up is None:
         return NO_MODIFIERS
     bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
-    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q))
+    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), up)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ class AttentionPlan(ABC):
     Frozen, so that plans are cached; `BoundCall` has the rest. Backward reads nothing but the two.
     """
 
-    saves_rows_of_others: ClassVar[bool] = False
+    saves_rows_of_others: bool = False
     """True if `forward` saves tensors that other ranks have sent; otherwise `remake_saved` does not communicate."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class AttentionPlan(ABC):
 
     def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks,
+        modifiers: Modifiers, ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
         """Makes the tensors that `forward` saved again, from this rank's arguments and results. May communicate.
 
@@ -108,8 +108,9 @@ class Attention(torch.autograd.Function):
         modifiers: Modifiers,
         call: BoundCall,
         needs_lse: bool,
+        up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns out, lse and `origin`. `bias` and `sinks` are those of `modifiers`, for autograd to see."""
+        """Returns out, lse and `origin`. `bias`, `sinks` and `up` are those of `modifiers`, for autograd to see."""
         # The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the opposite values.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if modifiers.bias is not None and modifiers.bias.is_neg():
@@ -120,8 +121,10 @@ class Attention(torch.autograd.Function):
         for_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         # Stands for the inputs in `differentiated_once` where none of them is saved.
         origin = q.new_empty(0) if call.plan.saves_rows_of_others else None
-        ctx.save_for_backward(modifiers.bias, modifiers.seed, *for_sinks, origin, *saved)
-        ctx.modifiers = modifiers if modifiers is NO_MODIFIERS else replace(modifiers, bias=None, seed=None, sinks=None)
+        ctx.save_for_backward(modifiers.bias, modifiers.seed, up, *for_sinks, origin, *saved)
+        ctx.modifiers = modifiers
+        if modifiers is not NO_MODIFIERS:
+            ctx.modifiers = replace(modifiers, bias=None, seed=None, sinks=None, up=None)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse, origin
@@ -132,21 +135,26 @@ class Attention(torch.autograd.Function):
         ctx: Any, all_saved: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         refuse_batches(grad_out)
-        bias, seed, sinks, out, lse, _origin, *saved = all_saved
-        modifiers = ctx.modifiers if ctx.modifiers is NO_MODIFIERS else replace(ctx.modifiers, bias=bias, seed=seed)
-        grad_bias = new_grad_bias(bias) if ctx.needs_input_grad[3] else None
+        bias, seed, up, sinks, out, lse, _origin, *saved = all_saved
+        modifiers = ctx.modifiers
+        grad_up = zeros_for_sums(up) if up is not None and ctx.needs_input_grad[8] else None
+        if modifiers is not NO_MODIFIERS:
+            modifiers = replace(modifiers, bias=bias, seed=seed, up=up, grad_up=grad_up)
+        grad_bias = zeros_for_sums(bias) if ctx.needs_input_grad[3] else None
         call = ctx.call
         with no_autocast(grad_out), _torch.below_autograd(), call:
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
             grads = call.plan.backward(
                 grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias, call.ranks, call.scale
             )
-        return (*grads, None if grad_bias is None else grad_bias.to(bias.dtype), grad_sinks, None, None, None)
+        of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        of_up = None if grad_up is None else grad_up.to(up.dtype)
+        return *grads, of_bias, grad_sinks, None, None, None, of_up
 
 
-def new_grad_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Zeros to which tiles add their shares of the gradient of a bias."""
-    return torch.zeros_like(bias, dtype=wide_dtype(bias))
+def zeros_for_sums(of: torch.Tensor) -> torch.Tensor:
+    """Zeros to which tiles add their shares of the gradient of a bias or an up-projection."""
+    return torch.zeros_like(of, dtype=wide_dtype(of))
 
 
 def gradient_of_sinks(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
+from cp_dtensor.engine.latent import EXPANDED_BYTES, rows_of_tiles
 from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
 from cp_dtensor.plan.partition import (
     CallSpec,
@@ -17,12 +19,14 @@ from cp_dtensor.plan.partition import (
     head_stages,
     hides_exchanges,
     inner_partitions,
-    partition_heads,
+    partition_call,
     with_heads,
 )
-from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.plan import Step, TilePlan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 
+EXPANDED = "expanded "
+"""Prefix of a method that sends K/V, where ranks have latents."""
 _EXCHANGE_LAUNCHES = 4
 """Launches of the exchange of heads and of the exchange back."""
 _CALL_LAUNCHES = 2.5
@@ -64,18 +68,58 @@ class Estimate:
 def estimates(
     shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
-    """Returns an estimate for each method that the axes allow; the first is preferred if times are equal."""
+    """Returns an estimate for each method that the axes allow; the first is preferred if times are equal.
+
+    For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
+    n times fewer rows to expand on n ranks, and none again in backward.
+    """
     if inner is None:
-        return {
+        found = {
             "ring": ring_estimate(shape, outer, transport_method),
             "ulysses": ulysses_estimate(shape, outer, None, transport_method),
         }
-    places = sorted({0, outer.size - 1})
-    nested = (nested_ring_estimate(shape, outer, inner, transport_method, place) for place in places)
-    return {
-        "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
-        "ring": max(nested, key=lambda estimate: estimate.seconds),
-    }
+    else:
+        places = sorted({0, outer.size - 1})
+        nested = (nested_ring_estimate(shape, outer, inner, transport_method, place) for place in places)
+        found = {
+            "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
+            "ring": max(nested, key=lambda estimate: estimate.seconds),
+        }
+    if shape.latent_dims is not None:
+        expanding = _expanding(rows_in_order(shape.partition.groups()[0].kv_by_rank).longest, shape, outer)
+        for name, each in estimates(expanded(shape), outer, inner, transport_method).items():
+            forward, backward = each.forward + expanding, each.backward + 2 * expanding
+            found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
+    return found
+
+
+def expanded(shape: CallSpec) -> CallSpec:
+    """Returns the shape of attention to K/V, as tiles compute it, of the shape of attention to K/V or latents."""
+    return shape if shape.latent_dims is None else replace(shape, kv_heads=shape.q_heads, latent_dims=None)
+
+
+def _expanding(rows: int, shape: CallSpec, axis: Axis) -> float:
+    """Returns seconds to expand latents of some rows; 0 if keys and values travel. Each product of backward is alike.
+
+    The product, and the copies of its result and of the rotary keys next to one another.
+    """
+    if shape.latent_dims is None:
+        return 0.0
+    latent, rotary = shape.latent_dims
+    tokens = float(rows * shape.batch_size * shape.q_heads)
+    flops = 2 * tokens * latent * (shape.head_dim - rotary + shape.v_head_dim)
+    moved = 3 * tokens * (shape.head_dim + shape.v_head_dim) * shape.itemsize
+    return flops / axis.hardware.flops + moved / axis.hardware.memory_speed
+
+
+def _expanding_in(plans: Iterable[TilePlan], shape: CallSpec, axis: Axis) -> float:
+    """Returns seconds to expand what the slowest of some ranks sees in forward; backward takes three times as many."""
+    return _expanding(max(sum(map(_rows_read, plan.forward)) for plan in plans), shape, axis)
+
+
+def _rows_read(step: Step) -> int:
+    """Returns the rows that the tiles of a step read."""
+    return sum(stop - start for start, stop in rows_of_tiles(step))
 
 
 def fastest(found: dict[str, Estimate]) -> str:
@@ -88,11 +132,12 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
     transport = _transport(transport_method, shape, axis)
     forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
     plans = plans_of_some_ranks(transport, shape, axis.size)
+    expanding = _expanding_in(plans, shape, axis)
     return Estimate(
         method="ring",
         transport=transport.name,
-        forward=forward,
-        backward=backward,
+        forward=forward + expanding,
+        backward=backward + 3 * expanding,
         outer_bytes=max(_received(plan, shape) for plan in plans),
         inner_bytes=0.0,
         memory=max(_ring_memory(plan, shape, transport) for plan in plans),
@@ -102,7 +147,7 @@ def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod
 def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
     stages = head_stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
-    heads = partition_heads(shape.q_heads, shape.kv_heads, inner.size, stages)
+    heads = partition_call(shape, inner.size, stages)
     merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
     # Of the first rank, which has the most heads.
     by_stage = [with_heads(merged, heads, heads.kv_groups(0, stage)) for stage in range(heads.stages)]
@@ -121,19 +166,18 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
         computing = [passes[index] for passes in computed]
         times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
-    over_ring, ring_memory = 0.0, 0.0
-    if outer is not None:
-        plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, outer.size)]
-        over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
-        ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
+    plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, around.size)]
+    over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
+    ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
+    expanding = _expanding_in(plans, by_stage[0], around)
     sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
     return Estimate(
         method="ulysses" if outer is None else "hybrid",
         transport="-" if outer is None else ring.name,
-        forward=times[0],
-        backward=times[1],
+        forward=times[0] + expanding,
+        backward=times[1] + 3 * expanding,
         outer_bytes=over_ring,
         inner_bytes=sent,
         memory=memory,
@@ -159,6 +203,8 @@ def nested_ring_estimate(
         forward += max(seconds, arriving)
         backward += max(backward_seconds, 2 * arriving)
         plans = plans_of_some_ranks(transport, within, inner.size)
+        expanding = _expanding_in(plans, within, inner)
+        forward, backward = forward + expanding, backward + 3 * expanding
         received += max(_received(each, within) for each in plans)
         memory = max(memory, *(_ring_memory(each, within, transport) for each in plans))
         name = transport.name
@@ -208,14 +254,18 @@ def _ring_memory(plan: TilePlan, shape: CallSpec, transport: KVTransport) -> flo
     These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
     this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
     """
+    group = 0.0
+    if shape.latent_dims is not None:  # K/V of a group of heads, their gradients, and these side by side
+        row = shape.batch_size * shape.q_heads * (shape.head_dim + shape.v_head_dim) * shape.itemsize
+        group = 3.0 * min(EXPANDED_BYTES, row * max(map(_rows_read, plan.backward)))
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
     if not transfers:
-        return 0.0
+        return group
     all_heads = isinstance(transport, SymmetricMemory)
     packed = shape.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
     own = plan.rows.longest * shape.head_bytes * packed
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
-    return float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
+    return group + float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
 
 
 def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -226,7 +276,7 @@ def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, floa
         for by_rank in (group.q_by_rank, group.kv_by_rank)
     )
     q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
-    kv = float(keys * heads.kv_group_count * (shape.head_dim + shape.v_head_dim))
+    kv = float(keys * heads.kv_group_count * sum(shape.kv_dims))
     return (q + kv, out), (out, q + kv)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows, wide_dtype
 from cp_dtensor.attention.backends.select import Allowed, allowed_backends
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, new_grad_bias
+from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, zeros_for_sums
 from cp_dtensor.engine.compiled_spec import (
     CompiledCallSpec,
     RuntimeValues,
@@ -62,6 +63,8 @@ def saves_rows(call: BoundCall, q: Tensor) -> bool:
 
 # Operators
 
+Optional = Tensor | None
+"""An argument that a call may lack."""
 CuSeqlens = tuple[Tensor, Tensor]
 """Integers: the edges of packed documents among queries and among keys."""
 
@@ -85,8 +88,8 @@ class _Constants(NamedTuple):
     """Global number of queries; -1 if it is known only when the code runs."""
     kv_len: int
 
-    def modifiers(self, bias: Tensor | None, seed: Tensor | None, sinks: Tensor | None) -> Modifiers:
-        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks)
+    def modifiers(self, bias: Optional, seed: Optional, sinks: Optional, up: Optional) -> Modifiers:
+        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, up)
 
     def found_at_run_time(self, cu_seq_q: Tensor | None) -> bool:
         """True if lengths or mask are known only when the code runs."""
@@ -116,22 +119,22 @@ def traced_attention(
     q_len, kv_len = (-1, -1) if lengths is None else lengths
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
-        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, *(cu_seqlens or (None, None)), call_spec, backends,
-        mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len, kv_len,
-        needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
+        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, modifiers.up, *(cu_seqlens or (None, None)),
+        call_spec, backends, mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len,
+        kv_len, needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
     return out, lse
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, sinks: Tensor | None,
-    cu_seq_q: Tensor | None, cu_seq_k: Tensor | None, *others: Any,
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
+    cu_seq_q: Optional, cu_seq_k: Optional, *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *constants, needs_lse, needs_backward = others
     constant = _Constants(*constants)
     spec, scale, backends = call_spec_of(constant.call_spec), constant.scale, _backends(constant.backends)
     known = None if constant.q_len < 0 else (constant.q_len, constant.kv_len)
-    modifiers = constant.modifiers(bias, seed, sinks)
+    modifiers = constant.modifiers(bias, seed, sinks, up)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
     # Also where rows are saved: all ranks send LSE, and a single rank may lose its saved rows before backward.
     gives_lse = needs_lse or needs_backward
@@ -155,22 +158,23 @@ def _forward(
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, sinks: Tensor | None,
-    cu_seq_q: Tensor | None, cu_seq_k: Tensor | None, *others: Any,
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
+    cu_seq_q: Optional, cu_seq_k: Optional, *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *constants, needs_lse, needs_backward = others
     batch, heads, length, _ = q.shape
     lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=wide_dtype(q))
     at_run_time = _Constants(*constants).found_at_run_time(cu_seq_q)
     numbers = torch.empty(4 if at_run_time else 0, dtype=torch.int64, device="cpu" if at_run_time else q.device)
-    return _row_after_row(q.new_empty(batch, heads, length, v.size(3))), lse, numbers
+    out = q.new_empty(batch, heads, length, Modifiers(up=up).value_dim(q, v))
+    return _row_after_row(out), lse, numbers
 
 
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor,
-    bias: Tensor | None, seed: Tensor | None, sinks: Tensor | None, *others: Any,
+    bias: Optional, seed: Optional, sinks: Optional, up: Optional, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    *constants, needs_grad_bias, needs_grad_sinks = others
+    *constants, needs_grad_bias, needs_grad_sinks, needs_grad_up = others
     constant = _Constants(*constants)
     lengths, found = (constant.q_len, constant.kv_len), RuntimeValues(mask_keys.value_of(constant.mask))
     if numbers.numel():
@@ -178,29 +182,32 @@ def _backward(
         lengths, found = tuple(lengths_of_forward), runtime_numbers.of(number)
         pending_backwards.end(found, begun_in)
         q, k, v, out, lse, grad_out = (split_rows(x, found.rows) for x in (q, k, v, out, lse, grad_out))
-    modifiers = constant.modifiers(bias, seed, sinks)
+    modifiers, grad_up = constant.modifiers(bias, seed, sinks, up), None
+    if needs_grad_up and up is not None:
+        grad_up = zeros_for_sums(up)
+        modifiers = replace(modifiers, grad_up=grad_up)
     from_forward: SavedCall = getattr(numbers.untyped_storage(), _ATTRIBUTE, SavedCall())
     call = from_forward.call
     if call is None:  # the same as in forward, and found without communication
         config, backends = call_spec_of(constant.call_spec).config(found.context), _backends(constant.backends)
         call = bound_call(q, k, v, config, lengths, found.mask, modifiers, constant.scale, backends)
-    grad_bias = new_grad_bias(bias) if needs_grad_bias and bias is not None else None
+    grad_bias = zeros_for_sums(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd(), call:
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = from_forward.rows if saves_rows(call, q) else ()
-        saved = rows or call.plan.remake_saved(q, k, v, out, lse, call.ranks)
+        saved = rows or call.plan.remake_saved(q, k, v, out, lse, modifiers, call.ranks)
         grads = call.plan.backward(grad_out, modifiers, saved, grad_bias, call.ranks, call.scale)
         of_qkv = [joined_rows(_row_after_row(grad), found.rows) for grad in grads]
-    of_bias = q.new_empty(0) if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-    return (*of_qkv, of_bias, q.new_empty(0) if grad_sinks is None else grad_sinks)
+    sums = ((grad_bias, bias), (grad_sinks, sinks), (grad_up, up))
+    return *of_qkv, *(q.new_empty(0) if x is None or of is None else x.to(of.dtype) for x, of in sums)
 
 
 def _fake_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, numbers: Tensor,
-    bias: Tensor | None, seed: Tensor | None, sinks: Tensor | None, *others: Any,
+    bias: Optional, seed: Optional, sinks: Optional, up: Optional, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     of_qkv = [_row_after_row(tensor.new_empty(tensor.shape)) for tensor in (q, k, v)]
-    of_modifiers = zip((bias, sinks), others[-2:], strict=True)
+    of_modifiers = zip((bias, sinks, up), others[-3:], strict=True)
     nothing = q.new_empty(0)
     return *of_qkv, *(torch.empty_like(x) if needed and x is not None else nothing for x, needed in of_modifiers)
 
@@ -212,9 +219,9 @@ def _row_after_row(tensor: Tensor) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, seed, sinks, _cu_seq_q, _cu_seq_k, *ctx.constants, _needs_lse, _needs_backward = inputs
+    q, k, v, bias, seed, sinks, up, _cu_seq_q, _cu_seq_k, *ctx.constants, _needs_lse, _needs_backward = inputs
     out, lse, numbers = output
-    ctx.save_for_backward(q, k, v, out, lse, numbers, bias, seed, sinks)
+    ctx.save_for_backward(q, k, v, out, lse, numbers, bias, seed, sinks, up)
     ctx.mark_non_differentiable(lse, numbers)
 
 
@@ -223,25 +230,27 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
     @differentiated_once
     def gradients(ctx: Any, saved: Tensors, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        needs_grad_bias, _, needs_grad_sinks = ctx.needs_input_grad[3:6]
-        *grads, grad_bias, grad_sinks = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
-            grad_out, *saved, *ctx.constants, needs_grad_bias, needs_grad_sinks
+        of_bias, _of_seed, *of_others = ctx.needs_input_grad[3:7]
+        needed = (of_bias, *of_others)
+        *grads, grad_bias, grad_sinks, grad_up = getattr(torch.ops.cp_dtensor.attention_backward, overload)(
+            grad_out, *saved, *ctx.constants, *needed
         )
-        of_modifiers = (grad_bias if needs_grad_bias else None, None, grad_sinks if needs_grad_sinks else None)
-        return (*grads, *of_modifiers, *[None] * (len(ctx.constants) + 4))
+        given = zip((grad_bias, grad_sinks, grad_up), needed, strict=True)
+        grad_bias, *of_modifiers = (x if is_needed else None for x, is_needed in given)
+        return *grads, grad_bias, None, *of_modifiers, *[None] * (len(ctx.constants) + 4)
 
     return gradients
 
 
 def _defined() -> torch.library.Library:
-    modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks"
+    modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks, Tensor? up"
     constants = "str call_spec, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
     constants += "float scale, SymInt q_len, SymInt kv_len"
     forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {constants}, "
     forward += "bool needs_lse, bool needs_backward) -> (Tensor out, Tensor lse, Tensor numbers)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers, "
-    backward += f"{modifiers}, {constants}, bool needs_grad_bias, bool needs_grad_sinks) "
-    backward += "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)"
+    backward += f"{modifiers}, {constants}, bool needs_grad_bias, bool needs_grad_sinks, bool needs_grad_up) -> "
+    backward += "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, Tensor grad_up)"
     library = torch.library.Library("cp_dtensor", "DEF")
     for overload, tags in (("default", ()), ("found", (torch.Tag.cudagraph_unsafe,))):
         suffix = "" if overload == "default" else f".{overload}"

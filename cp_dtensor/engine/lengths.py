@@ -78,6 +78,7 @@ def _facts(
         "kv_heads": k.size(1),
         "head_dim": q.size(3),
         "v_head_dim": v.size(3),
+        "up": modifiers.described_up(),
         "dtype": str(q.dtype),
         "mask": repr(mask),
         "attn_mask": modifiers.described(q),
@@ -127,8 +128,8 @@ def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
 
 def _without_gradients(facts: Facts) -> Facts:
     """Returns the facts without those about gradients, which compiled code does not have."""
-    attn_mask, sinks = (str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks"))
-    return {**facts, "requires_grad": False, "attn_mask": attn_mask, "sinks": sinks}
+    without = {name: str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks", "up")}
+    return {**facts, "requires_grad": False, **without}
 
 
 def _shortened(text: str) -> str:

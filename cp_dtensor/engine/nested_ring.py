@@ -27,18 +27,18 @@ class NestedRingPlan(Ring):
     """A ring over the outer axis, each step of which is a ring over the inner one; its own tiles are not computed."""
 
     inner: tuple[RingPlan | None, ...]
-    """For each step of the outer plan; None where no query of the inner axis attends to any of the keys."""
+    """For each hop of the outer plan; None where no query of the inner axis attends to any of the keys."""
 
-    def results(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
-        inner, modifiers = self.inner[index], of.modifiers
+    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+        inner, modifiers = self.inner[step.hop], of.modifiers
         if inner is None:
             return []
         without_sinks = modifiers if modifiers.sinks is None else replace(modifiers, sinks=None)
         partial = inner.forward(of.q, k, v, without_sinks, True, _inner_ranks(of.ranks), of.scale)[:2]
         return [_whole_part(of.q, partial)]
 
-    def gradients(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
-        inner, (grad_out, out, lse) = self.inner[index], of.rows
+    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
+        inner, (grad_out, out, lse) = self.inner[step.hop], of.rows
         if inner is None:
             return [], [], []
         saved = (of.q, k, v, out, lse)

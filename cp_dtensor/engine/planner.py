@@ -30,7 +30,8 @@ from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.autograd import AttentionPlan, BoundCall
 from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.cost_model import Axis, estimates, fastest
+from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
+from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
@@ -43,7 +44,7 @@ from cp_dtensor.plan.partition import (
     head_stages,
     inner_partitions,
     masking_of,
-    partition_heads,
+    partition_call,
     with_heads,
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
@@ -83,6 +84,7 @@ def bound_call(
     properties = (
         mask, q.shape, k.shape, v.shape, q.dtype, q.device,
         modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
+        None if modifiers.up is None else modifiers.value_dim(q, v),
     )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
     split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner
@@ -95,7 +97,7 @@ def bound_call(
         spec = call_spec(config.partition(lengths, q.size(0)), *properties)
         if spec.deterministic:
             spec = masked_by_shape(spec, allowed)
-        backend = choose_backend(spec, allowed)
+        backend = choose_backend(expanded(spec), allowed)
         plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
     return BoundCall(plan, ranks, scale)
 
@@ -103,8 +105,12 @@ def bound_call(
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
     device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
+    value_dim: int | None = None,
 ) -> CallSpec:  # fmt: skip
-    """The `CallSpec` of shards of these shapes."""
+    """The `CallSpec` of shards of these shapes.
+
+    With `value_dim`, the head dim of values, k and v are latents and rotary keys.
+    """
     masking = masking_of(partition, mask, has_bias, has_dropout, deterministic)
     return CallSpec(
         partition=partition,
@@ -113,11 +119,12 @@ def call_spec(
         q_heads=q[1],
         kv_heads=k[1],
         head_dim=q[3],
-        v_head_dim=v[3],
+        v_head_dim=v[3] if value_dim is None else value_dim,
         dtype=str(dtype).removeprefix("torch."),
         masking=masking,
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        latent_dims=None if value_dim is None else (k[3], v[3]),
         deterministic=deterministic,
     )
 
@@ -125,13 +132,22 @@ def call_spec(
 def plan_call(
     spec: CallSpec, method: str, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
 ) -> AttentionPlan:
-    """The plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest."""
-    if len(spec.partition.groups()[0].kv_by_rank) == 1:
+    """The plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest.
+
+    Of latents, "auto" may expand them before K/V are sent, as a rank that is alone does; other methods send latents.
+    """
+    is_alone = len(spec.partition.groups()[0].kv_by_rank) == 1
+    if is_alone and method == "auto" and spec.latent_dims is not None:
+        method = EXPANDED + "ring"
+    elif is_alone:
         return plan_ring(spec, transport, backend, None, 0)
     if method == "auto" and spec.masking is Masking.INTERVALS_UNBROKEN:
         method = "ring"  # by heads, the rows of a bias would have to travel
     if method == "auto":
         method = _predicted_fastest(spec, transport, ranks)
+    if method.startswith(EXPANDED):
+        inner = plan_call(expanded(spec), method.removeprefix(EXPANDED), transport, backend, ranks)
+        return ExpandedPlan(inner, inner.saves_rows_of_others)
     if method != "ring":
         return plan_ulysses(spec, transport, backend, ranks)
     if ranks.inner is None:
@@ -159,7 +175,8 @@ def plan_ring(
     own = None
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
-    return RingPlan(_tile_plan(chosen, spec, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
+    kind = RingPlan if spec.latent_dims is None else LatentRingPlan
+    return kind(_tile_plan(chosen, spec, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
 
 
 def plan_ulysses(
@@ -173,7 +190,7 @@ def plan_ulysses(
         obstacle = obstacle_to_shared_memory(spec, axis, device)
     # Not in a hybrid: all ranks of its ring need the same stages, and ranks of other groups may share no memory.
     stage_count = head_stages(spec, axis.size(), publishes=ring is None and obstacle is None)
-    heads = partition_heads(spec.q_heads, spec.kv_heads, axis.size(), stage_count)
+    heads = partition_call(spec, axis.size(), stage_count)
     merged = MergedPartition(spec.partition, axis.size())
     merged_spec = replace(spec, partition=merged)
     stages = exchange_stages(heads, merged, ring_rank)

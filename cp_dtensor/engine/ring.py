@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
 from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.plan import Step, TilePlan
+from cp_dtensor.plan.plan import Step, Steps, TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.spec.layouts import Span
 
@@ -36,7 +38,7 @@ class KeyValueGradients:
         self, k: torch.Tensor, v: torch.Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None
     ) -> None:
         self._k, self._v = k, v
-        self._state_dtype = state_dtype
+        self.state_dtype = state_dtype
         self._sum_k, self._sum_v = gradient_accumulator(k, state_dtype), gradient_accumulator(v, state_dtype)
         self._transfers = transfers
         self._in_flight: Step | None = None
@@ -52,7 +54,7 @@ class KeyValueGradients:
             if step.has_gaps:
                 buffer.zero_()
             for rows, parts in zip(unpack_rows(buffer, self._k, self._v, step.heads), (parts_k, parts_v), strict=True):
-                place_sums(rows, parts, self._state_dtype)
+                place_sums(rows, parts, self.state_dtype)
         parts_k.clear()  # what is received needs the memory
         parts_v.clear()
         self._transfers.send()
@@ -112,17 +114,22 @@ class Ring(AttentionPlan):
     state_dtype: torch.dtype
     """dtype of LSE and of everything that is accumulated: float64 for float64 inputs, else float32."""
 
+    @cached_property
+    def queries_per_key(self) -> int:
+        """Number of query heads for each head of a step."""
+        return self.spec.q_heads // self.spec.kv_heads
+
     @property
     def computes_delta(self) -> bool:
         """True if `gradients` takes the delta of all rows."""
         return False
 
     @abstractmethod
-    def results(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
         """Partial results `(out, lse)` of a step of forward, for some query heads; k and v are those of the step."""
 
     @abstractmethod
-    def gradients(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
+    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
         """Shares of dq, dk and dv of a step of backward, for some query heads; k and v are those of the step."""
 
     def forward(
@@ -131,18 +138,19 @@ class Ring(AttentionPlan):
     ) -> Result:  # fmt: skip
         arguments = (q, k, v)
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
-            out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3], dtype=self.state_dtype)
+            out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
+            lse = q.new_empty(q.shape[:3], dtype=self.state_dtype)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
+        plan, group = self.tile_plan, self.group(ranks)
         with on_device_of(q):
-            result = output_accumulator(q, v.size(3), self.state_dtype)
+            result = output_accumulator(q, self.spec.v_head_dim, self.state_dtype)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
             of = Pass(q, modifiers, ranks, scale)
-            for index, step in enumerate(plan.forward):
-                heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
+            for step in self.steps(plan.forward, transfers, k, v, modifiers):
+                heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
-                parts = self.results(index, heads, step_k, step_v, of)
+                parts = self.results(step, heads, step_k, step_v, of)
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
@@ -166,19 +174,19 @@ class Ring(AttentionPlan):
         if 0 in q.shape[:2]:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, queries_per_key = self.tile_plan, self.group(ranks), q.size(1) // k.size(1)
+        plan, group = self.tile_plan, self.group(ranks)
         with on_device_of(q):
             grad_out = in_order_of(out, grad_out)
             grad_q = gradient_accumulator(q, self.state_dtype)
             grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
-            grad_kv = KeyValueGradients(k, v, self.state_dtype, grad_transfers)
+            grad_kv = self.key_value_gradients(k, v, modifiers, grad_transfers)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
             delta = attention_delta(grad_out, out) if self.computes_delta else None
             of = Pass(q, modifiers, ranks, scale, (grad_out, out, lse), delta, grad_bias)
-            for index, step in enumerate(plan.backward):
-                heads = step.heads[0] * queries_per_key, step.heads[1] * queries_per_key
+            for step in self.steps(plan.backward, transfers, k, v, modifiers):
+                heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
-                parts_q, parts_k, parts_v = self.gradients(index, heads, step_k, step_v, of)
+                parts_q, parts_k, parts_v = self.gradients(step, heads, step_k, step_v, of)
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
@@ -187,6 +195,18 @@ class Ring(AttentionPlan):
                     grad_q.add(heads, parts_q, step.is_last)
                 del parts_q, parts_k, parts_v  # the next step needs the memory
             return grad_q.result()[0], *grad_kv.result()
+
+    def steps(
+        self, planned: Steps, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+    ) -> Iterable[Step]:
+        """The steps to compute, one after the other, in place of those of the plan."""
+        return planned
+
+    def key_value_gradients(
+        self, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, transfers: GradTransfers | None
+    ) -> KeyValueGradients:
+        """The sums to which backward adds the shares of dK and dV of each step."""
+        return KeyValueGradients(k, v, self.state_dtype, transfers)
 
     def keys_and_values(
         self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
@@ -220,9 +240,9 @@ class RingPlan(Ring):
     def computes_delta(self) -> bool:
         return isinstance(self.backend, IntervalAttention)
 
-    def results(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
         backend, parts = self.backend, []
-        for tile in self.tile_plan.forward[index].tiles:
+        for tile in step.tiles:
             tile_q = cut(of.q, tile.batch, heads, tile.q)
             tile_k, tile_v = cut(k, tile.batch, None, tile.kv), cut(v, tile.batch, None, tile.kv)
             if isinstance(self.backend, IntervalAttention):
@@ -232,8 +252,8 @@ class RingPlan(Ring):
             parts.append(Part(tile.batch, tile.q, partial))
         return parts
 
-    def gradients(self, index: int, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
-        step, (grad_out, out, lse) = self.tile_plan.backward[index], of.rows
+    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
+        grad_out, out, lse = of.rows
         backend = self.own_backward if step.transfer is None else self.backend
         parts_q, parts_k, parts_v = [], [], []
         for tile in step.tiles:

@@ -21,7 +21,7 @@ from cp_dtensor._torch.tensors import current_stream, on_device_of
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
-from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result, new_grad_bias
+from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result, zeros_for_sums
 from cp_dtensor.plan.partition import HeadPartition
 
 
@@ -90,7 +90,7 @@ class UlyssesPlan(AttentionPlan):
         ranks: SequenceRanks, scale: float,
     ) -> Result:  # fmt: skip
         group, ring = _axes(ranks)
-        out = _row_after_row(q, v.size(3))
+        out = _row_after_row(q, modifiers.value_dim(q, v))
         lse = _row_after_row(q, self._lse_copies, self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
         with on_device_of(q):
@@ -158,7 +158,7 @@ class UlyssesPlan(AttentionPlan):
             ):
                 ((stage_grad_out,),) = arriving.receive()
                 stage_modifiers, stage_bias = _of_stage(modifiers, stage[0], grad_out.size(0), group)
-                stage_grad_bias = None if grad_bias is None or stage_bias is None else new_grad_bias(stage_bias.bias)
+                stage_grad_bias = None if grad_bias is None or stage_bias is None else zeros_for_sums(stage_bias.bias)
                 stage_grad_q, *stage_grad_kv = inner.backward(
                     stage_grad_out, stage_modifiers, stage_saved, stage_grad_bias, ring, scale
                 )
@@ -174,7 +174,7 @@ class UlyssesPlan(AttentionPlan):
 
     def remake_saved(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        ranks: SequenceRanks,
+        modifiers: Modifiers, ranks: SequenceRanks,
     ) -> Tensors:  # fmt: skip
         group, ring = _axes(ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
@@ -190,7 +190,7 @@ class UlyssesPlan(AttentionPlan):
                     self.inner, inputs, results, strict=True
                 )
                 for tensor in inner.remake_saved(
-                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), ring
+                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), modifiers, ring
                 )
             )
 

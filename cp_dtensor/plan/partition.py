@@ -95,6 +95,8 @@ class CallSpec(CachedHash):
     """torch's name, such as "cuda:0"."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None on other devices."""
+    latent_dims: tuple[int, int] | None = None
+    """Dims of a compressed latent and a rotary key, if these travel in place of K/V: `kv_heads` is 1 then."""
     deterministic: bool = False
     """True if gradients must be the same bits in every run."""
 
@@ -137,14 +139,20 @@ class CallSpec(CachedHash):
         return pairs.index(max(pairs))
 
     @property
+    def kv_dims(self) -> tuple[int, int]:
+        """Dims of the two tensors that travel: keys and values, or latents and rotary keys."""
+        return self.latent_dims or (self.head_dim, self.v_head_dim)
+
+    @property
     def head_bytes(self) -> int:
-        """Bytes of the key and the value of one token and head, all batch rows."""
-        return self.batch_size * (self.head_dim + self.v_head_dim) * self.itemsize
+        """Bytes of what travels of one token and key/value head, all batch rows."""
+        return self.batch_size * sum(self.kv_dims) * self.itemsize
 
     def __str__(self) -> str:
         heads = f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}"
         values = "" if self.head_dim == self.v_head_dim else f" (values of {self.v_head_dim})"
-        return f"{self.dtype} on {self.device_type}, {heads}{values}"
+        latents = "" if self.latent_dims is None else f" from latents of {' + '.join(map(str, self.latent_dims))}"
+        return f"{self.dtype} on {self.device_type}, {heads}{values}{latents}"
 
 
 Segments = tuple[Segment, ...]
@@ -238,8 +246,8 @@ class InnerPartition(AxisPartition):
 
 def inner_partitions(whole: Partition, plan: TilePlan, inner_size: int) -> list[InnerPartition]:
     """Returns the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
-    hops = [0 if step.transfer is None or step.transfer.hop is None else step.transfer.hop for step in plan.forward]
-    return [InnerPartition(whole, inner_size, plan.rank, (plan.rank - hop) % plan.world_size) for hop in hops]
+    sources = [(plan.rank - step.hop) % plan.world_size for step in plan.forward]
+    return [InnerPartition(whole, inner_size, plan.rank, source) for source in sources]
 
 
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
@@ -313,8 +321,8 @@ class HeadPartition:
 
     def query_heads(self, kv_groups: Span) -> Span:
         """Returns the query heads of some groups."""
-        per_group = self.q_heads // max(self.kv_group_count, 1)
-        return kv_groups[0] * per_group, kv_groups[1] * per_group
+        count = max(self.kv_group_count, 1)
+        return -(-self.q_heads * kv_groups[0] // count), -(-self.q_heads * kv_groups[1] // count)
 
 
 @lru_cache(maxsize=4096)
@@ -338,6 +346,13 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
     stages = max(1, min(stages, kv_heads * balanced[-1] // world_size))
     replication = next((times for times in balanced if kv_heads * times // world_size >= stages), balanced[0])
     return HeadPartition(q_heads, kv_heads, world_size, replication, stages)
+
+
+def partition_call(shape: CallSpec, world_size: int, stages: int) -> HeadPartition:
+    """Returns `partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
+    if shape.latent_dims is None:
+        return partition_heads(shape.q_heads, shape.kv_heads, world_size, stages)
+    return HeadPartition(shape.q_heads, 1, world_size, replication=min(world_size, shape.q_heads), stages=1)
 
 
 _MORE_UNHIDDEN = 3.0

@@ -51,6 +51,11 @@ class Step:
     has_gaps: bool = False
     """True if some received rows are seen by no query of some batch rows."""
 
+    @property
+    def hop(self) -> int:
+        """That of the transfer; 0 for tiles against this rank's own shard, and where rows come from all ranks."""
+        return 0 if self.transfer is None or self.transfer.hop is None else self.transfer.hop
+
 
 Steps = tuple[Step, ...]
 

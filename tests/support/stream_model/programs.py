@@ -106,7 +106,7 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         out, lse, _ = plan.forward(q, k, v, NO_MODIFIERS, backward, one_axis, 1.0)
         rank.use(out)
         if backward:
-            plan.remake_saved(q, k, v, out, lse, one_axis)  # as compiled code does in graphs
+            plan.remake_saved(q, k, v, out, lse, NO_MODIFIERS, one_axis)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
             rank.use(*plan.backward(*tensors(rank, 1), NO_MODIFIERS, saved, None, one_axis, 1.0))
 

@@ -1,0 +1,143 @@
+"""Context-parallel multi-head latent attention: compressed latents travel in place of keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_dtensor.api.active_context import with_inherited
+from cp_dtensor.api.functional import attention_in_trace, cast_by_autocast
+from cp_dtensor.engine.attend import attend, modifiers_of
+from cp_dtensor.engine.config import AttentionConfig, Mesh, checked_mask, checked_seq_len, refuse_dtensors
+from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.masks import Mask
+
+
+def context_parallel_mla(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    up: torch.Tensor,
+    mesh: Mesh | None = None,
+    method: str = "auto",
+    is_causal: bool = False,
+    mask: Mask | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    layout: Layout | None = None,
+    rotate_method: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    seq_len: int | tuple[int, int] | None = None,
+    debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head latent attention (MLA) of a sequence that is sharded over the ranks of `mesh`.
+
+    Every rank passes its shard and gets its rows of `context_parallel_attention(q, k, v)` with, for each head,
+
+        k = [up_k latent | k_rope],  v = up_v latent
+
+    The ranks exchange latents and rotary keys, R + Dr values of a token (576 in DeepSeek-V3) in place of
+    H (Dn + Dr + Dv) (320 for each head), and expand them after arrival, some heads at a time. Backward expands again
+    and returns the gradients of latents and rotary keys only. In rings each rank expands the rows that its queries see;
+    in Ulysses the latents of all ranks, for its own heads.
+
+    The gradient of `up` on each rank is a share (in rings that of its queries, in Ulysses that of its heads); the sum
+    over the ranks is the whole gradient, as for any parameter that the ranks hold alike and whose gradients FSDP or DDP
+    over the context-parallel axis, or an all-reduce, sums (or averages, with the loss).
+
+    Args:
+        q: (B, H, S, Dn + Dr), this rank's queries in `layout` order, the Dr rotary dims last; S may differ between
+            ranks, and be 0.
+        latent: (B, T, R), this rank's compressed keys and values, after their norm.
+        k_rope: (B, T, Dr), this rank's rotary keys, rotated, which all heads share.
+        up: (H * (Dn + Dv), R), the weight of the linear layer that expands latents, equal on every rank: for each head
+            Dn rows of keys, then Dv rows of values. Under tensor parallelism the rows of q's heads.
+        method: "ring", "ulysses" and "hybrid" send latents. "auto" takes the one with the lowest predicted time, or
+            expands latents before it sends K/V where that is predicted to be faster: on one rank, and on GPUs where
+            expanding the rows of all ranks takes longer than the link saves (few heads or short sequences over fast
+            links; see `explain`).
+        mesh, is_causal, mask, attn_mask, dropout_p, sinks, layout, rotate_method, deterministic, return_lse, seq_len,
+            debug: as for `context_parallel_attention`; also what a context around the call gives.
+        scale: factor of the logits; None is 1 / sqrt(Dn + Dr).
+
+    Returns:
+        out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse, as `context_parallel_attention`.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, before any collective; otherwise as
+            `context_parallel_attention`. DTensors are refused: pass what is local of them.
+        NotImplementedError: as `context_parallel_attention`.
+        RuntimeError: as `context_parallel_attention`.
+
+    One rank with two tokens, one head, and R = Dn = Dr = Dv = 1: keys are [3 latent, k_rope], values 5 latent. Queries
+    of zeros weigh all keys alike, so the outputs are the means of 5 latent up to each token:
+
+        latent = torch.tensor([[[1.0], [2.0]]])
+        up = torch.tensor([[3.0], [5.0]])
+        out = context_parallel_mla(torch.zeros(1, 1, 2, 2), latent, latent, up=up, mesh=mesh, is_causal=True)  # 5, 7.5
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+    lengths = None if seq_len is None else checked_seq_len(seq_len)
+    refuse_dtensors(q=q, latent=latent, k_rope=k_rope, up=up, attn_mask=attn_mask, sinks=sinks)
+    q, latent, k_rope, up = map(cast_by_autocast, (q, latent, k_rope, up))
+    _check(q, latent, k_rope, up)
+    of_heads = up.unflatten(0, (q.size(1), -1))
+    latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
+    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads)
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = attention_in_trace(
+            "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
+            rotate_method, debug, deterministic, mask, is_causal,
+        )  # fmt: skip
+    else:
+        config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+        config = with_inherited("context_parallel_mla", config, layout=layout is None, mask=mask is None)
+        out, lse = attend(
+            q, latent, k_rope, config, mask=checked_mask(mask, is_causal), scale=scale, modifiers=modifiers,
+            lengths=lengths, needs_lse=return_lse,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor) -> None:
+    """Refuses shapes, dtypes and devices that do not fit.
+
+    Raises:
+        TypeError: not tensors.
+        ValueError: anything else; the message has all four shapes.
+    """
+    tensors = {"q": q, "latent": latent, "k_rope": k_rope, "up": up}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    shapes = tuple(q.shape), tuple(latent.shape), tuple(k_rope.shape), tuple(up.shape)
+    received = f"got q {shapes[0]}, latent {shapes[1]}, k_rope {shapes[2]}, up {shapes[3]}"
+
+    def expect(fits: bool, expected: str, instead: str = received) -> None:
+        if not fits:
+            raise ValueError(f"expected {expected}; {instead}")
+
+    dims = [tensor.dim() for tensor in tensors.values()]
+    expect(
+        dims == [4, 3, 3, 2],
+        "q (batch, heads, sequence, Dn + Dr), latent (batch, sequence, R), k_rope (batch, sequence, Dr) and up "
+        "(heads * (Dn + Dv), R)",
+    )
+    for what in ("dtype", "device"):
+        values = [getattr(tensor, what) for tensor in tensors.values()]
+        expect(len(set(values)) == 1, f"one {what} for q, latent, k_rope and up", f"got {', '.join(map(str, values))}")
+    expect(q.is_floating_point(), "a floating dtype", f"got {q.dtype}")
+    expect(q.size(0) == latent.size(0) == k_rope.size(0), "one batch size (dim 0) for q, latent and k_rope")
+    expect(latent.size(1) == k_rope.size(1), "one sequence length (dim 1) for latent and k_rope")
+    expect(latent.size(2) == up.size(1), "up of as many columns as latent has (R)")
+    expect(0 not in (q.size(0), q.size(1), latent.size(2), k_rope.size(2)), "at least one batch row, head, R and Dr")
+    expect(k_rope.size(2) < q.size(3), "q of more dims than k_rope, its Dn + Dr")
+    rows, plain = up.size(0) // q.size(1), q.size(3) - k_rope.size(2)
+    expect(
+        up.size(0) % q.size(1) == 0 and rows > plain,
+        f"up of Dn + Dv rows for each of {q.size(1)} heads, more than Dn = {plain}",
+    )

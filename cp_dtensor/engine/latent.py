@@ -1,0 +1,224 @@
+"""Compressed latents in place of keys and values: ranks expand what they receive, or expand before they send.
+
+In a ring, a step of a plan has the latents of all heads. It becomes a step for each group of heads, whose keys and
+values are expanded, used and dropped, so that memory does not grow with the number of heads. Backward expands them
+again, and sums the gradients of latents over the groups before they travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from cp_dtensor._torch import label
+from cp_dtensor._torch.autograd import Tensors
+from cp_dtensor._torch.tensors import cut, on_device_of
+from cp_dtensor.attention.latent import contract_gradients, expand_latents
+from cp_dtensor.attention.merge import Part, place_sums
+from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.transport import GradTransfers, KvTransfers
+from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result
+from cp_dtensor.engine.ring import KeyValueGradients, RingPlan
+from cp_dtensor.plan.plan import Step, Steps, head_spans
+from cp_dtensor.spec.layouts import Span, joined_spans
+
+EXPANDED_BYTES = 256 << 20
+"""Most bytes of the keys and values of a group of heads, unless a single head has more."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpandedStep(Step):
+    """Tiles of a group of query heads, each with its own key head, in a step of latents."""
+
+    whole: Step
+    """The step of all heads."""
+    rows: tuple[Span, ...]
+    """The rows of the step that tiles read. Tiles of this step refer to these rows, one range after the other."""
+    latent: torch.Tensor
+    """(B, 1, T, R), the latents of these rows."""
+    rotary: torch.Tensor
+    """(B, 1, T, Dr), their rotary keys."""
+    up: torch.Tensor
+    """(h, Dn + Dv, R), of these heads."""
+
+
+def rows_of_tiles(step: Step) -> tuple[Span, ...]:
+    """Returns the ranges of key rows that the tiles of a step read."""
+    return tuple(joined_spans(tile.kv for tile in step.tiles))
+
+
+def expanded_steps(
+    steps: Steps, latents: Iterable[tuple[torch.Tensor, torch.Tensor]], up: torch.Tensor
+) -> Iterator[ExpandedStep]:
+    """Yields a step for each group of heads in each step.
+
+    Args:
+        steps: steps of one key/value head, whose rows are latents.
+        latents: the latents and rotary keys of each step.
+        up: (H, Dn + Dv, R).
+    """
+    by_step = [rows_of_tiles(step) for step in steps]
+    most_rows = max(map(_length, by_step), default=0)
+    for step, rows, (latent, rotary) in zip(steps, by_step, latents, strict=True):
+        width = latent.size(0) * (up.size(1) + rotary.size(3)) * latent.itemsize
+        tiles = step.tiles
+        if rows != ((0, latent.size(2)),):
+            tiles = tuple(replace(tile, kv=_place(tile.kv, rows)) for tile in tiles)
+            latent, rotary = (
+                torch.cat([cut(x, None, None, span) for span in rows or ((0, 0),)], dim=2) for x in (latent, rotary)
+            )
+        # Equal groups in every step, as accumulators need them.
+        for heads in head_spans(up.size(0), -(-most_rows * up.size(0) * width // EXPANDED_BYTES)):
+            yield ExpandedStep(
+                heads, step.transfer, tiles, step.is_last, step.has_gaps, whole=step, rows=rows, latent=latent,
+                rotary=rotary, up=up[heads[0] : heads[1]],
+            )  # fmt: skip
+
+
+def _length(rows: tuple[Span, ...]) -> int:
+    return sum(stop - start for start, stop in rows)
+
+
+def _place(span: Span, rows: tuple[Span, ...]) -> Span:
+    """The place of a span among some rows, one of which contains it.
+
+    >>> _place((6, 8), ((0, 2), (5, 9)))
+    (3, 5)
+    """
+    before = 0
+    for start, stop in rows:
+        if start <= span[0] and span[1] <= stop:
+            return before + span[0] - start, before + span[1] - start
+        before += stop - start
+    raise AssertionError(f"{span} is not in {rows}")
+
+
+class LatentGradients(KeyValueGradients):
+    """Sums of the gradients of latents and rotary keys, from those of the keys and values of each group of heads."""
+
+    def __init__(
+        self, latent: torch.Tensor, rotary: torch.Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None,
+        heads: int, grad_up: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        super().__init__(latent, rotary, state_dtype, transfers)
+        self._heads, self._grad_up = heads, grad_up
+        self._sums: Tensors = ()
+
+    def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
+        """Contracts the gradients of a group of heads; those of the whole step are added with its last group."""
+        assert isinstance(step, ExpandedStep)
+        first, last = step.heads
+        grad_up = None if self._grad_up is None else self._grad_up[first:last]
+        if step.rows:
+            with label("contract dK/dV, heads {}", step.heads):
+                grad_k, grad_v = (self._whole(parts, step.latent) for parts in (parts_k, parts_v))
+                grads: Tensors = contract_gradients(grad_k, grad_v, step.latent, step.up, grad_up)
+                if first:
+                    sums = zip(self._sums, grads, strict=True)
+                    grads = tuple(total.to(self.state_dtype).add_(grad) for total, grad in sums)
+                self._sums = grads
+        parts_k.clear()
+        parts_v.clear()
+        if last < self._heads:
+            return
+        of_whole: tuple[list[Part], list[Part]] = ([], [])
+        for of_span, parts in zip(self._sums, of_whole, strict=False):
+            for span in step.rows:
+                rows = cut(of_span, None, None, _place(span, step.rows))
+                parts.append(Part((0, rows.size(0)), span, (rows,)))
+        self._sums = ()
+        super().add(step.whole, *of_whole)
+
+    def _whole(self, parts: list[Part], latent: torch.Tensor) -> torch.Tensor:
+        """The sum of the parts, of all batch rows and all rows; zero where there are none."""
+        batch, _, length, _ = latent.shape
+        (tensor, *_) = parts[0].tensors
+        if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, length)):
+            return tensor
+        total = latent.new_zeros(batch, length, tensor.size(1), tensor.size(3)).transpose(1, 2)
+        place_sums(total, parts, self.state_dtype)
+        return total
+
+
+@dataclass(frozen=True)
+class LatentRingPlan(RingPlan):
+    """A ring in which latents travel: each step is one of each group of heads, which are expanded after arrival."""
+
+    @cached_property
+    def queries_per_key(self) -> int:
+        return 1
+
+    def steps(
+        self, planned: Steps, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+    ) -> Iterable[Step]:
+        assert modifiers.up is not None
+        received = super().keys_and_values
+        return expanded_steps(planned, (received(step, transfers, k, v) for step in planned), modifiers.up)
+
+    def keys_and_values(
+        self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(step, ExpandedStep)
+        with label("expand latents, heads {}", step.heads):
+            return expand_latents(step.latent, step.rotary, step.up, self.spec.head_dim)
+
+    def key_value_gradients(
+        self, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, transfers: GradTransfers | None
+    ) -> KeyValueGradients:
+        assert modifiers.up is not None
+        return LatentGradients(k, v, self.state_dtype, transfers, modifiers.up.size(0), modifiers.grad_up)
+
+
+@dataclass(frozen=True)
+class ExpandedPlan(AttentionPlan):
+    """Each rank expands its own latents, and the ranks attend to keys and values by another plan."""
+
+    inner: AttentionPlan
+    saves_rows_of_others: bool
+    """As that of `inner`."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
+        ranks: SequenceRanks, scale: float,
+    ) -> Result:  # fmt: skip
+        expanded = self._expanded(q, k, v, modifiers)
+        out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(modifiers), needs_lse, ranks, scale)
+        return out, lse, (k, *saved)
+
+    def backward(
+        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
+        ranks: SequenceRanks, scale: float,
+    ) -> Gradients:  # fmt: skip
+        latent, *of_inner = saved
+        up = modifiers.up
+        assert up is not None
+        grad_q, grad_k, grad_v = self.inner.backward(
+            grad_out, _of_expanded(modifiers), tuple(of_inner), grad_bias, ranks, scale
+        )
+        with on_device_of(grad_q):
+            of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, modifiers.grad_up)
+        return grad_q, of_latent, of_rotary.to(up.dtype)
+
+    def remake_saved(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        modifiers: Modifiers, ranks: SequenceRanks,
+    ) -> Tensors:  # fmt: skip
+        return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, modifiers), out, lse, modifiers, ranks)
+
+    def abandon(self, ranks: SequenceRanks) -> None:
+        self.inner.abandon(ranks)
+
+    def _expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert modifiers.up is not None
+        with on_device_of(q):
+            return expand_latents(k, v, modifiers.up, q.size(3))
+
+
+def _of_expanded(modifiers: Modifiers) -> Modifiers:
+    return replace(modifiers, up=None, grad_up=None)

@@ -1,0 +1,296 @@
+"""Options, refusals, bytes and errors of multi-head latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.latent_problems import LatentCase, LatentProblem, check_latents, keys_and_values
+from support.method_checks import RING_ULYSSES
+from support.problems import shard
+from support.ranks import run_ranks
+from support.shared_memory import shared_memory
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import (
+    Balanced,
+    Causal,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Striped,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_mla,
+)
+from cp_dtensor.engine import latent as latents
+
+RANKS = 3
+MASK = Documents([0, 5, 12, 24], within=Causal())
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_through_shared_memory(method: str, layout: Any) -> None:
+    """Rows of 16 bytes or multiples of it, as exchanges of heads need them."""
+    sizes = {"q_heads": 4, "head_dim": 6, "rotary_dim": 2, "value_dim": 4, "latent_dim": 8}
+    some = [
+        LatentCase(LatentProblem(29, 29, mask, 2, **sizes), layout, (("method", method), ("rotate_method", "symm_mem")))
+        for mask in (Full(), Causal(), Documents([0, 9, 29], within=Causal()))
+    ]
+    with shared_memory() as machine:
+        for _ in range(2):  # the second calls reuse the memory of the first
+            check_latents(some, (4,))
+    assert machine.copies > 0
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("method", ["ring", "hybrid"])
+def test_through_shared_memory_of_two_axes(method: str, shape: tuple[int, int]) -> None:
+    problem = LatentProblem(29, 29, Causal(), 2, 4, head_dim=6, latent_dim=8)
+    with shared_memory() as machine:
+        check_latents(
+            [LatentCase(problem, HeadTail(), (("method", method), ("rotate_method", "symm_mem")))], shape, RING_ULYSSES
+        )
+    assert machine.copies > 0
+
+
+def inputs(rank: int, ranks: int, length: int = 24, **options: Any) -> tuple[torch.Tensor, ...]:
+    problem = LatentProblem(length, length, Full(), **options)
+    return problem.shards(problem.draw(0), HeadTail(), rank, ranks)
+
+
+@pytest.mark.parametrize("heads", [3, 12])
+@pytest.mark.parametrize(("method", "rotate_method"), [("ring", "allgather"), ("ring", "alltoall"), ("ulysses", None)])
+def test_latents_travel_once_and_not_the_keys_of_heads(method: str, rotate_method: str | None, heads: int) -> None:
+    """Every rank sends R + Dr values of each of its tokens to each other rank, and gets gradients of as many back."""
+    problem = LatentProblem(24, 24, Full(), 2, heads)
+    row = problem.latent_dim + problem.rotary_dim
+
+    def body(rank: int) -> None:
+        q, latent, k_rope, up, grad_out = problem.shards(problem.draw(0), HeadTail(), rank, RANKS)
+        out = context_parallel_mla(
+            q.requires_grad_(), latent, k_rope, up=up, mesh=dist.group.WORLD, method=method,
+            rotate_method=rotate_method, seq_len=24,
+        )  # fmt: skip
+        out.backward(grad_out)
+
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, body)
+    own = 24 // RANKS * 2
+    if method == "ring":  # K/V in both passes, and the gradients
+        expected = 3 * own * (RANKS - 1) * row
+    else:  # a collective passes a rank its own part, too; backward does not send latents again
+        expected = 2 * own * RANKS * row + 2 * own * heads * (problem.head_dim + problem.value_dim)
+    for rank in range(RANKS):
+        assert sum(x.numel() for each in collectives if each.rank == rank for x in each.sent) == expected
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no tensor": ({"latent": [1.0]}, TypeError, "expected latent to be a torch.Tensor, got list"),
+    "four dims": ({"k_rope": torch.ones(1, 1, 8, 2)}, ValueError, r"k_rope \(batch, sequence, Dr\).*k_rope \(1, 1, 8"),
+    "dtypes": ({"up": torch.ones(21, 6, dtype=torch.bfloat16)}, ValueError, "one dtype.*torch.bfloat16"),
+    "devices": ({"latent": torch.ones(1, 8, 6, device="meta")}, ValueError, "one device.*cpu, meta, cpu, cpu"),
+    "batches": ({"latent": torch.ones(2, 8, 6)}, ValueError, "one batch size"),
+    "lengths": ({"k_rope": torch.ones(1, 7, 2)}, ValueError, "one sequence length"),
+    "columns": ({"up": torch.ones(21, 5)}, ValueError, "as many columns as latent"),
+    "no rotary dims": ({"k_rope": torch.ones(1, 8, 0)}, ValueError, "at least one batch row, head, R and Dr"),
+    "rotary dims only": ({"k_rope": torch.ones(1, 8, 5)}, ValueError, r"q of more dims than k_rope"),
+    "rows of heads": ({"up": torch.ones(20, 6)}, ValueError, r"rows for each of 3 heads, more than Dn = 3"),
+    "no values": ({"up": torch.ones(9, 6)}, ValueError, r"rows for each of 3 heads, more than Dn = 3; got q"),
+    "method": ({"method": "latent"}, ValueError, "unknown method"),
+    "sinks": ({"sinks": torch.ones(2)}, ValueError, "one sink for each"),
+    "mask": ({"mask": torch.ones(3, 3)}, TypeError, "pass tensors as attn_mask"),
+    "length": ({"seq_len": -1}, ValueError, "seq_len"),
+}
+
+
+def good() -> dict[str, Any]:
+    tensors = {"latent": (1, 8, 6), "k_rope": (1, 8, 2), "up": (21, 6)}
+    return {"q": torch.ones(1, 3, 8, 5), **{name: torch.ones(shape) for name, shape in tensors.items()}}
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_before_any_collective(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+    with recorded_collectives() as collectives, pytest.raises(error, match=message):
+        run_ranks(2, lambda _: context_parallel_mla(**{**good(), "mesh": dist.group.WORLD, **bad}))
+    assert kinds(collectives) == []
+
+
+@pytest.mark.parametrize("name", ["q", "latent", "k_rope", "up"])
+def test_dtensors_are_refused(name: str) -> None:
+    def body(_: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        arguments = good()
+        arguments[name] = DTensor.from_local(arguments[name], mesh, [Replicate()])
+        context_parallel_mla(**arguments, mesh=mesh)
+
+    with pytest.raises(TypeError, match=rf"expected {name} to be a plain tensor.*to_local"):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_ranks_that_disagree_about_the_up_projection_are_named(grads: bool) -> None:
+    def body(rank: int) -> None:
+        q, latent, k_rope, up, _ = inputs(rank, 2)
+        up = up.requires_grad_(rank == 1) if grads else torch.cat((up, up[: 3 * rank]))
+        context_parallel_mla(q.requires_grad_(), latent, k_rope, up=up, mesh=dist.group.WORLD, debug=True)
+
+    errors = errors_by_rank(2, body)
+    assert all(isinstance(error, ValueError) and "disagree about up" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("layout", [Striped(1), Balanced(MASK, 24)], ids=["Striped", "Balanced"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+def test_layout_and_mask_of_a_context(method: str, layout: Any) -> None:
+    problem = LatentProblem(24, 24, MASK, 2)
+    (expected, *grads, _), of_up = problem.results(problem.draw(0))
+
+    def body(rank: int) -> torch.Tensor:
+        mesh = dist.group.WORLD
+        *tensors, grad_out = problem.shards(problem.draw(0), layout, rank, 2)
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        with context_parallel(mesh, layout=layout, mask=MASK):
+            out = context_parallel_mla(*leaves[:3], up=leaves[3], mesh=mesh, method=method)
+        *found, share = torch.autograd.grad(out, leaves, grad_out)
+        for got, whole, dim in zip((out, *found), (expected, *grads), (2, 2, 1, 1), strict=True):
+            torch.testing.assert_close(got, shard(whole, layout, rank, 2, dim), rtol=1e-10, atol=1e-10)
+        return share
+
+    torch.testing.assert_close(sum(run_ranks(2, body)), of_up, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (1, 3)], ids=str)
+def test_some_inputs_need_gradients(needed: tuple[int, ...], ranks: int, method: str) -> None:
+    problem = LatentProblem(24, 24, Causal())
+    (_, *grads, _), of_up = problem.results(problem.draw(0))
+
+    def body(rank: int) -> list[torch.Tensor]:
+        *tensors, grad_out = problem.shards(problem.draw(0), HeadTail(), rank, ranks)
+        leaves = [tensor.requires_grad_(index in needed) for index, tensor in enumerate(tensors)]
+        out = context_parallel_mla(
+            *leaves[:3], up=leaves[3], mesh=dist.group.WORLD, is_causal=True, method=method, deterministic=True
+        )
+        out.backward(grad_out)
+        assert all((leaf.grad is not None) == (index in needed) for index, leaf in enumerate(leaves))
+        return [leaf.grad for leaf in leaves]  # type: ignore[misc]
+
+    found = run_ranks(ranks, body)
+    for rank, of_rank in enumerate(found):
+        for index, (whole, dim) in enumerate(zip(grads, (2, 1, 1), strict=True)):
+            if index in needed:
+                torch.testing.assert_close(
+                    of_rank[index], shard(whole, HeadTail(), rank, ranks, dim), rtol=1e-10, atol=1e-10
+                )
+    if 3 in needed:
+        torch.testing.assert_close(sum(of_rank[3] for of_rank in found), of_up, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_dropout_is_that_of_keys_and_values(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randint", lambda *_args, **_options: torch.tensor(1234567))
+
+    def body(rank: int) -> None:
+        q, latent, k_rope, up, _ = inputs(rank, RANKS)
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "dropout_p": 0.4, "is_causal": True, "method": method}
+        kv = keys_and_values(latent, k_rope, up, 3, 5)
+        expected = context_parallel_attention(q, *kv, **options)
+        torch.testing.assert_close(
+            context_parallel_mla(q, latent, k_rope, up=up, **options), expected, rtol=1e-10, atol=1e-10
+        )
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "auto"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed(use_reentrant: bool, method: str) -> None:
+    def body(rank: int) -> None:
+        *tensors, grad_out = inputs(rank, 2)
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+
+        def attend(*given: torch.Tensor) -> torch.Tensor:
+            return context_parallel_mla(*given[:3], up=given[3], mesh=dist.group.WORLD, method=method)  # type: ignore[return-value]
+
+        plain = torch.autograd.grad(attend(*leaves), leaves, grad_out)
+        checkpoint(attend, *leaves, use_reentrant=use_reentrant).backward(grad_out)
+        for leaf, grad in zip(leaves, plain, strict=True):
+            assert torch.equal(leaf.grad, grad)  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, latent, k_rope, up, grad_out = (tensor.requires_grad_() for tensor in inputs(0, 1))
+
+    def body(_: int) -> None:
+        out = context_parallel_mla(q, latent, k_rope, up=up, mesh=dist.group.WORLD, method="ring")
+        (of_up,) = torch.autograd.grad(out, up, grad_out, create_graph=True)
+        of_up.sum().backward()
+
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        run_ranks(1, body)
+
+
+def test_autocast_casts_the_weight_too() -> None:
+    def body(rank: int) -> None:
+        leaves = [tensor.float().requires_grad_() for tensor in inputs(rank, 2)[:4]]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = context_parallel_mla(*leaves[:3], up=leaves[3], mesh=dist.group.WORLD, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        halves = [leaf.detach().bfloat16() for leaf in leaves]
+        same = context_parallel_mla(*halves[:3], up=halves[3], mesh=dist.group.WORLD, is_causal=True)
+        assert torch.equal(out, same)
+        out.sum().backward()
+        assert {leaf.grad.dtype for leaf in leaves if leaf.grad is not None} == {torch.float32}
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("way", [("ring", "allgather"), ("ring", "alltoall"), ("ulysses", None)], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("most", [1, latents.EXPANDED_BYTES], ids=["head by head", "all heads"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_errors_are_at_most_one_and_a_half_times_those_of_one_device(
+    dtype: torch.dtype, most: int, ranks: int, way: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "EXPANDED_BYTES", most)
+    problem = LatentProblem(
+        256, 256, Causal(), 1, 4, head_dim=48, rotary_dim=16, value_dim=32, latent_dim=64
+    )  # fmt: skip
+    wide = [tensor * (0.125 if index == 3 else 1.0) for index, tensor in enumerate(problem.draw(0))]
+    tensors = tuple(tensor.to(dtype) for tensor in wide)
+    expected, of_up = problem.results(tuple(tensor.double() for tensor in tensors))
+    *leaves, grad_out = (tensor.clone().requires_grad_() for tensor in tensors)
+    q, latent, k_rope, up = leaves
+    projected = F.linear(latent, up).unflatten(2, (4, -1)).transpose(1, 2)
+    k = torch.cat((projected[..., :32], k_rope.unsqueeze(1).expand(-1, 4, -1, -1)), -1)
+    out = F.scaled_dot_product_attention(q, k, projected[..., 32:], is_causal=True)
+    alone = (out, *torch.autograd.grad(out, leaves, grad_out))
+
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        *mine, local_grad = problem.shards(tensors, HeadTail(), rank, ranks)
+        local = [tensor.requires_grad_() for tensor in mine]
+        result = context_parallel_mla(
+            *local[:3], up=local[3], mesh=dist.group.WORLD, is_causal=True, method=way[0], rotate_method=way[1]
+        )
+        return result.detach(), *torch.autograd.grad(result, local, local_grad)
+
+    found = run_ranks(ranks, body)
+    for index, (whole, of_one) in enumerate(zip((*expected[:4], of_up), alone, strict=True)):
+        if index == 4:
+            error = (sum(each[4].double() for each in found) - whole).norm()
+        else:
+            dim = 2 if index < 2 else 1
+            parts = [found[rank][index].double() - shard(whole, HeadTail(), rank, ranks, dim) for rank in range(ranks)]
+            error = torch.stack([part.norm() for part in parts]).norm()
+        assert error <= 1.5 * (of_one.double() - whole).norm(), index
