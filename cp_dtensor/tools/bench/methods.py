@@ -178,7 +178,8 @@ class Split:
             mesh = mesh_of_ranks(device.type, self.inner_size)
             explanation = explain(
                 mesh, seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv,
-                head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch, dtype=getattr(torch, case.dtype), mask=case.mask_value,
+                head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch,
+                dtype=getattr(torch, case.dtype), mask=case.mask_value,
                 layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
             )  # fmt: skip
         estimate = explanation.methods[explanation.chosen if self.method == "auto" else self.method]
