@@ -305,7 +305,7 @@ class CompiledCallSpec:
         return replace(self.fixed, ranks=ranks, layout=context.layout, declared_lengths=context.lengths)
 
 
-_OPERATORS = 7
+_OPERATORS = 8
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
 _call_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
 key_of, call_spec_of = _call_specs.key_of, _call_specs.value_of
