@@ -83,6 +83,10 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         yield
 
 
+_READ_BY_AUTOGRAD = {"to_save", "saved_for_forward", "non_differentiable", "dirty_tensors"}
+"""Attributes of an autograd function's ctx that torch sets, and whose tensors it reads after forward."""
+
+
 @contextmanager
 def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator[None]:
     """While open, hooks of saved tensors, and `ctx.name = tensor` in autograd functions, keep aliases of some tensors.
@@ -93,38 +97,25 @@ def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator
     Args:
         is_replaced_later: True for tensors whose Python objects will have other contents.
     """
+    owner: Any = torch.autograd.function.FunctionCtx  # it has no __setattr__ of its own
 
     def enter(_original: Callable[..., None], self: Any) -> None:
         _push_hooks(is_replaced_later, self.pack_hook, self.unpack_hook)
 
-    def set_attribute(original: Callable[..., None], self: Any, name: str, value: Any) -> None:
-        if type(value) in (tuple, list):
-            value = type(value)(_detached(is_replaced_later, each) for each in value)
-        original(self, name, _detached(is_replaced_later, value))
-
-    with (
-        wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter),
-        attribute_setter_wrapped(torch.autograd.function.FunctionCtx, set_attribute),
-    ):
-        yield
-
-
-@contextmanager
-def attribute_setter_wrapped(owner: type, around: Callable[..., None]) -> Iterator[None]:
-    """While open, `instance.name = value` is `around(object.__setattr__, instance, name, value)`.
-
-    `owner` is a class without a `__setattr__` of its own.
-    """
-
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        around(object.__setattr__, self, name, value)
+        if type(value) in (tuple, list) and name not in _READ_BY_AUTOGRAD:
+            value = type(value)([_detached(is_replaced_later, each) for each in value])
+        elif isinstance(value, torch.Tensor):
+            value = _detached(is_replaced_later, value)
+        object.__setattr__(self, name, value)
 
-    owner.__setattr__ = set_attribute  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if vars(owner).get("__setattr__") is set_attribute:
-            del owner.__setattr__
+    with wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter):
+        owner.__setattr__ = set_attribute
+        try:
+            yield
+        finally:
+            if vars(owner).get("__setattr__") is set_attribute:
+                del owner.__setattr__
 
 
 @contextmanager

@@ -47,20 +47,23 @@ def loss(problem: Problem, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Scaled(torch.autograd.Function):
-    """hidden * table, with the table as an attribute, in a list, or read from elsewhere."""
+    """hidden * table, with the table as an attribute, in a list or saved."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, table: torch.Tensor, how: str) -> torch.Tensor:
         ctx.how = how
         if how == "attribute":
             ctx.table = table
-        else:
+        elif how == "list":
             ctx.several = [table, None]
+        else:
+            ctx.save_for_backward(table)
         return hidden * table
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * (ctx.table if ctx.how == "attribute" else ctx.several[0]), None, None
+        kept = {"attribute": lambda: ctx.table, "list": lambda: ctx.several[0], "saved": lambda: ctx.saved_tensors[0]}
+        return grad * kept[ctx.how](), None, None
 
 
 Steps = Callable[[Problem], torch.Tensor]
@@ -164,7 +167,7 @@ def test_hooks_of_saved_tensors(where: str, hooks: Callable[[], Any], steps: Ste
 
 
 @INSIDE
-@pytest.mark.parametrize("how", ["attribute", "list"])
+@pytest.mark.parametrize("how", ["attribute", "list", "saved"])
 def test_a_function_that_keeps_a_buffer(how: str, inside: bool) -> None:
     checked(own_function(how), inside, nullcontext)
 
