@@ -140,7 +140,7 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
 
 
 def _bound_to_dispatcher(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpointed function that runs under the dispatcher, also when it is recomputed after the dispatcher is off."""
+    """A checkpointed function that runs under the dispatcher, also when it is recomputed later."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with dispatcher_installation.held():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradie
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import lru_cached
 
 _BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
@@ -99,7 +99,7 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
     return _CPU_FLASH if (name, device_type) == ("FLASH_ATTENTION", "cpu") else _BACKENDS[name]
 
 
-@lru_cache(maxsize=1024)
+@lru_cached
 def _choose(spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None) -> AttentionBackend:
     is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
     default_order = _HOPPER_ORDER if (spec.capability or (0, 0)) >= (9, 0) else _DEFAULT_ORDER
