@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cp_dtensor._torch.compiler import never_compiled
 from cp_dtensor._torch.tensors import is_batched
 
 Tensors = tuple[torch.Tensor, ...]
@@ -41,8 +42,10 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     `torch.autograd.functional`, autograd skips paths that lead to none of the requested inputs, and returns zero.)
 
     `backward(ctx, saved, *grads)` gets `ctx.saved_tensors`, which are unpacked only once, as checkpoints require.
+    Compiled autograd runs it as plain Python.
     """
 
+    @never_compiled
     @wraps(backward)
     def first_only(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""CUDA graph capture, by the user or by Inductor, and caches: one that pins what graphs use, and one by process group.
+"""CUDA graph capture, by the user or by Inductor, and a cache by process group.
 
 Before Inductor captures code it runs the code once in the memory pool of its graphs, and refuses tensors that are alive
 there afterwards and that the code did not return. A tensor that the first call caches for later calls is one of them.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
@@ -73,53 +72,6 @@ def _is_in_memory_of_graphs(device: torch.device) -> bool:
     container = trees.get_obj(trees.local, name).get(device.index)
     graphs = None if container is None else container.tree_manager
     return graphs is not None and bool(graphs.stream == torch.cuda.current_stream(device))
-
-
-class LRUCache(Generic[V]):
-    """LRU cache. Entries used during graph capture are pinned, since replays read their memory.
-
-    Args:
-        most: largest sum of the sizes of all entries; the latest entry stays, whatever its size.
-        size_of: the size of a value; each counts as 1 by default.
-
-    >>> cache = LRUCache[str](most=1)
-    >>> cache.add(1, "a"), cache.add(2, "b"), cache.get(1), cache.get(2)
-    ('a', 'b', None, 'b')
-    >>> cache = LRUCache[str](most=5, size_of=len)
-    >>> [cache.add(word, word) for word in ("aa", "bbb", "c")], cache.get("aa"), cache.get("bbb")
-    (['aa', 'bbb', 'c'], None, 'bbb')
-    """
-
-    def __init__(self, most: int, size_of: Callable[[V], int] = lambda value: 1) -> None:
-        self._most, self._size_of, self._size = most, size_of, 0
-        self._lock = threading.Lock()
-        self._latest: OrderedDict[Hashable, V] = OrderedDict()
-        self._captured: dict[int, V] = {}  # by identity: a key may have had other values, which other graphs read
-
-    def get(self, key: Hashable) -> V | None:
-        """Returns the value of a key, None if there is none (any more)."""
-        with self._lock:
-            value = self._latest.get(key)
-            if value is not None:
-                self._latest.move_to_end(key)
-                self._pin(value)
-        return value
-
-    def add(self, key: Hashable, value: V) -> V:
-        """Adds a value unless another thread has added one for the key; returns the value in the cache."""
-        with self._lock:
-            if key not in self._latest:
-                self._latest[key] = value
-                self._size += self._size_of(value)
-            value = self._latest[key]
-            while self._size > self._most and len(self._latest) > 1:
-                self._size -= self._size_of(self._latest.popitem(last=False)[1])
-            self._pin(value)
-        return value
-
-    def _pin(self, value: V) -> None:
-        if capturing():
-            self._captured[id(value)] = value
 
 
 class GroupCache(Generic[V]):

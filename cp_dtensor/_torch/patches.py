@@ -83,6 +83,81 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         yield
 
 
+_READ_BY_AUTOGRAD = {"to_save", "saved_for_forward", "non_differentiable", "dirty_tensors"}
+"""Attributes of an autograd function's ctx that torch sets, and whose tensors it reads after forward."""
+
+
+@contextmanager
+def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator[None]:
+    """While open, hooks of saved tensors, and `ctx.name = tensor` in autograd functions, keep aliases of some tensors.
+
+    Hooks get the Python object that is saved, and many keep it: a checkpoint's recompute, or `save_on_cpu` of tensors
+    on the CPU. Hooks that are pushed before or in other threads are for `present_hooks_detached`.
+
+    Args:
+        is_replaced_later: True for tensors whose Python objects will have other contents.
+    """
+    owner: Any = torch.autograd.function.FunctionCtx  # it has no __setattr__ of its own
+
+    def enter(_original: Callable[..., None], self: Any) -> None:
+        _push_hooks(is_replaced_later, self.pack_hook, self.unpack_hook)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if type(value) in (tuple, list) and name not in _READ_BY_AUTOGRAD:
+            value = type(value)([_detached(is_replaced_later, each) for each in value])
+        elif isinstance(value, torch.Tensor):
+            value = _detached(is_replaced_later, value)
+        object.__setattr__(self, name, value)
+
+    with wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter):
+        owner.__setattr__ = set_attribute
+        try:
+            yield
+        finally:
+            if vars(owner).get("__setattr__") is set_attribute:
+                del owner.__setattr__
+
+
+@contextmanager
+def present_hooks_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator[None]:
+    """While open, the hooks of saved tensors that this thread has on entry keep aliases of some tensors.
+
+    See `saved_tensors_detached`. Hooks that are pushed meanwhile may stay longer.
+    """
+    hooks = torch._C._autograd
+    present = hooks._top_saved_tensors_default_hooks(True)
+    ours = None if present is None else _push_hooks(is_replaced_later, *present)
+    try:
+        yield
+    finally:
+        later = []
+        while ours is not None:
+            pack, unpack = hooks._top_saved_tensors_default_hooks(True)
+            hooks._pop_saved_tensors_default_hooks()
+            if pack is ours:
+                break
+            later.append((pack, unpack))
+        for pair in reversed(later):
+            hooks._push_saved_tensors_default_hooks(*pair)
+
+
+def _push_hooks(is_replaced_later: Callable[[Any], bool], pack: Callable[..., Any], unpack: Callable[..., Any]) -> Any:
+    """Pushes hooks of saved tensors that pack aliases; returns the hook that packs."""
+
+    def pack_alias(tensor: torch.Tensor) -> Any:
+        return pack(_detached(is_replaced_later, tensor))
+
+    # Hooks that are graphs are part of compiled code, which is compiled again for other objects.
+    ours = pack if isinstance(pack, torch.nn.Module) else pack_alias
+    torch._C._autograd._push_saved_tensors_default_hooks(ours, unpack)
+    return ours
+
+
+def _detached(is_replaced_later: Callable[[Any], bool], value: Any) -> Any:
+    """An alias of a tensor whose Python object will have other contents; any other value as it is."""
+    return value.detach().requires_grad_(value.requires_grad) if is_replaced_later(value) else value
+
+
 @contextmanager
 def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While open, SDPA with a `causal_lower_right` of unequal lengths as its mask goes to `redirect(original)`.

@@ -38,8 +38,8 @@ _undelivered: dict[int, list[tuple[InPlaceShard, torch.Tensor]]] = {}
 """By the id of a buffer: shards whose gradients are not delivered yet, with the tensors that have the gradients."""
 
 
-def is_shard_now(tensor: torch.Tensor) -> bool:
-    """True if the tensor is a buffer of an open context."""
+def is_shard_now(tensor: object) -> bool:
+    """True if this is a tensor that is a buffer of an open context."""
     return id(tensor) in _open_shards
 
 

@@ -63,8 +63,10 @@ class context_parallel(ContextDecorator):
 
     The context holds in the thread that enters it and in the threads of its backward; not in forked processes, such as
     a DataLoader's workers. Backward may run inside or after the block, and so may the recomputation of
-    `torch.utils.checkpoint`, in either mode. Contexts nest: inside of the inner one its mesh and settings hold. As a
-    decorator, the context is entered at every call of the function.
+    `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or as `ctx.name = buffer`
+    in an autograd function, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
+    a buffer from its closure, sees the whole tensor: let it keep `buffer.detach()`. Contexts nest: inside of the inner
+    one its mesh and settings hold. As a decorator, the context is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -234,6 +236,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
         stack.enter_context(listed_if_unseen(context))
         for buffer in context.buffers:
             stack.enter_context(buffer.in_place())
+        stack.enter_context(_torch.present_hooks_detached(is_shard_now))
         stack.enter_context(_torch.thread_state(CONTEXT_STATE, (context, _torch.current_backward())))
         for buffer in context.buffers:
             buffer.release_whole()  # last, since it cannot be undone
@@ -245,6 +248,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
+    yield _torch.saved_tensors_detached(is_shard_now)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
     yield _torch.lower_right_bias_redirected(_lower_right_sdpa)
     yield flex_redirection.held()

@@ -135,7 +135,18 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
     # In inference mode, SDPA itself reaches DTensor.
     handlers[aten.scaled_dot_product_attention.default] = lambda _op, args, kwargs: intercepted_sdpa(*args, **kwargs)
     yield _torch.dtensor_ops_handled(handlers)
+    yield _torch.checkpointed_functions_bound(_bound_to_dispatcher)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
+
+
+def _bound_to_dispatcher(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpointed function that runs under the dispatcher, also when it is recomputed later."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with dispatcher_installation.held():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _variant_of_compiled_code() -> str:
@@ -162,7 +173,8 @@ def enable_context_parallel_dispatcher() -> ExitStack:
     no dropout there, and refuse contexts with a mask, sinks or `deterministic=True`.
 
     May be called several times; each call needs its own `disable_context_parallel_dispatcher`. Or use it as
-    `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway.
+    `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway. Functions under
+    `torch.utils.checkpoint` are recomputed under it, also after it was disabled.
 
     K/V travel by the process default of `set_rotate_method`, inside of `context_parallel` as well.
 

@@ -18,7 +18,6 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -27,10 +26,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import LRUCache, capturing
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.compiled_spec import RuntimeValues, call_spec_of, runtime_numbers
 from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def _global_blocks(rows: LocalRows, q_block: int, device: torch.device) -> torch
     return torch.stack([torch.cat([b, b[:, -1:].expand(-1, most - b.size(1))], 1) for b in of_groups]).to(device)
 
 
-@lru_cache(maxsize=256)
+@lru_cached
 def shard_lengths(layout: Layout, seq_len: int, world_size: int) -> tuple[int, ...]:
     """The number of tokens of each rank."""
     return tuple(layout.local_length(seq_len, rank, world_size) for rank in range(world_size))
@@ -143,7 +143,7 @@ def cached(make: Callable[..., T], *key: Any) -> T:
     return value  # type: ignore[return-value]
 
 
-_cache = LRUCache[object](most=32)  # entries for a million tokens take megabytes
+_cache = LRUCache[object](pins=capturing)
 
 
 # Tables

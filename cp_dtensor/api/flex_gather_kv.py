@@ -9,7 +9,6 @@ summed in float32. Compiled code gathers by the operator `flex_keys`; FlexAttent
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from cp_dtensor.comm.select import gathers_by_symm_mem
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.compiled_spec import call_spec_of, pending_backwards, runtime_numbers
 from cp_dtensor.plan.tiling import rows_in_order
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full, Mask
 
@@ -195,7 +195,7 @@ _MAX_RANGES = 8
 """Ranges of one rank that the kernel reads from shared memory, each as pieces of its own."""
 
 
-@lru_cache(maxsize=256)  # equal calls must get the same object: the exchange's tables are looked up by its identity
+@lru_cached  # equal calls must get the same object: the exchange's tables are looked up by its identity
 def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRows | None:
     """All ranks' rows of one head, which every rank receives; None if a shard is not a few contiguous ranges."""
     shards = [layout.segments(seq_len, rank, world_size) for rank in range(world_size)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import lru_cached
 
 _MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
 _REPEATS = 4
@@ -93,7 +93,7 @@ class Auto(TransportMethod):
         return choose(shape, group.size(), hardware_of(group, device, shape.itemsize), shares_memory)
 
 
-@lru_cache(maxsize=4096)
+@lru_cached
 def choose(shape: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
     """Returns symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
 
@@ -117,7 +117,7 @@ def slowest_seconds(
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cached
 def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
     """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver, prepared, symmetric_buffer, uses_nccl
-from cp_dtensor._torch.cache import GroupCache, LRUCache
+from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor._torch.cuda_driver import FlagOperations, await_flags, raise_flags
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
+from cp_dtensor.spec.cache import LRUCache
 
 if TRITON_AVAILABLE:
     from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
@@ -196,7 +197,6 @@ class Flags:
 # Workspaces
 
 _FLAG_BYTES = 64 * 1024
-_MOST_TABLES = 1024
 _BEFORE_ATTENTION = -1
 """Stream priority: copies that are kernels get the first multiprocessors that attention leaves."""
 
@@ -218,7 +218,7 @@ class Workspace:
         # Each event is waited for before it is recorded again.
         self.memory_is_free, self.kv_arrived = torch.cuda.Event(), torch.cuda.Event()
         self.grads_arrived = torch.cuda.Event(), torch.cuda.Event()
-        self.tables: LRUCache[Any] = LRUCache(_MOST_TABLES)
+        self.tables: LRUCache[Any] = LRUCache(pins=capturing)
         """Device tensors of addresses in the buffer, by what they are for."""
         self._kv_views: dict[torch.dtype, torch.Tensor] = {}
         self._last_stream: torch.cuda.Stream | None = None

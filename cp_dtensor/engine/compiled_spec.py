@@ -23,6 +23,7 @@ from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size, check_bias
 from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.documents import PackedEdges, packed_mask
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, mask_intersection
@@ -102,7 +103,8 @@ for _plain in (Full(), Causal()):  # code from disk may need these before this p
 
 # Values that are known only when compiled code runs
 
-_MOST_NUMBERS = 4096
+_LEAST_NUMBERS = 256
+"""Passes that may wait for their backward, with masks of their own, however large these are."""
 _NOT_IN_BACKWARD = -1
 
 
@@ -131,28 +133,28 @@ class RuntimeNumbers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: dict[RuntimeValues, int] = {}  # the latest are the last
-        self._by_number: dict[int, RuntimeValues] = {}
+        self._numbers = LRUCache[int](least=_LEAST_NUMBERS)
+        self._by_number = LRUCache[RuntimeValues](least=_LEAST_NUMBERS)
         self._unused = count()
 
     def number_of(self, values: RuntimeValues) -> int:
-        """A number for the values of a call; valid until thousands of other values have come."""
+        """A number for the values of a call; valid until hundreds of other values have come."""
         with self._lock:
-            known = self._numbers.pop(values, None)
-            number = self._numbers[values] = next(self._unused) if known is None else known
-            self._by_number[number] = values
-            if len(self._numbers) > _MOST_NUMBERS:
-                oldest = next(iter(self._numbers))
-                del self._by_number[self._numbers.pop(oldest)]
+            number = self._numbers.get(values)
+            if number is None:
+                number = self._numbers.add(values, next(self._unused))
+            self._by_number.add(number, values)
         return number
 
     def of(self, number: int) -> RuntimeValues:
         """The values of a number; refused if too many others have come since."""
-        if number not in self._by_number:
+        values = self._by_number.get(number)
+        if values is None:
             raise RuntimeError(
-                f"the mask of a forward pass is no longer known: {_MOST_NUMBERS} others came before its backward"
+                f"the mask of a forward pass is no longer known: at least {_LEAST_NUMBERS} others came before its "
+                "backward"
             )
-        return self._by_number[number]
+        return values
 
 
 class PendingBackwards:

@@ -289,7 +289,8 @@ def checked_mask(mask: object, is_causal: bool) -> Mask:
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
         raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
-    return mask_intersection(Full() if mask is None else mask, Causal() if is_causal else Full())
+    of_call = Causal() if is_causal else Full()
+    return of_call if mask is None else mask_intersection(mask, of_call)
 
 
 def checked_dropout_p(dropout_p: float) -> float:

@@ -8,7 +8,6 @@ everything else that must be equal on all ranks.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.config import AttentionConfig, refuse_other_lengths
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -175,7 +175,7 @@ def checked_only_length(local_length: int, layout: Layout, rank: int, world_size
     return layout.only_length
 
 
-@lru_cache(maxsize=1024)
+@lru_cached
 def known_length(
     local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int
 ) -> int | None:
@@ -236,7 +236,7 @@ def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...
         )
 
 
-@lru_cache(maxsize=1024)
+@lru_cached
 def _check_local_lengths(
     q_local: int, kv_local: int, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,13 +48,12 @@ from cp_dtensor.plan.partition import (
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.masks import Mask, as_plain
 
 _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
-_MOST_PLANS = 1024
-"""Plans cached for a group. Where there are more, lengths change at every call, and the cache is emptied."""
-_plans: WeakKeyDictionary[dist.ProcessGroup, dict[object, AttentionPlan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[AttentionPlan]] = WeakKeyDictionary()
 _axes: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
 """Outer and inner axis with the values of the slowest ranks, by the outer group and the name of the inner one."""
 
@@ -90,15 +88,15 @@ def bound_call(
     split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner
     key = split, lengths, properties, allowed
     plans = _plans.get(ranks.outer)
-    if plans is None or len(plans) > _MOST_PLANS:
-        plans = _plans[ranks.outer] = {}
+    if plans is None:
+        plans = _plans[ranks.outer] = LRUCache()
     plan = plans.get(key)
     if plan is None:
         spec = call_spec(config.partition(lengths, q.size(0)), *properties)
         if spec.deterministic:
             spec = masked_by_shape(spec, allowed)
         backend = choose_backend(expanded(spec), allowed)
-        plan = plans[key] = plan_call(spec, config.method, config.transport, backend, ranks)
+        plan = plans.add(key, plan_call(spec, config.method, config.transport, backend, ranks))
     return BoundCall(plan, ranks, scale)
 
 
@@ -205,7 +203,7 @@ def plan_ulysses(
     )
 
 
-@lru_cache(maxsize=4096)  # one object for equal ones: tables on devices are cached by identity
+@lru_cached  # one object for equal ones: tables on devices are cached by identity
 def exchange_stages(
     heads: HeadPartition, merged: MergedPartition, ring_rank: int
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
@@ -237,7 +235,7 @@ def plan_nested_ring(
     return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), tuple(inner))
 
 
-@lru_cache(maxsize=4096)
+@lru_cached
 def _has_tiles(spec: CallSpec) -> bool:
     """True if any rank's queries attend to any rank's keys; alike on each rank."""
     tiling = spec.tiling
@@ -245,7 +243,7 @@ def _has_tiles(spec: CallSpec) -> bool:
     return any(tiling.tiles_against(rank, source) for rank in ranks for source in ranks)
 
 
-@lru_cache(maxsize=256)
+@lru_cached
 def _tile_plan(transport: KVTransport, spec: CallSpec, rank: int) -> TilePlan:
     return transport.plan(spec, rank)
 

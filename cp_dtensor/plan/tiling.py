@@ -10,10 +10,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, Tile, TileMask, joined, runs_of
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSet, clipped_bands
 from cp_dtensor.spec.layouts import Segment, Span, joined_spans
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of
@@ -429,7 +430,7 @@ def _meets(spans: Sequence[Span], range_of_keys: Span) -> bool:
     return index < len(spans) and spans[index][0] < range_of_keys[1]
 
 
-@lru_cache(maxsize=256)
+@lru_cached
 def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]) -> Tiling:
     """Returns the tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
     if masking is Masking.BY_SHAPE:

@@ -6,13 +6,13 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import isfinite
 from operator import add
 from typing import Any
 from warnings import warn
 
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending
 from cp_dtensor.spec.intervals import Workload
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk, joined_spans
@@ -43,7 +43,7 @@ class OneLength(CachedHash, Layout):
         return _segments(self, world_size)[rank]
 
 
-@lru_cache(maxsize=128)
+@lru_cached
 def _segments(layout: OneLength, world_size: int) -> tuple[tuple[Segment, ...], ...]:
     by_rank = layout.blocks(world_size)
     most = max(1, *map(len, by_rank))

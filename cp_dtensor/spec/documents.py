@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise, zip_longest
 from typing import Any
 
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets
 from cp_dtensor.spec.layouts import CachedHash, Span
 from cp_dtensor.spec.masks import Batched, Full, Mask, clipped_interval_sets, is_integer
@@ -265,7 +265,7 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
     return lengths
 
 
-@lru_cache(maxsize=64)
+@lru_cached
 def packed_mask(edges: PackedEdges, rows: int, lengths: tuple[int, int], within: Mask) -> Mask:
     """Returns the mask of each row's documents, with `within` inside; refuses a document that is in two rows."""
     q_len, kv_len = lengths

@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Literal, TypeGuard
 
 from cp_dtensor.spec import intervals
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, Workload, clipped_bands, count_pairs
 from cp_dtensor.spec.layouts import Layout, Segment, Span
 
@@ -185,7 +186,7 @@ class Batched(Mask):
         return len(self.masks)
 
 
-@lru_cache(maxsize=64)
+@lru_cached
 def _interval_sets_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[IntervalSets, ...]:
     return tuple(clipped_interval_sets(mask.of_batch_row(row), q_len, kv_len) for row in range(mask.batch_size or 1))
 
@@ -201,7 +202,7 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
     return _interval_sets_by_row(mask, q_len, kv_len)
 
 
-@lru_cache(maxsize=64)
+@lru_cached
 def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
     """Returns the workload of a mask over `seq_len` queries and keys, of all batch rows together or of some."""
     by_row = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
@@ -276,16 +277,15 @@ def as_plain(mask: Mask) -> Mask:
     return mask if mask == Full() else Causal()
 
 
-@lru_cache(maxsize=256)  # one object for equal masks, which are dictionary keys at every call
 def mask_intersection(one: Mask, other: Mask) -> Mask:
     """Returns `one & other`, or one of them alone if the other has all its pairs.
 
     >>> mask_intersection(Causal(), Full()), mask_intersection(Causal(), Causal())
     (Causal(alignment='top_left'), Causal(alignment='top_left'))
     """
-    if one in (Full(), other):
+    if isinstance(one, Full) or one is other:
         return other
-    return one if other == Full() else one & other
+    return one if isinstance(other, Full) or one == other else one & other
 
 
 def _offset(alignment: Alignment, q_len: int, kv_len: int) -> int:

@@ -18,7 +18,6 @@ from support.package_kernels import Unwanted, relative
 from support.pretended_packages import FlashModule, FlexModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor._torch.cache import LRUCache
 from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages, select
 from cp_dtensor.attention.backends.aten import CudnnAttention, MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -30,6 +29,7 @@ from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, TileMask
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Contiguous, Segment
 from cp_dtensor.spec.masks import Causal, Full
@@ -48,9 +48,9 @@ VERSIONS = {flash4.PACKAGE.distribution: "4.0.0b36", cudnn_flex.PACKAGE.distribu
 def fresh(monkeypatch: Patch) -> Iterator[Patch]:
     """A process that has used no optional package, in which both seem to be installed."""
     monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
-    monkeypatch.setattr(first_use, "_verdicts", LRUCache(99))
-    monkeypatch.setattr(flash4, "_launches", LRUCache(99))
-    monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, lambda planned: planned.nbytes))
+    monkeypatch.setattr(first_use, "_verdicts", LRUCache())
+    monkeypatch.setattr(flash4, "_launches", LRUCache())
+    monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, least=1))
     cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
     for each in cached:
         each.cache_clear()
@@ -279,13 +279,14 @@ def test_flex_computes_interval_tiles(flex: Patch, batch: int, heads: tuple[int,
 def test_flex_keeps_the_latest_plans_within_its_bytes(flex: Patch) -> None:
     module = FlexModule(plan_bytes=1000)
     install(flex, flex=module)
-    flex.setattr(cudnn_flex, "_planned", LRUCache(2500, lambda planned: planned.nbytes))
     one, other, third = (interval_mask() for _ in range(3))
     q, k, v, _ = tensors()
     geometry = Geometry.of(q, k, v)
+    assert cudnn_flex.planned_tile(interval_mask(), geometry) is not None
+    flex.setattr(cudnn_flex, "_planned", LRUCache(5 * cudnn_flex._planned.nbytes // 2, least=1))
     for mask in (one, other, one, third):
         assert cudnn_flex.planned_tile(mask, geometry) is not None
-    assert len(module.plans) == 3
+    assert len(module.plans) == 1 + 3
     made = [cudnn_flex._planned.get((mask, geometry)) is not None for mask in (one, other, third)]
     assert made == [True, False, True], "the least recently used went"
     check(CudnnFlexAttention(), other, tensors(), IntervalAttention())

@@ -20,7 +20,7 @@ from cp_dtensor import context_parallel, enable_context_parallel_dispatcher, rin
 PACKAGE = cp_dtensor.__file__.removesuffix("__init__.py")
 LOCAL, RANKS = 64, 2
 
-FORWARD, BACKWARD, DEPTH = 150, 180, 8
+FORWARD, BACKWARD, DEPTH = 160, 180, 8
 """Most frames of a forward, of a backward, and most frames down to the backend that computes a tile."""
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from cp_dtensor._torch.cache import LRUCache
 from cp_dtensor.api import flex_block_mask as flex_rows
 from cp_dtensor.api import flex_block_mask as flex_tables
 from cp_dtensor.attention.backends import interval
@@ -21,8 +20,8 @@ def cold_caches() -> None:
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
-    interval._cached_rows = LRUCache(most=256)
-    flex_rows._cache = LRUCache(most=32)
+    interval._cached_rows.clear()
+    flex_rows._cache.clear()
     flex_tables.table_cache = flex_tables._TableCache()
 
 

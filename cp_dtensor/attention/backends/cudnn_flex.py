@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import LRUCache, capturing
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import aligned, current_stream, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
@@ -27,6 +27,7 @@ from cp_dtensor.attention.backends.packages import Package, check_parameters, qu
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
+from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Segment
 
@@ -226,7 +227,7 @@ class PlannedTile:
                 tensor.record_stream(current_stream(device))
 
 
-_planned = LRUCache[PlannedTile](MOST_BYTES, lambda planned: planned.nbytes)
+_planned = LRUCache[PlannedTile](MOST_BYTES, least=1, pins=capturing)
 """Keys: mask (compared by identity) and geometry."""
 
 

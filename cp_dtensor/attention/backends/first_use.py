@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import LRUCache, capturing
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import on_device
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.plan.tiles import TileMask
+from cp_dtensor.spec.cache import LRUCache
 
 LARGEST_ERROR = 2e-2
 """Relative to the largest element; rounding to bfloat16 explains a third of it."""
 
-_verdicts = LRUCache[str](most=1024)
+_verdicts = LRUCache[str]()
 
 
 def first_use(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.cache import LRUCache
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import aligned, empty_in_order_of
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -24,6 +24,7 @@ from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import ShapedMask, TileMask
+from cp_dtensor.spec.cache import LRUCache
 
 PACKAGE = Package("flash-attn-4", "FlashAttention-4")
 SHORTEST = 256
@@ -167,7 +168,7 @@ class _Launches(NamedTuple):
             function(*filled)
 
 
-_launches = LRUCache[_Launches](most=1024)
+_launches = LRUCache[_Launches](pins=capturing)
 _recording = Lock()
 
 

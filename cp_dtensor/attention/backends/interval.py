@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import LRUCache
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
@@ -19,6 +19,7 @@ from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, TileMask
+from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalSet
 
 
@@ -148,7 +149,9 @@ def _intervals(bands: IntervalSet, queries: Tensor, keys: Tensor) -> Tensor:
     return torch.where((index >= 0) & (queries < last[index]) & (columns[0] < columns[1]), columns, 0)
 
 
-_cached_rows = LRUCache[TileRows](most=256)
+_MOST_BYTES = 256 << 20
+"""Bytes of the tables, mostly on devices: 8 for each row of a tile, 16 with dropout, in each batch row."""
+_cached_rows = LRUCache[TileRows](_MOST_BYTES, pins=capturing)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from cp_dtensor.attention.backends.packages import has_package_kernels, log_miss
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
 from cp_dtensor.plan.partition import CallSpec, SequencePartition, masking_of
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.masks import as_plain
 
 _BACKENDS: dict[str, AttentionBackend] = {
@@ -100,7 +100,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     if spec.masking is Masking.BY_SHAPE and spec.deterministic:
         return _flash4(spec)  # see masked_by_shape
     if spec.masking is Masking.BY_SHAPE:
-        choose = _choose.__wrapped__ if capturing() else _choose  # a capture refuses what was not tried before it
+        choose = _chosen if capturing() else _choose  # a capture refuses what was not tried before it
         return choose(spec, allowed.enabled, allowed.order, allowed.torch_flash)
     flex = CudnnFlexAttention(spec.deterministic)
     may_be_cudnn = allowed.enabled[_torch.SDPA_BACKENDS.index("CUDNN_ATTENTION")]
@@ -108,7 +108,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     return flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
 
 
-@lru_cache(maxsize=1024)
+@lru_cached
 def masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
     """The spec of a deterministic call, with tiles masked by shape where that is faster: with FlashAttention-4.
 
@@ -149,8 +149,7 @@ def backend_by_name(name: str, device_type: str) -> AttentionBackend:
     return _CPU_FLASH if (name, device_type) == ("FLASH_ATTENTION", "cpu") else _BACKENDS[name]
 
 
-@lru_cache(maxsize=1024)
-def _choose(
+def _chosen(
     spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None, torch_flash: bool
 ) -> AttentionBackend:
     """The backend of full and causal tiles."""
@@ -176,6 +175,9 @@ def _choose(
     raise NotImplementedError(
         f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
     )
+
+
+_choose = lru_cached(_chosen)
 
 
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:
