@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
@@ -47,7 +47,7 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
         # False means: reuse without compiling, whatever the backend. That would take code of other variants.
         return None if callback is False else _VariantCallback(callback, name, variant)
 
-    with _wrapped_when_loaded(_EVAL_FRAME, "_callback_from_stance", of_variant):
+    with when_loaded(_EVAL_FRAME, lambda module: wrapped(module, "_callback_from_stance", of_variant)):
         yield
 
 
@@ -80,11 +80,11 @@ class _VariantCallback:
 
 
 @contextmanager
-def _wrapped_when_loaded(name: str, function: str, around: Callable[..., Any]) -> Iterator[None]:
-    """`wrapped` of a module's function, from now on if the module is loaded, else from when it is loaded."""
+def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager[object]]) -> Iterator[None]:
+    """While open, `change(module)` is entered: from now on if the module is loaded, else from when it is loaded."""
 
     def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the module as the other finders do, with a loader that wraps the function at the end."""
+        """Finds the module as the other finders do, with a loader that changes it at the end."""
         if fullname != name:
             return None
         finders.remove(finder)
@@ -93,18 +93,18 @@ def _wrapped_when_loaded(name: str, function: str, around: Callable[..., Any]) -
             return spec
         load = spec.loader.exec_module
 
-        def load_and_wrap(module: ModuleType) -> None:
+        def load_and_change(module: ModuleType) -> None:
             load(module)
-            stack.enter_context(wrapped(module, function, around))
+            stack.enter_context(change(module))
 
-        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
 
     finder: Any = SimpleNamespace(find_spec=find_spec)
     finders = sys.meta_path
     with ExitStack() as stack:
         if name in sys.modules:
-            stack.enter_context(wrapped(sys.modules[name], function, around))
+            stack.enter_context(change(sys.modules[name]))
         else:
             finders.insert(0, finder)
         try:

@@ -1,0 +1,262 @@
+"""Patches of transformers while a context is open, if transformers is loaded: masks of the whole sequence, and checks.
+
+A model inside of a context makes its masks by `transformers.masking_utils`, from this rank's shard. There, the mask
+function for "sdpa" returns a tensor that names a mask of the whole sequence, which SDPA in the context takes, and that
+for "flex_attention" returns the block mask of the whole sequence. Other implementations are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from cp_dtensor import _torch
+from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
+from cp_dtensor.api.interception import SharedInstallation
+from cp_dtensor.api.transformers_checks import PROVIDER, SEEN, called_model, problems_of, refuse_wrong_call, unseen
+from cp_dtensor.api.transformers_masks import MASKING_UTILS, ModelMask, whole_positions
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.named_masks import name_of
+from cp_dtensor.spec.masks import Causal, Full, Mask
+
+_MODELING_UTILS = "transformers.modeling_utils"
+_PREPROCESS = "_preprocess_mask_arguments"
+
+
+def _patches() -> Iterator[AbstractContextManager[None]]:
+    yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
+    yield _torch.when_loaded(_MODELING_UTILS, _models_checked)
+
+
+transformers_hooks = SharedInstallation(_patches)
+"""Held by open contexts, and for good by the provider's `register()`."""
+
+
+@contextmanager
+def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
+    """While open, mask functions of transformers in contexts are those of the whole sequence."""
+    table = utils.AttentionMaskInterface._global_mapping
+    with ExitStack() as stack:
+        stack.enter_context(_torch.wrapped(utils, _PREPROCESS, _torch.never_compiled(_preprocessed)))
+        for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
+            stack.enter_context(
+                _torch.entry_replaced(table, name, _torch.never_compiled(partial_of(make, table[name])))
+            )
+        yield
+
+
+def partial_of(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`make(original, ...)`, as a function with the name of `original`."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return make(original, *args, **kwargs)
+
+    mask.__name__, mask.__wrapped__ = original.__name__, original  # type: ignore[attr-defined]
+    return mask
+
+
+@contextmanager
+def _models_checked(utils: ModuleType) -> Iterator[None]:
+    """While open, models of transformers that are called in contexts are checked first."""
+    owner = utils.PreTrainedModel
+    before = vars(owner).get("__call__")
+    owner.__call__ = ours = called_model(_check_call)
+    try:
+        yield
+    finally:
+        if vars(owner).get("__call__") is ours:
+            if before is None:
+                del owner.__call__
+            else:
+                owner.__call__ = before
+
+
+def sharding_context() -> ActiveContext | None:
+    """The context in which models see shards; None outside of contexts and where attention is left to each rank."""
+    context = innermost_context()
+    if context is None or context.config.ranks.size == 1 or open_local_sdpa(context) is not None:
+        return None
+    return current_context()
+
+
+# Models
+
+_problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    context = sharding_context()
+    if context is None:
+        return
+    context.seen.add("model")
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    known = _problems.get(model)
+    if known is None or known[0] != implementation:
+        known = _problems[model] = implementation, problems_of(model)
+    if known[1]:
+        raise NotImplementedError(
+            f"{type(model).__name__} is not supported inside of context_parallel. " + "; ".join(known[1])
+        )
+    refuse_wrong_call(model, args, kwargs)
+
+
+# Masks
+
+
+def _preprocessed(
+    original: Callable[..., Any], config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any,
+    position_ids: torch.Tensor | None, layer_idx: int | None, encoder_hidden_states: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    """The arguments of a mask, with position ids for all functions that may see packed documents."""
+    context, implementation = sharding_context(), config._attn_implementation
+    found = partial(original, config, inputs_embeds, attention_mask, past_key_values)
+    if context is None and implementation != PROVIDER:
+        return found(position_ids, layer_idx, encoder_hidden_states)
+    if implementation not in SEEN:
+        raise NotImplementedError(unseen(str(implementation)))
+    # Whether documents are packed is found from the position ids of all ranks.
+    is_done, mask, _, q_len, kv_len, q_offset, kv_offset = found(None, layer_idx, encoder_hidden_states)
+    if is_done:
+        return is_done, mask, None, q_len, kv_len, q_offset, kv_offset
+    if past_key_values is not None and (past_key_values.get_seq_length() or kv_len != q_len and mask is None):
+        raise NotImplementedError(
+            "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: "
+            "pass use_cache=False"
+        )
+    batch_size, packed = inputs_embeds.size(0), None
+    if context is not None and position_ids is not None:
+        whole = whole_positions(position_ids, batch_size, context.config)
+        _refuse_counted_positions(context, position_ids, whole)
+        _refuse_rope_by_length(config, whole)
+    if position_ids is not None and mask is None and past_key_values is None:
+        packed = position_ids.expand(batch_size, -1)
+    kv_len = q_len if encoder_hidden_states is None else encoder_hidden_states.size(1)
+    return False, mask, packed, q_len, kv_len, q_offset, kv_offset
+
+
+def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
+    """Refuses position ids that a model has counted in each shard; on every rank alike."""
+    config, length = context.config, whole.size(1)
+    local = [config.layout.local_length(length, rank, config.ranks.size) for rank in range(config.ranks.size)]
+    by_rank = [
+        torch.cat([whole[0, segment.start : segment.last + 1] for segment in segments if segment.is_contiguous])
+        for segments in (config.layout.segments(length, rank, config.ranks.size, 0) for rank in range(len(local)))
+        if all(segment.is_contiguous for segment in segments) and segments
+    ]
+    counted = len(by_rank) == len(local) and all(
+        torch.equal(part, torch.arange(len(part), device="cpu")) for part in by_rank
+    )
+    given = any(
+        shard.buffer.tensor.dtype == position_ids.dtype
+        and shard.buffer.tensor.numel()
+        and shard.buffer.tensor.size(-1) == position_ids.size(-1)
+        and torch.equal(shard.buffer.tensor.reshape(-1, position_ids.size(-1))[0], position_ids[0])
+        for shard in context.buffers
+    )
+    if counted and not given:
+        raise ValueError(
+            "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
+            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
+            "pass them to the model"
+        )
+
+
+def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
+    """Refuses rotary embeddings whose frequencies depend on the largest position of this rank's shard."""
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (scaling, *[value for value in scaling.values() if isinstance(value, dict)]):
+        kind = str(each.get("rope_type", each.get("type")))
+        original = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if kind in ("longrope", "dynamic") and original and int(whole.max()) >= original:
+            raise NotImplementedError(
+                f"rope_type={kind!r} takes its frequencies from the largest position, which differs between ranks: got "
+                f"position {int(whole.max())}, expected less than {original}"
+            )
+
+
+def _sdpa_mask(
+    original: Callable[..., Any], *args: Any, batch_size: int, q_length: int, kv_length: int,
+    mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, use_vmap: bool = False,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """A tensor that names the mask of the whole sequence; None for plain masks that SDPA can have as `is_causal`."""
+    alone = partial(
+        original, *args, batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
+        attention_mask=attention_mask, use_vmap=use_vmap, allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+    )  # fmt: skip
+    context = sharding_context()
+    config = kwargs.get("config")
+    is_provider = getattr(config, "_attn_implementation", None) == PROVIDER
+    if context is None and not is_provider:
+        return alone()
+    mask = ModelMask(mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap, alone)
+    if context is not None:
+        value = mask.mask_for(context.config)  # refused here, where the model is
+        plain = (allow_is_causal_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())
+        # transformers takes a single query for the next token after a cache, which sees all keys
+        if plain and not is_provider and mask.fewest_queries > 1:
+            return None
+    return name_of(mask)
+
+
+provider_mask = _sdpa_mask
+"""The mask function of the provider; its first argument is transformers' `sdpa_mask`."""
+
+
+def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The block mask of the whole sequence."""
+    context = sharding_context()
+    if context is None:
+        return original(*args, **kwargs)
+    mask = ModelMask(
+        kwargs["mask_function"], kwargs["batch_size"], (kwargs["q_length"], kwargs["kv_length"]),
+        kwargs.get("attention_mask"), bool(kwargs.get("use_vmap")), partial(original, *args, **kwargs),
+    )  # fmt: skip
+    return block_mask_of(mask, context.config, kwargs["batch_size"], torch.device(kwargs.get("device", "cpu")))
+
+
+def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, device: torch.device) -> BlockMask:
+    """The block mask of a model's mask, for the whole sequence."""
+    value = mask.mask_for(config)
+    q_len, kv_len = mask.whole
+    rows = [_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
+    most = max(lo.size(0) for lo, _ in rows)
+    ends = torch.stack(
+        [
+            torch.stack([torch.cat([each, each.new_zeros(most - each.size(0), q_len)]) for each in pair])
+            for pair in rows
+        ]
+    ).to(device)  # (rows, 2, sets, queries)
+    by_row = len(rows) > 1
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        row = b if by_row else b * 0
+        seen = (ends[row, 0, 0, q] <= kv) & (kv < ends[row, 1, 0, q])
+        for index in range(1, most):
+            seen = seen | ((ends[row, 0, index, q] <= kv) & (kv < ends[row, 1, index, q]))
+        return seen
+
+    size = batch_size if by_row else None
+    return create_block_mask(mask_mod, size, None, q_len, kv_len, device=device, _compile=device.type == "cuda")
+
+
+def _ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last + 1 key of each query, (sets, queries) each; 0 and 0 where there is none."""
+    sets = mask.interval_sets(q_len, kv_len) or ((),)
+    lo, hi = (torch.zeros(len(sets), q_len, dtype=torch.int64, device="cpu") for _ in range(2))
+    for index, bands in enumerate(sets):
+        for band in bands:
+            first, last = max(band.first, 0), min(band.last, q_len)
+            queries = torch.arange(first, max(last, first), device="cpu")
+            lo[index, first : max(last, first)] = (queries - band.left).clamp(min=max(band.lo, 0))
+            hi[index, first : max(last, first)] = (queries + band.right + 1).clamp(max=min(band.hi, kv_len))
+    return lo, hi
