@@ -26,8 +26,12 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 @contextmanager
-def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
+def compiled_code_kept_apart(
+    variant: Callable[[], str], check: Callable[[dict[str, Any]], None] = lambda arguments: None
+) -> Iterator[None]:
     """While open, compiled code is reused only for calls with the `variant()` that it was compiled for.
+
+    `check` is called with the arguments of each function, by name, before it is compiled for a variant; it may raise.
 
     The variant "" means code as it is compiled outside of this context. Dynamo reuses code that was compiled with an
     equal backend, so the backend holds the variant. Torch's cache on disk has the variant in its key.
@@ -45,7 +49,7 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
                 "for: it cannot be used with context_parallel and DTensors"
             )
         # False means: reuse without compiling, whatever the backend. That would take code of other variants.
-        return None if callback is False else _VariantCallback(callback, name, variant)
+        return None if callback is False else _VariantCallback(callback, name, variant, check)
 
     with when_loaded(_EVAL_FRAME, lambda module: wrapped(module, "_callback_from_stance", of_variant)):
         yield
@@ -65,18 +69,21 @@ class _VariantBackend:
 class _VariantCallback:
     """Compiles a frame as `callback` does, for a variant."""
 
-    def __init__(self, callback: Any, variant: str, source: Callable[[], str]) -> None:
-        self.callback, self.source, self._variant = callback, source, variant
+    def __init__(
+        self, callback: Any, variant: str, source: Callable[[], str], check: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.callback, self.source, self._variant, self._check = callback, source, variant, check
         backend = callback
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         self._torchdynamo_orig_backend = _VariantBackend(backend, variant)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check(frame.f_locals)
         config: Any = torch.compiler.config
         tag = "; ".join(filter(None, (config.cache_key_tag, self._variant)))
         with config.patch(cache_key_tag=tag):
-            return self.callback(*args, **kwargs)
+            return self.callback(frame, *args, **kwargs)
 
 
 @contextmanager

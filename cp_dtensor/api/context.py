@@ -37,7 +37,7 @@ from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_hooks import transformers_hooks
+from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
@@ -254,7 +254,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
     yield _torch.lower_right_bias_redirected(_lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)

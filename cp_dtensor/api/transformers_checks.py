@@ -45,7 +45,7 @@ def problems_of(model: nn.Module) -> list[str]:
 
 def _problems_of_module(module: nn.Module) -> Iterator[str]:
     kind, config = type(module).__name__, getattr(module, "config", None)
-    if _is_model(module):
+    if is_model(module):
         implementation = getattr(config, "_attn_implementation", None)
         if implementation is not None and implementation not in SEEN:
             yield unseen(implementation)
@@ -78,7 +78,8 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _is_model(module: nn.Module) -> bool:
+def is_model(module: nn.Module) -> bool:
+    """True for models of transformers, also parts of others."""
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
@@ -86,7 +87,7 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """Refuses arguments of a model's call that are wrong for shards.
 
     Raises:
-        NotImplementedError, ValueError: position ids or shifted labels are missing.
+        ValueError: position ids are missing.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -99,13 +100,6 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "
             "the context's buffers and pass them to the model; cp_dtensor.integrations.transformers.ModelBatch does so"
-        )
-    shifts = str(getattr(model, "loss_type", None)) in ("ForCausalLM", "ForConditionalGeneration")
-    if shifts and given.get("labels") is not None and given.get("shift_labels") is None:
-        raise ValueError(
-            f"{name} got labels inside of context_parallel, and would shift them within this rank's shard: shift "
-            "labels before they are sharded and pass shift_labels, or compute the loss by "
-            "cp_dtensor.integrations.transformers.causal_lm_loss"
         )
 
 

@@ -21,19 +21,29 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
 from cp_dtensor.api.interception import SharedInstallation
-from cp_dtensor.api.transformers_checks import PROVIDER, SEEN, called_model, problems_of, refuse_wrong_call, unseen
+from cp_dtensor.api.transformers_checks import (
+    PROVIDER,
+    SEEN,
+    called_model,
+    is_model,
+    problems_of,
+    refuse_wrong_call,
+    unseen,
+)
 from cp_dtensor.api.transformers_masks import MASKING_UTILS, ModelMask, whole_positions
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.named_masks import name_of
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
 _MODELING_UTILS = "transformers.modeling_utils"
+_LOSS_UTILS = "transformers.loss.loss_utils"
 _PREPROCESS = "_preprocess_mask_arguments"
 
 
 def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
     yield _torch.when_loaded(_MODELING_UTILS, _models_checked)
+    yield _torch.when_loaded(_LOSS_UTILS, _losses_checked)
 
 
 transformers_hooks = SharedInstallation(_patches)
@@ -79,6 +89,35 @@ def _models_checked(utils: ModuleType) -> Iterator[None]:
                 owner.__call__ = before
 
 
+@contextmanager
+def _losses_checked(utils: ModuleType) -> Iterator[None]:
+    """While open, losses that shift the labels of a shard are refused in contexts."""
+    with ExitStack() as stack:
+        for name, loss in list(utils.LOSS_MAPPING.items()):
+            if loss is utils.ForCausalLMLoss:
+                stack.enter_context(_torch.entry_replaced(utils.LOSS_MAPPING, name, _of_shifted_labels(loss)))
+        yield
+
+
+def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, shift_labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
+            _refuse_shift()
+        return loss(*args, shift_labels=shift_labels, **kwargs)
+
+    return checked
+
+
+@_torch.never_compiled
+def _refuse_shift() -> None:
+    if sharding_context() is not None:
+        raise ValueError(
+            "a model got labels inside of context_parallel, and would shift them within this rank's shard: shift "
+            "labels before they are sharded and pass shift_labels, or compute the loss by "
+            "cp_dtensor.integrations.transformers.causal_lm_loss"
+        )
+
+
 def sharding_context() -> ActiveContext | None:
     """The context in which models see shards; None outside of contexts and where attention is left to each rank."""
     context = innermost_context()
@@ -88,6 +127,16 @@ def sharding_context() -> ActiveContext | None:
 
 
 # Models
+
+
+def check_compiled_call(arguments: dict[str, Any]) -> None:
+    """Checks the arguments of a function that is about to be compiled in a context, if it is a model's forward."""
+    model = arguments.get("self", arguments.get("mod"))
+    if isinstance(model, nn.Module) and is_model(model):
+        args, others = arguments.get("args", ()), arguments.get("kwargs", {})
+        given = {name: each for name, each in arguments.items() if name not in ("self", "mod", "args", "kwargs")}
+        _check_call(model, args, {**given, **others})
+
 
 _problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
 

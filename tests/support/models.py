@@ -104,6 +104,7 @@ def tiny_model(family: str, attention: str) -> nn.Module:
         model_class = getattr(transformers, kind)
         config = model_class.config_class(**{**_SIZES, **changes})
         config._attn_implementation = attention
+        config._experts_implementation = "eager"  # the other ones take no float64
         random = torch.Generator().manual_seed(0)
         model: nn.Module = model_class(config)
     with torch.no_grad():
