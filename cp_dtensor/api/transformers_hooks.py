@@ -152,7 +152,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         known = _problems[model] = implementation, problems_of(model)
     if known[1]:
         raise NotImplementedError(
-            f"{type(model).__name__} is not supported inside of context_parallel. " + "; ".join(known[1])
+            f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
     refuse_wrong_call(model, args, kwargs)
 
