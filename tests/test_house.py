@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cp_dtensor"
 
 # The room, and the files of other rooms, that may touch torch's private names.
-DOORS = ("_torch", "integrations.torch_experimental.private", "tools.bench.torch_methods")
+DOORS = ("_torch", "api.transformers_private", "integrations.torch_experimental.private", "tools.bench.torch_methods")
 
 ATTENTION_OP = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+(\.\w+)?")
 NAMEDTUPLE_API = {"_asdict", "_fields", "_make", "_replace"}

@@ -1,4 +1,4 @@
-"""Attention of a provider: an attention function that a model calls in a context or in a module with `ContextParallel`."""
+"""Attention of a provider: a function that a model calls in a context or in a module with `ContextParallel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of transformers' models: layers and arguments that would be wrong where a model sees shards of the sequence."""
+"""Checks of transformers' models: layers and arguments that are wrong where a model sees shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_dtensor.api.transformers_private import implementation_of
+
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
 SEEN = ("sdpa", "flex_attention", PROVIDER)
 """Attention implementations of transformers that a context sees."""
 _MIXERS = re.compile(
-    r"mamba|deltanet|linearattention|lightningattention|rwkv|shortconv|recurrent|rglru|hyena|retention|mlstm|slstm", re.I
+    r"mamba|deltanet|linearattention|lightningattention|rwkv|shortconv|recurrent|rglru|hyena|retention|mlstm|slstm",
+    re.I,
 )
 """Class names of layers that mix tokens by other ways than attention."""
 _LAYER_TYPES = {
@@ -46,7 +49,7 @@ def problems_of(model: nn.Module) -> list[str]:
 def _problems_of_module(module: nn.Module) -> Iterator[str]:
     kind, config = type(module).__name__, getattr(module, "config", None)
     if is_model(module):
-        implementation = getattr(config, "_attn_implementation", None)
+        implementation = implementation_of(config)
         if implementation is not None and implementation not in SEEN:
             yield unseen(implementation)
         types = {*(getattr(config, "layer_types", None) or ())} & {*_LAYER_TYPES}

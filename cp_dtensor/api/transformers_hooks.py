@@ -30,20 +30,24 @@ from cp_dtensor.api.transformers_checks import (
     refuse_wrong_call,
     unseen,
 )
-from cp_dtensor.api.transformers_masks import MASKING_UTILS, ModelMask, whole_positions
+from cp_dtensor.api.transformers_masks import ModelMask, whole_positions
+from cp_dtensor.api.transformers_private import (
+    LOSS_UTILS,
+    MASKING_UTILS,
+    MODELING_UTILS,
+    PREPROCESS,
+    implementation_of,
+    table_of,
+)
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.named_masks import name_of
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
-_MODELING_UTILS = "transformers.modeling_utils"
-_LOSS_UTILS = "transformers.loss.loss_utils"
-_PREPROCESS = "_preprocess_mask_arguments"
-
 
 def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
-    yield _torch.when_loaded(_MODELING_UTILS, _models_checked)
-    yield _torch.when_loaded(_LOSS_UTILS, _losses_checked)
+    yield _torch.when_loaded(MODELING_UTILS, _models_checked)
+    yield _torch.when_loaded(LOSS_UTILS, _losses_checked)
 
 
 transformers_hooks = SharedInstallation(_patches)
@@ -53,9 +57,9 @@ transformers_hooks = SharedInstallation(_patches)
 @contextmanager
 def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
     """While open, mask functions of transformers in contexts are those of the whole sequence."""
-    table = utils.AttentionMaskInterface._global_mapping
+    table = table_of(utils.AttentionMaskInterface)
     with ExitStack() as stack:
-        stack.enter_context(_torch.wrapped(utils, _PREPROCESS, _torch.never_compiled(_preprocessed)))
+        stack.enter_context(_torch.wrapped(utils, PREPROCESS, _torch.never_compiled(_preprocessed)))
         for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
             stack.enter_context(
                 _torch.entry_replaced(table, name, _torch.never_compiled(partial_of(make, table[name])))
@@ -146,7 +150,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if context is None:
         return
     context.seen.add("model")
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    implementation = implementation_of(getattr(model, "config", None))
     known = _problems.get(model)
     if known is None or known[0] != implementation:
         known = _problems[model] = implementation, problems_of(model)
@@ -165,7 +169,7 @@ def _preprocessed(
     position_ids: torch.Tensor | None, layer_idx: int | None, encoder_hidden_states: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The arguments of a mask, with position ids for all functions that may see packed documents."""
-    context, implementation = sharding_context(), config._attn_implementation
+    context, implementation = sharding_context(), implementation_of(config)
     found = partial(original, config, inputs_embeds, attention_mask, past_key_values)
     if context is None and implementation != PROVIDER:
         return found(position_ids, layer_idx, encoder_hidden_states)
@@ -175,7 +179,7 @@ def _preprocessed(
     is_done, mask, _, q_len, kv_len, q_offset, kv_offset = found(None, layer_idx, encoder_hidden_states)
     if is_done:
         return is_done, mask, None, q_len, kv_len, q_offset, kv_offset
-    if past_key_values is not None and (past_key_values.get_seq_length() or kv_len != q_len and mask is None):
+    if past_key_values is not None and (past_key_values.get_seq_length() or (mask is None and kv_len != q_len)):
         raise NotImplementedError(
             "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: "
             "pass use_cache=False"
@@ -244,7 +248,7 @@ def _sdpa_mask(
     )  # fmt: skip
     context = sharding_context()
     config = kwargs.get("config")
-    is_provider = getattr(config, "_attn_implementation", None) == PROVIDER
+    is_provider = implementation_of(config) == PROVIDER
     if context is None and not is_provider:
         return alone()
     mask = ModelMask(mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap, alone)
@@ -280,10 +284,7 @@ def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, dev
     rows = [_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
     most = max(lo.size(0) for lo, _ in rows)
     ends = torch.stack(
-        [
-            torch.stack([torch.cat([each, each.new_zeros(most - each.size(0), q_len)]) for each in pair])
-            for pair in rows
-        ]
+        [torch.stack([torch.cat([each, each.new_zeros(most - each.size(0), q_len)]) for each in pair]) for pair in rows]
     ).to(device)  # (rows, 2, sets, queries)
     by_row = len(rows) > 1
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cp_dtensor.api.sharding import gathered_shards
+from cp_dtensor.api.transformers_private import MASKING_UTILS
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.lengths import global_length
 from cp_dtensor.engine.named_masks import NamedMask
@@ -24,7 +25,6 @@ from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, SlidingWindow, mask_intersection
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
-MASKING_UTILS = "transformers.masking_utils"
 _MOST_PAIRS = 1 << 32
 """Pairs of positions up to which a function is evaluated: 65,536 squared."""
 _MOST_RANGES = 64
@@ -232,7 +232,7 @@ def recognised(function: MaskFunction, left_padding: int) -> Mask | None:
         return _checked(function, SlidingWindow(window, window))
     if _is(function, "chunked_overlay"):
         # The function has the left padding of this rank's shard.
-        make = getattr(sys.modules[MASKING_UTILS], "chunked_overlay")
+        make = sys.modules[MASKING_UTILS].chunked_overlay
         chunk = int(_captured(function)["chunk_size"])
         return _checked(make(chunk, torch.tensor([left_padding])), Chunks(chunk, left_padding))
     return None
@@ -282,7 +282,9 @@ def _pairs_at(mask: Mask, positions: tuple[int, ...]) -> list[list[bool]]:
     length = positions[-1] + 1
     rows = []
     for query in positions:
-        bands = [band for each in mask.interval_sets(length, length) for band in each if band.first <= query < band.last]
+        bands = [
+            band for each in mask.interval_sets(length, length) for band in each if band.first <= query < band.last
+        ]
         rows.append([any(lo <= key < hi for lo, hi in (band.keys(query) for band in bands)) for key in positions])
     return rows
 
@@ -304,9 +306,11 @@ def _is(function: MaskFunction, name: str) -> bool:
 def _captured(function: MaskFunction) -> dict[str, Any]:
     """Variables that a function has captured."""
     cells = getattr(function, "__closure__", None) or ()
-    return {
-        name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
-    } if cells else {}
+    return (
+        {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+        if cells
+        else {}
+    )
 
 
 def _parts(function: MaskFunction, name: str) -> tuple[MaskFunction, ...] | None:

@@ -33,6 +33,7 @@ from cp_dtensor.api.extension import (
     ranks_of_context,
     sequence_ranks,
     softcapped_attention,
+    table_of,
     transformers_hooks,
 )
 
@@ -63,7 +64,7 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if PROVIDER not in AttentionInterface._global_mapping:
+    if PROVIDER not in table_of(AttentionInterface):
         transformers_hooks.acquire()
         AttentionInterface.register(PROVIDER, _attention)
 
@@ -205,7 +206,9 @@ class ModelBatch:
     def __post_init__(self) -> None:
         if (self.input_ids is None) == (self.inputs_embeds is None):
             raise ValueError("ModelBatch expects either input_ids or inputs_embeds")
-        name, tokens = ("input_ids", self.input_ids) if self.input_ids is not None else ("inputs_embeds", self.inputs_embeds)
+        name, tokens = (
+            ("input_ids", self.input_ids) if self.input_ids is not None else ("inputs_embeds", self.inputs_embeds)
+        )
         assert tokens is not None
         rows, length = tokens.shape[:2]
         positions = self.position_ids
@@ -220,7 +223,9 @@ class ModelBatch:
             self.shift_labels = F.pad(self.labels[:, 1:], (0, 1), value=self.ignore_index).contiguous()
         for each, tensor in {**self.inputs, "labels": self.labels}.items():
             if tensor is not None and tuple(tensor.shape[:2]) != (rows, length):
-                raise ValueError(f"ModelBatch expects {each} of shape ({rows}, {length}, ...), got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"ModelBatch expects {each} of shape ({rows}, {length}, ...), got {tuple(tensor.shape)}"
+                )
 
     @property
     def buffers(self) -> dict[str, Any]:
@@ -259,9 +264,7 @@ def causal_lm_loss(
     if ranks is None:
         raise ValueError("causal_lm_loss needs mesh= outside of context_parallel")
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    own = F.cross_entropy(
-        wide.flatten(0, -2), shift_labels.flatten(), ignore_index=ignore_index, reduction="sum"
-    )
+    own = F.cross_entropy(wide.flatten(0, -2), shift_labels.flatten(), ignore_index=ignore_index, reduction="sum")
     count = (shift_labels != ignore_index).sum()
     with torch.no_grad():
         totals = ranks.gather(torch.stack([own.detach().double(), count.double()])).sum(0)

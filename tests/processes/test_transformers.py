@@ -1,4 +1,4 @@
-"""Models of transformers on 2 ranks: ways of training, and what is refused. test_transformers_models.py has families."""
+"""Models of transformers on 2 ranks: ways of training, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from cp_dtensor import (
     Causal,
     ContextParallel,
     Contiguous,
-
     HeadTail,
     Layout,
     MirroredBatch,
@@ -311,8 +310,6 @@ def test_softcap_and_flex_attention(two_processes: Processes) -> None:
     two_processes.run(register_and, flex)
 
 
-
-
 def unseen(rank: int) -> None:
     import transformers
 
@@ -360,9 +357,7 @@ def test_mean_gradients_by_ddp_and_given_numbers_of_items(two_processes: Process
 def test_check_model_names_layers() -> None:
     assert check_model(tiny_model("Llama", "sdpa")) == []
     (eager,) = check_model(tiny_model("Llama", "eager"))
-    assert eager.startswith("LlamaForCausalLM, model: attn_implementation=\"eager\" computes attention as matrix")
+    assert eager.startswith('LlamaForCausalLM, model: attn_implementation="eager" computes attention as matrix')
     assert any("model.layers.0.conv" in line for line in check_model(tiny_model("LFM2", "sdpa")))
     assert any("linear_attention" in line for line in check_model(tiny_model("Qwen3-Next", "sdpa")))
     assert any("embed_positions" in line for line in check_model(tiny_model("BART", "sdpa")))
-
-

@@ -1,4 +1,4 @@
-"""Cells of the support matrix: a model family trained one step on ranks that share the sequence, against one process."""
+"""Cells of the support matrix: one training step of a model family on ranks that share the sequence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def batch_of(family: str, kind: str) -> tuple[ModelBatch, dict[str, torch.Tensor
 
 
 def run_cell(rank: int, family: str, column: str, layout: Layout | None = None) -> str:
-    """"right", or the reason of a refusal; raises AssertionError for wrong results. On every rank of the world."""
+    """ "right", or the reason of a refusal; raises AssertionError for wrong results. On every rank of the world."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")
         return _run_cell(family, column, layout)
@@ -83,8 +83,8 @@ def _run_cell(family: str, column: str, layout: Layout | None) -> str:
     called = torch.compile(model, backend="aot_eager", dynamic=False) if column == "compiled" else model
     if column == "compiled":
         torch.compiler.reset()
-    world = dist.group.WORLD
-    assert world is not None and batch.shift_labels is not None
+    world: Any = dist.group.WORLD
+    assert batch.shift_labels is not None
     buffers = [*batch.buffers["buffers"], *more.values()]
     try:
         with context_parallel(world, buffers=buffers, buffer_seq_dims=[1] * len(buffers), layout=layout):
@@ -100,7 +100,9 @@ def _run_cell(family: str, column: str, layout: Layout | None) -> str:
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         dist.all_reduce(grad)
-        torch.testing.assert_close(grad, grads[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            grad, grads[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
     torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE)
     return "right"
 
@@ -122,5 +124,40 @@ def _alone(family: str, batch: ModelBatch, more: dict[str, torch.Tensor]) -> tup
 
 
 def _reason(message: str) -> str:
-    """The first sentence of a message, without names of layers and numbers of this call."""
-    return re.split(r"(?<=[a-z)])\. |: use |\n", message.strip())[0]
+    """The reason in a message, without names of layers and the way out."""
+    text = re.split(
+        r"\n|: use |: pass |; |\. ", message.strip().partition("inside of context_parallel: ")[2] or message
+    )[0]
+    return re.sub(r"^[\w., ]+: (?=\w)", "", text)
+
+
+# docs/models.md
+
+Cells = dict[tuple[str, str], str]
+"""By family and column: "right", or the reason of a refusal."""
+
+
+def table(cells: Cells) -> str:
+    """The matrix as Markdown: cells, and the reasons that they refer to by number."""
+    families, columns = dict.fromkeys(family for family, _ in cells), dict.fromkeys(column for _, column in cells)
+    reasons = list(dict.fromkeys(cell for cell in cells.values() if cell != "right"))
+    lines = [f"| family | {' | '.join(COLUMNS[column] for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for family in families:
+        shown = (cells[family, column] for column in columns)
+        row = ("right" if cell == "right" else f"refused [{reasons.index(cell) + 1}]" for cell in shown)
+        lines.append(f"| {family} | {' | '.join(row)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]) + "\n"
+
+
+def cells_of(text: str) -> Cells:
+    """The inverse of `table`, for a text that contains it."""
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.M))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    titles = {title: column for column, title in COLUMNS.items()}
+    head, *body = [row for row in rows if len(row) == len(COLUMNS) + 1]
+    cells = {}
+    for family, *row in body:
+        for title, cell in zip(head[1:], row, strict=True):
+            number = re.fullmatch(r"refused \[(\d+)\]", cell)
+            cells[family, titles[title]] = reasons[number[1]] if number else cell
+    return cells
