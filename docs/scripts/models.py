@@ -16,7 +16,7 @@ Each cell was run: a model of the family with two layers and random weights (flo
 chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient equal
 those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.
 
-- plain context: `with context_parallel(...)` around a model with "sdpa", or as it comes where transformers has no "sdpa"
+- plain context: `with context_parallel(...)` around a model with "sdpa", or as it comes if it has no "sdpa"
 - provider, and the columns after it: `attn_implementation=cp_dtensor.integrations.transformers.register()`
 - compiled: `torch.compile(model)`; checkpointed: gradient checkpointing, not reentrant
 - packed: position ids that begin again (encoders do not read documents from them)
