@@ -134,11 +134,8 @@ def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
         values = [repr(facts[name]) for facts in by_rank]  # so that NaN equals NaN
         usual = max(values, key=values.count)
         odd = [f"rank {rank} says {_shortened(value)}" for rank, value in enumerate(values) if value != usual]
-        # Masks of different numbers of keys are mostly masks of each rank's own keys.
-        key_counts = {text.partition(" :, ")[2].partition(")")[0] for text in values if name == "attn_mask"} - {""}
-        hint = " (expected the keys of the whole sequence)" if len(key_counts) > 1 else ""
         if odd:
-            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}{hint}")
+            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}")
     if disagreements:  # all of them: the first may follow from another, as heads that were expanded for a mask
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
 

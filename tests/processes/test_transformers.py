@@ -134,7 +134,7 @@ def compiled_layers(rank: int, family: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_without_graph_breaks(two_processes: Processes) -> None:
-    two_processes.run(compiled_layers, "Gemma 3")
+    two_processes.run(compiled_layers, "gpt-oss")
 
 
 def modules(rank: int, family: str) -> None:

@@ -10,7 +10,7 @@ from support.processes import Processes
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-COMPILED = ("Llama", "gpt-oss", "BART")
+COMPILED = ("Llama", "BART")
 """Families of which compiled models are run here: compiling takes seconds. The script runs all."""
 
 
