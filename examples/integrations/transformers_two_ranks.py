@@ -9,6 +9,8 @@ whole sequences, by transformers' own loss, and compares losses and gradients. T
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -25,12 +27,14 @@ def fresh_model(attn_implementation: str) -> MistralForCausalLM:
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=10, attn_implementation=attn_implementation,
+        num_key_value_heads=2, sliding_window=10,
     )  # fmt: skip
-    return MistralForCausalLM(config).double()
+    model = MistralForCausalLM(config).double()
+    model.set_attn_implementation(attn_implementation)
+    return model
 
 
-def batch(step: int) -> dict[str, torch.Tensor]:
+def batch(step: int) -> dict[str, Any]:
     """Returns (B, S) tokens, labels, and position ids that begin again in each document."""
     text = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
     edge = 11 + step
