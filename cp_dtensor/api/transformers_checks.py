@@ -69,7 +69,7 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
 
 
 def unseen(implementation: str) -> str:
-    """What is wrong with an attention implementation that a context does not see."""
+    """The reason to refuse an attention implementation that a context does not see."""
     how = "as matrix products" if implementation == "eager" else "by kernels that a context does not see"
     return (
         f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '

@@ -30,7 +30,7 @@ from cp_dtensor.api.transformers_checks import (
     refuse_wrong_call,
     unseen,
 )
-from cp_dtensor.api.transformers_masks import ModelMask, whole_positions
+from cp_dtensor.api.transformers_masks import ModelMask, refuse_counted_positions, whole_positions
 from cp_dtensor.api.transformers_private import (
     LOSS_UTILS,
     MASKING_UTILS,
@@ -196,17 +196,7 @@ def _preprocessed(
 
 
 def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
-    """Refuses position ids that a model has counted in each shard; on every rank alike."""
-    config, length = context.config, whole.size(1)
-    local = [config.layout.local_length(length, rank, config.ranks.size) for rank in range(config.ranks.size)]
-    by_rank = [
-        torch.cat([whole[0, segment.start : segment.last + 1] for segment in segments if segment.is_contiguous])
-        for segments in (config.layout.segments(length, rank, config.ranks.size, 0) for rank in range(len(local)))
-        if all(segment.is_contiguous for segment in segments) and segments
-    ]
-    counted = len(by_rank) == len(local) and all(
-        torch.equal(part, torch.arange(len(part), device="cpu")) for part in by_rank
-    )
+    """Refuses position ids that a model has counted in each shard, unless a buffer of the context has them."""
     given = any(
         shard.buffer.tensor.dtype == position_ids.dtype
         and shard.buffer.tensor.numel()
@@ -214,12 +204,8 @@ def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor
         and torch.equal(shard.buffer.tensor.reshape(-1, position_ids.size(-1))[0], position_ids[0])
         for shard in context.buffers
     )
-    if counted and not given:
-        raise ValueError(
-            "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
-            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
-            "pass them to the model"
-        )
+    if not given:
+        refuse_counted_positions(whole, context.config)
 
 
 def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
@@ -251,7 +237,9 @@ def _sdpa_mask(
     is_provider = implementation_of(config) == PROVIDER
     if context is None and not is_provider:
         return alone()
-    mask = ModelMask(mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap, alone)
+    mask = ModelMask(
+        mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap, alone, context is not None
+    )
     if context is not None:
         value = mask.mask_for(context.config)  # refused here, where the model is
         plain = (allow_is_causal_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())
@@ -272,7 +260,7 @@ def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     mask = ModelMask(
         kwargs["mask_function"], kwargs["batch_size"], (kwargs["q_length"], kwargs["kv_length"]),
-        kwargs.get("attention_mask"), bool(kwargs.get("use_vmap")), partial(original, *args, **kwargs),
+        kwargs.get("attention_mask"), bool(kwargs.get("use_vmap")), partial(original, *args, **kwargs), True,
     )  # fmt: skip
     return block_mask_of(mask, context.config, kwargs["batch_size"], torch.device(kwargs.get("device", "cpu")))
 

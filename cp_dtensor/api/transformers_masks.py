@@ -17,6 +17,7 @@ import torch
 
 from cp_dtensor.api.sharding import gathered_shards
 from cp_dtensor.api.transformers_private import MASKING_UTILS
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.lengths import global_length
 from cp_dtensor.engine.named_masks import NamedMask
@@ -51,6 +52,8 @@ class ModelMask(NamedMask):
     padding: torch.Tensor | None
     use_vmap: bool
     alone: Callable[[], Any]
+    positions_are_checked: bool = False
+    """True if the model's position ids are known not to be counted in each shard."""
     whole: Span = (-1, -1)
     """Global numbers of queries and keys, once known."""
     fewest_queries: int = 0
@@ -68,6 +71,8 @@ class ModelMask(NamedMask):
         padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
         function, positions = unpacked(self.function)
         packed = None if positions is None else whole_positions(positions, self.batch_size, config)
+        if packed is not None and not self.positions_are_checked:
+            refuse_counted_positions(packed, config)
         if packed is not None and (packed.diff(dim=1) == 1).all():
             packed = None
         rows = []
@@ -181,6 +186,19 @@ def whole_positions(position_ids: torch.Tensor, batch_size: int, config: Attenti
         raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(position_ids.shape)}")
     rows = position_ids.expand(batch_size, -1).contiguous()
     return gathered_shards(rows, config.layout, config.ranks, "position_ids").cpu()
+
+
+def refuse_counted_positions(whole: torch.Tensor, config: AttentionConfig) -> None:
+    """Refuses position ids (B, S) that every rank has counted in its shard; on every rank alike."""
+    length, ranks = whole.size(1), range(config.ranks.size)
+    by_rank = [config.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
+    parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
+    if len(parts) > 1 and all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
+        raise ValueError(
+            "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
+            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
+            "pass them to the model"
+        )
 
 
 def _documents(positions: list[int]) -> tuple[list[int], list[int]]:

@@ -158,6 +158,19 @@ def modules(rank: int, family: str) -> None:
         assert_equal(model, loss, expected)
 
 
+def modules_without_positions(rank: int) -> None:
+    register()
+    model: Any = tiny_model("Llama", "cp_dtensor")
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, init_device_mesh("cpu", (2,)), ContextParallel())
+    with pytest.raises(ValueError, match="the model has counted them in its shard"):
+        model(input_ids=torch.ones(ROWS, 8, dtype=torch.int64), use_cache=False)
+
+
+def test_modules_refuse_positions_that_were_counted_in_shards(two_processes: Processes) -> None:
+    two_processes.run(modules_without_positions)
+
+
 @pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])
 def test_modules_with_context_parallel(two_processes: Processes, family: str) -> None:
     two_processes.run(modules, family)
