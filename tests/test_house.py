@@ -28,6 +28,7 @@ PACKAGE = ROOT / "cp_dtensor"
 # The room, and the files of other rooms, that may touch private names of torch or of an optional package.
 DOORS = (
     "_torch",
+    "api.transformers_private",
     "attention.backends.cudnn_flex",
     "attention.backends.flash4",
     "integrations.torch_experimental.private",

@@ -19,12 +19,12 @@ from cp_dtensor._torch.collectives import (
 )
 from cp_dtensor._torch.compiler import (
     begin_traced_scope, compiled_code_kept_apart, constant_in_trace, end_traced_scope, is_traced, never_compiled,
-    refuse_in_compiled_function, traced_inside, traced_scope,
+    refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
 )
 from cp_dtensor._torch.dtensor import bound_arguments, dispatched_by_default, dtensor_ops_handled
 from cp_dtensor._torch.patches import (
-    checkpointed_functions_bound, lower_right_bias_redirected, module_buffers_broadcast_but,
-    multihead_attention_ends_in_sdpa, present_hooks_detached, saved_tensors_detached,
+    checkpointed_functions_bound, entry_replaced, lower_right_bias_redirected, module_buffers_broadcast_but,
+    multihead_attention_ends_in_sdpa, present_hooks_detached, saved_tensors_detached, wrapped,
 )
 from cp_dtensor._torch.tensors import (
     below_autograd, current_stream_handle, is_batched, is_wrapper, label, no_modes, swap_identities, version_of,

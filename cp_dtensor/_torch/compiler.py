@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
@@ -26,8 +26,12 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 @contextmanager
-def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
+def compiled_code_kept_apart(
+    variant: Callable[[], str], check: Callable[[dict[str, Any]], None] = lambda arguments: None
+) -> Iterator[None]:
     """While open, compiled code is reused only for calls with the `variant()` that it was compiled for.
+
+    `check` is called with the arguments of each function, by name, before it is compiled for a variant; it may raise.
 
     The variant "" means code as it is compiled outside of this context. Dynamo reuses code that was compiled with an
     equal backend, so the backend holds the variant. Torch's cache on disk has the variant in its key.
@@ -45,9 +49,9 @@ def compiled_code_kept_apart(variant: Callable[[], str]) -> Iterator[None]:
                 "for: it cannot be used with context_parallel and DTensors"
             )
         # False means: reuse without compiling, whatever the backend. That would take code of other variants.
-        return None if callback is False else _VariantCallback(callback, name, variant)
+        return None if callback is False else _VariantCallback(callback, name, variant, check)
 
-    with _wrapped_when_loaded(_EVAL_FRAME, "_callback_from_stance", of_variant):
+    with when_loaded(_EVAL_FRAME, lambda module: wrapped(module, "_callback_from_stance", of_variant)):
         yield
 
 
@@ -65,26 +69,29 @@ class _VariantBackend:
 class _VariantCallback:
     """Compiles a frame as `callback` does, for a variant."""
 
-    def __init__(self, callback: Any, variant: str, source: Callable[[], str]) -> None:
-        self.callback, self.source, self._variant = callback, source, variant
+    def __init__(
+        self, callback: Any, variant: str, source: Callable[[], str], check: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.callback, self.source, self._variant, self._check = callback, source, variant, check
         backend = callback
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         self._torchdynamo_orig_backend = _VariantBackend(backend, variant)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check(frame.f_locals)
         config: Any = torch.compiler.config
         tag = "; ".join(filter(None, (config.cache_key_tag, self._variant)))
         with config.patch(cache_key_tag=tag):
-            return self.callback(*args, **kwargs)
+            return self.callback(frame, *args, **kwargs)
 
 
 @contextmanager
-def _wrapped_when_loaded(name: str, function: str, around: Callable[..., Any]) -> Iterator[None]:
-    """`wrapped` of a module's function, from now on if the module is loaded, else from when it is loaded."""
+def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager[object]]) -> Iterator[None]:
+    """While open, `change(module)` is entered: from now on if the module is loaded, else from when it is loaded."""
 
     def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the module as the other finders do, with a loader that wraps the function at the end."""
+        """Finds the module as the other finders do, with a loader that changes it at the end."""
         if fullname != name:
             return None
         finders.remove(finder)
@@ -93,18 +100,18 @@ def _wrapped_when_loaded(name: str, function: str, around: Callable[..., Any]) -
             return spec
         load = spec.loader.exec_module
 
-        def load_and_wrap(module: ModuleType) -> None:
+        def load_and_change(module: ModuleType) -> None:
             load(module)
-            stack.enter_context(wrapped(module, function, around))
+            stack.enter_context(change(module))
 
-        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
 
     finder: Any = SimpleNamespace(find_spec=find_spec)
     finders = sys.meta_path
     with ExitStack() as stack:
         if name in sys.modules:
-            stack.enter_context(wrapped(sys.modules[name], function, around))
+            stack.enter_context(change(sys.modules[name]))
         else:
             finders.insert(0, finder)
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class ActiveContext(ActiveConfig):
     buffers: tuple[InPlaceShard, ...] = ()
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
+    seen: set[str] = field(default_factory=set)
+    """Kinds of calls inside: "model" of transformers, "attention"."""
 
 
 def open_local_sdpa(context: ActiveContext) -> bool | None:

@@ -7,6 +7,7 @@ after an exception. Each patch looks up the context of its thread and does nothi
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
+from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
@@ -48,6 +50,7 @@ from cp_dtensor.engine.config import (
     checked_mask,
     refuse_other_lengths,
 )
+from cp_dtensor.engine.named_masks import is_name
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Mask
 
@@ -203,6 +206,12 @@ class context_parallel(ContextDecorator):
             )
         self._open = None
         manager.__exit__(kind, error, trace)
+        if error is None and context.seen == {"model"}:
+            warnings.warn(
+                "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "
+                "rank has attended to its own shard only, if to anything. docs/limits.md lists what a context sees",
+                stacklevel=2,
+            )
 
 
 def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
@@ -249,12 +258,13 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield intercepted(sdpa_in_context)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.saved_tensors_detached(is_shard_now)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
     yield _torch.lower_right_bias_redirected(_lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(_check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
+    yield transformers_hooks.held()
 
 
 _installation = SharedInstallation(_patches)
@@ -282,6 +292,7 @@ def _variant_of_compiled_code() -> str:
     context = innermost_context()
     if context is None:
         return ""
+    context.seen.add("attention")  # compiled code may have attention, which is not counted
     sinks, is_alone = context.sinks is not None, open_local_sdpa(context) is not None
     return f"cp_dtensor: {context.key}{', sinks' * sinks}{', each rank alone' * is_alone}"
 
@@ -299,6 +310,7 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
     context = current_context()
     if context is None:
         return None
+    context.seen.add("attention")
     queries_are_shards = open_local_sdpa(context)
     if queries_are_shards is not None:
         if queries_are_shards and call.is_causal:
@@ -348,9 +360,11 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
         check_batch_size(call.q, context.config)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
+    mask_name = call.attn_mask if is_name(call.attn_mask) else None
+    bias = None if mask_name is not None else _mask_for_four_dims(call)
     out, _ = attend(
-        q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale,
-        modifiers=modifiers_of(q, _mask_for_four_dims(call), call.dropout_p, context.sinks, first=call.first),
+        q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale, mask_name=mask_name,
+        modifiers=modifiers_of(q, bias, call.dropout_p, context.sinks, first=call.first),
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 

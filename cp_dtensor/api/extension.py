@@ -9,14 +9,21 @@ import torch
 
 from cp_dtensor._torch import current_backward, never_compiled, version_of
 from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
+from cp_dtensor.api.provider import attention_of_shards, softcapped_attention
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
+from cp_dtensor.api.transformers_checks import PROVIDER, problems_of
+from cp_dtensor.api.transformers_hooks import block_mask_of, provider_mask, transformers_hooks
+from cp_dtensor.api.transformers_masks import ModelMask
+from cp_dtensor.api.transformers_private import table_of
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.autograd import Attention, BoundCall
 from cp_dtensor.engine.config import (
@@ -28,6 +35,7 @@ from cp_dtensor.engine.config import (
     sequence_ranks,
     softmax_scale,
 )
+from cp_dtensor.engine.named_masks import is_name, named_mask
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
@@ -41,10 +49,20 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
-    "merge", "ring_attention_by_backend", "ring_attention_backward",
+    "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
+    "softcapped_attention",
+    # models of transformers
+    "PROVIDER", "problems_of", "provider_mask", "transformers_hooks", "block_mask_of", "is_name", "named_mask",
+    "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",
     # autograd and compiler
     "current_backward", "never_compiled", "version_of",
 ]  # fmt: skip
+
+
+def ranks_of_context() -> SequenceRanks | None:
+    """Returns the ranks of the innermost open context of this thread; None outside of contexts."""
+    context = innermost_context()
+    return None if context is None else context.config.ranks
 
 
 def default_rotate_method() -> str:

@@ -347,6 +347,7 @@ def _flex_attention(
         return _traced_flex(call, token)
     context = current_context()
     assert context is not None
+    context.seen.add("attention")
     return _flex_of_shards(call, context.config)
 
 

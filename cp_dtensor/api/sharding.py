@@ -216,6 +216,13 @@ class _Unshard(torch.autograd.Function):
         return own[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
 
 
+def gathered_shards(shard: torch.Tensor, layout: Layout, ranks: SequenceRanks, what: str) -> torch.Tensor:
+    """The whole of a tensor (B, S, ...) that has no gradient, on every rank; errors name it as `what`."""
+    with torch.no_grad():
+        whole: torch.Tensor = _Unshard.apply(shard, 1, layout, ranks, False, what)
+    return whole
+
+
 def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
     """The rows (dim 0) of every rank."""
     if len(lengths) == 1:

@@ -183,6 +183,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
             "varlen_attn takes plain tensors inside of context_parallel, this rank's shards; got nested tensors or "
             "DTensors"
         )
+    context.seen.add("attention")
     refuse_sinks(context.sinks is not None, "varlen_attn", "varlen_attention")
     for name, feature in _REFUSED.items():
         if call.get(name) is not None:

@@ -21,6 +21,7 @@ from cp_dtensor.engine.config import (
 )
 from cp_dtensor.engine.custom_op import CuSeqlens, keys_of, traced_attention
 from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.engine.named_masks import named_mask
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Mask, mask_intersection
@@ -37,6 +38,7 @@ def attend(
     modifiers: Modifiers = NO_MODIFIERS,
     lengths: tuple[int, int] | None = None,
     needs_lse: bool = False,
+    mask_name: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of checked local shards.
 
@@ -47,6 +49,7 @@ def attend(
         modifiers: of the local queries.
         lengths: global (queries, keys); None if they have to be found.
         needs_lse: False if lse may be empty.
+        mask_name: names one more mask (`named_masks`), which is found when the call runs.
     """
     q, scale = positive_scale(q, softmax_scale(q, scale))
     if _torch.is_traced(q):
@@ -54,7 +57,10 @@ def attend(
         if config.mask is not None and not call_spec.reads_context:
             mask = mask_intersection(config.mask, mask)
         keys = keys_of(call_spec, mask)
-        return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse)
+        found = None if mask_name is None else (mask_name, None)
+        return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse, found)
+    if mask_name is not None:
+        mask = mask_intersection(named_mask(mask_name).mask_for(config), mask)
     if config.mask is not None:
         mask = mask_intersection(config.mask, mask)
     needs_lse = needs_lse or modifiers.need_lse

@@ -23,6 +23,7 @@ from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size, check_bias
 from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.engine.named_masks import NamedMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.documents import PackedEdges, packed_mask
 from cp_dtensor.spec.layouts import Contiguous, Layout
@@ -265,12 +266,13 @@ class CompiledCallSpec:
 
     def resolve(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, modifiers: Modifiers, scale: float,
-        known: tuple[int, int] | None, edges: PackedEdges | None = None, *, gives_lse: bool = False,
+        known: tuple[int, int] | None, edges: PackedEdges | None = None, named: NamedMask | None = None, *,
+        gives_lse: bool = False,
     ) -> tuple[tuple[int, int], RuntimeValues]:  # fmt: skip
         """The global (q, kv) lengths, checked or found, and what the call reads at run time; may communicate.
 
         With `edges`, the tokens of q, k and v (1, H, T, D) are those of batch rows one after the other, and `mask` is
-        the mask inside of each document.
+        the mask inside of each document. `named` is one more mask.
         """
         if self.fixed.placed is not None and known is not None:
             return known, RuntimeValues(mask)
@@ -292,6 +294,8 @@ class CompiledCallSpec:
             mask = packed_mask(edges, rows, known, within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
             mask = mask if self.fixed.mask is None else mask_intersection(self.fixed.mask, mask)
+        if named is not None:
+            mask = mask_intersection(named.mask_for(config), mask)
         if context is not None and context.mask is not None:
             mask = mask_intersection(context.mask, mask)
         check_batch_size(q, config)
@@ -307,7 +311,7 @@ class CompiledCallSpec:
         return replace(self.fixed, ranks=ranks, layout=context.layout, declared_lengths=context.lengths)
 
 
-_OPERATORS = 8
+_OPERATORS = 9
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
 _call_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
 key_of, call_spec_of = _call_specs.key_of, _call_specs.value_of

@@ -31,6 +31,7 @@ from cp_dtensor.engine.compiled_spec import (
     pending_backwards,
     runtime_numbers,
 )
+from cp_dtensor.engine.named_masks import named_mask
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges
 from cp_dtensor.spec.masks import Mask
@@ -67,6 +68,8 @@ Optional = Tensor | None
 """An argument that a call may lack."""
 CuSeqlens = tuple[Tensor, Tensor]
 """Integers: the edges of packed documents among queries and among keys."""
+MaskName = tuple[Tensor, None]
+"""The name of a mask (`named_masks`), in the place of the edges of documents."""
 
 
 @lru_cache(maxsize=64)
@@ -109,11 +112,11 @@ def keys_of(call_spec: CompiledCallSpec, mask: Mask) -> CallKeys:
 
 def traced_attention(
     q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, keys: CallKeys, scale: float,
-    lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | None = None,
+    lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | MaskName | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
 
-    With `cu_seqlens`, of packed tokens: see `CompiledCallSpec.resolve`.
+    With `cu_seqlens`, of packed tokens or with a named mask: see `CompiledCallSpec.resolve`.
     """
     call_spec, backends, mask, reads_more = keys
     q_len, kv_len = (-1, -1) if lengths is None else lengths
@@ -136,10 +139,11 @@ def _forward(
     known = None if constant.q_len < 0 else (constant.q_len, constant.kv_len)
     modifiers = constant.modifiers(bias, seed, sinks, up)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
+    named = named_mask(cu_seq_q) if cu_seq_q is not None and cu_seq_k is None else None
     # Also where rows are saved: all ranks send LSE, and a single rank may lose its saved rows before backward.
     gives_lse = needs_lse or needs_backward
     mask = mask_keys.value_of(constant.mask)
-    lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, gives_lse=gives_lse)
+    lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, named, gives_lse=gives_lse)
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
     with no_autocast(q), _torch.below_autograd(), call:

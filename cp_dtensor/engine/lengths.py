@@ -52,12 +52,16 @@ def global_lengths(
     gathered = settings.ranks.gather_integers([q.size(2), k.size(2), digest], q.device)
     local_q, local_kv, digests = map(list, zip(*gathered, strict=True))
     if len({*digests}) > 1:
-        _refuse_disagreement(settings.ranks.gather_objects(facts, q.device), has_single_query=1 in local_q)
+        gathered_facts = settings.ranks.gather_objects(facts, q.device)
+        _refuse_masks_of_local_keys(gathered_facts, local_kv)
+        _refuse_disagreement(gathered_facts, has_single_query=1 in local_q)
     found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
     if lengths is None and settings.lengths_vary:
         _refuse_whole_queries(local_q, found[0], settings.declared_lengths or ())
+    if settings.debug:
+        _refuse_equal_rows(modifiers, settings, min(local_q))
     return found
 
 
@@ -101,6 +105,20 @@ def _facts(
     return _without_gradients(facts) if compiled else facts
 
 
+def _refuse_masks_of_local_keys(by_rank: list[Facts], local_kv: list[int]) -> None:
+    """Refuses an attn_mask of a rank's own keys; first, since other facts may differ because of it."""
+    texts = [str(facts["attn_mask"]) for facts in by_rank]
+    keys = [text.partition(" :, ")[2].partition(")")[0] for text in texts]
+    local = [rank for rank, own in enumerate(local_kv) if keys[rank] == str(own) != str(sum(local_kv))]
+    if local:
+        raise ValueError(
+            f"attn_mask has only this rank's keys on rank {', '.join(map(str, local))} ({texts[local[0]]}), expected "
+            f"the keys of the whole sequence, {sum(local_kv)}: code that sees a shard has made it. Make the mask of "
+            "the whole sequence and shard its query rows (context_parallel_shard(mesh, [attn_mask], [-2])), or give "
+            "the context or the call a mask value, mask=..."
+        )
+
+
 def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
     """Names the facts that differ, the ranks and their values, on every rank alike.
 
@@ -117,13 +135,26 @@ def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
         values = [repr(facts[name]) for facts in by_rank]  # so that NaN equals NaN
         usual = max(values, key=values.count)
         odd = [f"rank {rank} says {_shortened(value)}" for rank, value in enumerate(values) if value != usual]
-        # Masks of different numbers of keys are mostly masks of each rank's own keys.
-        key_counts = {text.partition(" :, ")[2].partition(")")[0] for text in values if name == "attn_mask"} - {""}
-        hint = " (expected the keys of the whole sequence)" if len(key_counts) > 1 else ""
         if odd:
-            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}{hint}")
+            disagreements.append(f"{name}: {', '.join(odd)}, the others {_shortened(usual)}")
     if disagreements:  # all of them: the first may follow from another, as heads that were expanded for a mask
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
+
+
+def _refuse_equal_rows(modifiers: Modifiers, settings: AttentionConfig, fewest: int) -> None:
+    """Refuses an attn_mask whose rows are equal on all ranks and differ from query to query; on every rank alike."""
+    bias = modifiers.bias
+    if bias is None or settings.ranks.size == 1 or fewest < 2 or not modifiers.has_rows:
+        return
+    rows = bias.detach().cpu()
+    is_constant = torch.equal(rows, rows[:, :, :1].expand_as(rows))
+    digest = int.from_bytes(blake2b(repr(rows.tolist()).encode(), digest_size=8).digest(), "little", signed=True)
+    digests, constant = zip(*settings.ranks.gather_integers([digest, int(is_constant)], bias.device), strict=True)
+    if len({*digests}) == 1 and not any(constant):
+        raise ValueError(
+            f"attn_mask {tuple(bias.shape)} is equal on all ranks, although its rows differ and each rank has other "
+            "queries: expected this rank's query rows, context_parallel_shard(mesh, [attn_mask], [-2]) of the whole"
+        )
 
 
 def _without_gradients(facts: Facts) -> Facts:

@@ -55,12 +55,12 @@ def refusals(rank: int) -> None:
     fails(lambda q, k, v: ring_attention(q, k, v, mesh=mesh), q, k, v, match="or enable_gqa=True")
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, rotate_method="no"), q, match="unknown rotate method")
     fails(lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), q, match="mesh of two dims")
-    mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
-    fails(lambda q: ring_attention(q, q, q, mesh=mesh, attn_mask=mask), q, match="disagree about attn_mask")
+    mask, message = torch.ones(q.size(2), q.size(2), dtype=torch.bool), "attn_mask has only this rank's keys"
+    fails(lambda q: ring_attention(q, q, q, mesh=mesh, attn_mask=mask), q, match=message)
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), q, match="mask to be a Mask.*, got .*Tensor")
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=Documents([0, 99])), q, match="of a mask end at 99")
     with context_parallel(mesh):
-        fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match="disagree about attn_mask")
+        fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match=message)
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.5), q, match="dropout_p between 0 and 1")
         with torch._dynamo.config.patch(caching_precompile=True):
             fails(lambda q: q + 1, q, match="caching_precompile takes compiled code from disk")

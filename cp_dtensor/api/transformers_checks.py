@@ -1,0 +1,117 @@
+"""Checks of transformers' models: layers and arguments that are wrong where a model sees shards."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from cp_dtensor.api.transformers_private import implementation_of
+
+PROVIDER = "cp_dtensor"
+"""Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
+SEEN = ("sdpa", "flex_attention", PROVIDER)
+"""Attention implementations of transformers that a context sees."""
+_MIXERS = re.compile(
+    r"mamba|deltanet|linearattention|lightningattention|rwkv|shortconv|recurrent|rglru|hyena|retention|mlstm|slstm",
+    re.I,
+)
+"""Class names of layers that mix tokens by other ways than attention."""
+_LAYER_TYPES = {
+    "linear_attention": "a linear-attention or state-space layer",
+    "conv": "a convolution along the sequence",
+    "mamba": "a state-space layer",
+    "recurrent": "a recurrent layer",
+    "hybrid": "a state-space layer beside attention",
+    "hybrid_sliding": "a state-space layer beside attention",
+    "compressed_sparse_attention": "attention to compressed keys",
+    "heavily_compressed_attention": "attention to compressed keys",
+    "indexed_attention": "attention to keys that an indexer selects",
+    "minimax_m3_sparse": "attention to selected blocks of keys",
+}
+_COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
+_IN_PARALLEL = "mixes tokens of this rank's shard only"
+
+
+def problems_of(model: nn.Module) -> list[str]:
+    """One line for each kind of layer that would be wrong in a context, with the names of the layers."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for problem in _problems_of_module(module):
+            found.setdefault(problem, []).append(name or type(model).__name__)
+    return [f"{_shortened(names)}: {problem}" for problem, names in found.items()]
+
+
+def _problems_of_module(module: nn.Module) -> Iterator[str]:
+    kind, config = type(module).__name__, getattr(module, "config", None)
+    if is_model(module):
+        implementation = implementation_of(config)
+        if implementation is not None and implementation not in SEEN:
+            yield unseen(implementation)
+        types = {*(getattr(config, "layer_types", None) or ())} & {*_LAYER_TYPES}
+        for layer_type in sorted(types):
+            yield f"layer_types has {layer_type!r}, {_LAYER_TYPES[layer_type]}, which {_IN_PARALLEL}"
+        return
+    if isinstance(module, nn.RNNBase) or _MIXERS.search(kind):
+        yield f"{kind} {_IN_PARALLEL}"
+    elif isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+        yield f"a convolution over {module.kernel_size[0]} tokens {_IN_PARALLEL}"
+    elif _COUNTED.search(kind):
+        yield f"{kind} counts positions within this rank's shard"
+    elif isinstance(getattr(module, "relative_attention_bias", None), nn.Module):
+        yield f"{kind} has a position bias of positions within this rank's shard"
+    elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
+
+
+def unseen(implementation: str) -> str:
+    """The reason to refuse an attention implementation that a context does not see."""
+    how = "as matrix products" if implementation == "eager" else "by kernels that a context does not see"
+    return (
+        f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '
+        f'only: use "sdpa", or cp_dtensor.integrations.transformers.register() and "{PROVIDER}"'
+    )
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def is_model(module: nn.Module) -> bool:
+    """True for models of transformers, also parts of others."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+
+
+def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments of a model's call that are wrong for shards.
+
+    Raises:
+        ValueError: position ids are missing.
+    """
+    name = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None), None)
+    if not isinstance(tokens, torch.Tensor):
+        return
+    if "position_ids" in parameters and given.get("position_ids") is None:
+        raise ValueError(
+            f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
+            "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "
+            "the context's buffers and pass them to the model; cp_dtensor.integrations.transformers.ModelBatch does so"
+        )
+
+
+def called_model(check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
+    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            check(self, args, kwargs)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    return __call__

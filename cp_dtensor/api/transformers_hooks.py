@@ -1,0 +1,300 @@
+"""Patches of transformers while a context is open, if transformers is loaded: masks of the whole sequence, and checks.
+
+A model inside of a context makes its masks by `transformers.masking_utils`, from this rank's shard. There, the mask
+function for "sdpa" returns a tensor that names a mask of the whole sequence, which SDPA in the context takes, and that
+for "flex_attention" returns the block mask of the whole sequence. Other implementations are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from cp_dtensor import _torch
+from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
+from cp_dtensor.api.interception import SharedInstallation
+from cp_dtensor.api.transformers_checks import (
+    PROVIDER,
+    SEEN,
+    called_model,
+    is_model,
+    problems_of,
+    refuse_wrong_call,
+    unseen,
+)
+from cp_dtensor.api.transformers_masks import ModelMask, refuse_counted_positions, whole_positions
+from cp_dtensor.api.transformers_private import (
+    LOSS_UTILS,
+    MASKING_UTILS,
+    MODELING_UTILS,
+    PREPROCESS,
+    implementation_of,
+    table_of,
+)
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.named_masks import name_of
+from cp_dtensor.spec.masks import Causal, Full, Mask
+
+
+def _patches() -> Iterator[AbstractContextManager[None]]:
+    yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
+    yield _torch.when_loaded(MODELING_UTILS, _models_checked)
+    yield _torch.when_loaded(LOSS_UTILS, _losses_checked)
+
+
+transformers_hooks = SharedInstallation(_patches)
+"""Held by open contexts, and for good by the provider's `register()`."""
+
+
+@contextmanager
+def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
+    """While open, mask functions of transformers in contexts are those of the whole sequence."""
+    table = table_of(utils.AttentionMaskInterface)
+    with ExitStack() as stack:
+        stack.enter_context(_torch.wrapped(utils, PREPROCESS, _torch.never_compiled(_preprocessed)))
+        for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
+            stack.enter_context(
+                _torch.entry_replaced(table, name, _torch.never_compiled(partial_of(make, table[name])))
+            )
+        yield
+
+
+def partial_of(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`make(original, ...)`, as a function with the name of `original`."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return make(original, *args, **kwargs)
+
+    mask.__name__, mask.__wrapped__ = original.__name__, original  # type: ignore[attr-defined]
+    return mask
+
+
+@contextmanager
+def _models_checked(utils: ModuleType) -> Iterator[None]:
+    """While open, models of transformers that are called in contexts are checked first."""
+    owner = utils.PreTrainedModel
+    before = vars(owner).get("__call__")
+    owner.__call__ = ours = called_model(_check_call)
+    try:
+        yield
+    finally:
+        if vars(owner).get("__call__") is ours:
+            if before is None:
+                del owner.__call__
+            else:
+                owner.__call__ = before
+
+
+@contextmanager
+def _losses_checked(utils: ModuleType) -> Iterator[None]:
+    """While open, losses that shift the labels of a shard are refused in contexts."""
+    with ExitStack() as stack:
+        for name, loss in list(utils.LOSS_MAPPING.items()):
+            if loss is utils.ForCausalLMLoss:
+                stack.enter_context(_torch.entry_replaced(utils.LOSS_MAPPING, name, _of_shifted_labels(loss)))
+        yield
+
+
+def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, shift_labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
+            _refuse_shift()
+        return loss(*args, shift_labels=shift_labels, **kwargs)
+
+    return checked
+
+
+@_torch.never_compiled
+def _refuse_shift() -> None:
+    if sharding_context() is not None:
+        raise ValueError(
+            "a model got labels inside of context_parallel, and would shift them within this rank's shard: shift "
+            "labels before they are sharded and pass shift_labels, or compute the loss by "
+            "cp_dtensor.integrations.transformers.causal_lm_loss"
+        )
+
+
+def sharding_context() -> ActiveContext | None:
+    """The context in which models see shards; None outside of contexts and where attention is left to each rank."""
+    context = innermost_context()
+    if context is None or context.config.ranks.size == 1 or open_local_sdpa(context) is not None:
+        return None
+    return current_context()
+
+
+# Models
+
+
+def check_compiled_call(arguments: dict[str, Any]) -> None:
+    """Checks the arguments of a function that is about to be compiled in a context, if it is a model's forward."""
+    model = arguments.get("self", arguments.get("mod"))
+    if isinstance(model, nn.Module) and is_model(model):
+        args, others = arguments.get("args", ()), arguments.get("kwargs", {})
+        given = {name: each for name, each in arguments.items() if name not in ("self", "mod", "args", "kwargs")}
+        _check_call(model, args, {**given, **others})
+
+
+_problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    context = sharding_context()
+    if context is None:
+        return
+    context.seen.add("model")
+    implementation = implementation_of(getattr(model, "config", None))
+    known = _problems.get(model)
+    if known is None or known[0] != implementation:
+        known = _problems[model] = implementation, problems_of(model)
+    if known[1]:
+        raise NotImplementedError(
+            f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
+        )
+    refuse_wrong_call(model, args, kwargs)
+
+
+# Masks
+
+
+def _preprocessed(
+    original: Callable[..., Any], config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any,
+    position_ids: torch.Tensor | None, layer_idx: int | None, encoder_hidden_states: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    """The arguments of a mask, with position ids for all functions that may see packed documents."""
+    context, implementation = sharding_context(), implementation_of(config)
+    found = partial(original, config, inputs_embeds, attention_mask, past_key_values)
+    if context is None and implementation != PROVIDER:
+        return found(position_ids, layer_idx, encoder_hidden_states)
+    if implementation not in SEEN:
+        raise NotImplementedError(unseen(str(implementation)))
+    # Whether documents are packed is found from the position ids of all ranks.
+    is_done, mask, _, q_len, kv_len, q_offset, kv_offset = found(None, layer_idx, encoder_hidden_states)
+    if is_done:
+        return is_done, mask, None, q_len, kv_len, q_offset, kv_offset
+    if past_key_values is not None and (past_key_values.get_seq_length() or (mask is None and kv_len != q_len)):
+        raise NotImplementedError(
+            "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: "
+            "pass use_cache=False"
+        )
+    batch_size, packed = inputs_embeds.size(0), None
+    if context is not None and position_ids is not None:
+        whole = whole_positions(position_ids, batch_size, context.config)
+        _refuse_counted_positions(context, position_ids, whole)
+        _refuse_rope_by_length(config, whole)
+    if position_ids is not None and mask is None and past_key_values is None:
+        packed = position_ids.expand(batch_size, -1)
+    kv_len = q_len if encoder_hidden_states is None else encoder_hidden_states.size(1)
+    return False, mask, packed, q_len, kv_len, q_offset, kv_offset
+
+
+def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
+    """Refuses position ids that a model has counted in each shard, unless a buffer of the context has them."""
+    given = any(
+        shard.buffer.tensor.dtype == position_ids.dtype
+        and shard.buffer.tensor.numel()
+        and shard.buffer.tensor.size(-1) == position_ids.size(-1)
+        and torch.equal(shard.buffer.tensor.reshape(-1, position_ids.size(-1))[0], position_ids[0])
+        for shard in context.buffers
+    )
+    if not given:
+        refuse_counted_positions(whole, context.config)
+
+
+def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
+    """Refuses rotary embeddings whose frequencies depend on the largest position of this rank's shard."""
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (scaling, *[value for value in scaling.values() if isinstance(value, dict)]):
+        kind = str(each.get("rope_type", each.get("type")))
+        original = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if kind in ("longrope", "dynamic") and original and int(whole.max()) >= original:
+            raise NotImplementedError(
+                f"rope_type={kind!r} takes its frequencies from the largest position, which differs between ranks: got "
+                f"position {int(whole.max())}, expected less than {original}"
+            )
+
+
+def _sdpa_mask(
+    original: Callable[..., Any], *args: Any, batch_size: int, q_length: int, kv_length: int,
+    mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, use_vmap: bool = False,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """A tensor that names the mask of the whole sequence; None for plain masks that SDPA can have as `is_causal`."""
+    alone = partial(
+        original, *args, batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
+        attention_mask=attention_mask, use_vmap=use_vmap, allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+    )  # fmt: skip
+    context = sharding_context()
+    config = kwargs.get("config")
+    is_provider = implementation_of(config) == PROVIDER
+    if context is None and not is_provider:
+        return alone()
+    mask = ModelMask(
+        mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap, alone, context is not None
+    )
+    if context is not None:
+        value = mask.mask_for(context.config)  # refused here, where the model is
+        plain = (allow_is_causal_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())
+        # transformers takes a single query for the next token after a cache, which sees all keys
+        if plain and not is_provider and mask.fewest_queries > 1:
+            return None
+    return name_of(mask)
+
+
+provider_mask = _sdpa_mask
+"""The mask function of the provider; its first argument is transformers' `sdpa_mask`."""
+
+
+def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The block mask of the whole sequence."""
+    context = sharding_context()
+    if context is None:
+        return original(*args, **kwargs)
+    mask = ModelMask(
+        kwargs["mask_function"], kwargs["batch_size"], (kwargs["q_length"], kwargs["kv_length"]),
+        kwargs.get("attention_mask"), bool(kwargs.get("use_vmap")), partial(original, *args, **kwargs), True,
+    )  # fmt: skip
+    return block_mask_of(mask, context.config, kwargs["batch_size"], torch.device(kwargs.get("device", "cpu")))
+
+
+def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, device: torch.device) -> BlockMask:
+    """The block mask of a model's mask, for the whole sequence."""
+    value = mask.mask_for(config)
+    q_len, kv_len = mask.whole
+    rows = [_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
+    most = max(lo.size(0) for lo, _ in rows)
+    ends = torch.stack(
+        [torch.stack([torch.cat([each, each.new_zeros(most - each.size(0), q_len)]) for each in pair]) for pair in rows]
+    ).to(device)  # (rows, 2, sets, queries)
+    by_row = len(rows) > 1
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        row = b if by_row else b * 0
+        seen = (ends[row, 0, 0, q] <= kv) & (kv < ends[row, 1, 0, q])
+        for index in range(1, most):
+            seen = seen | ((ends[row, 0, index, q] <= kv) & (kv < ends[row, 1, index, q]))
+        return seen
+
+    size = batch_size if by_row else None
+    return create_block_mask(mask_mod, size, None, q_len, kv_len, device=device, _compile=device.type == "cuda")
+
+
+def _ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last + 1 key of each query, (sets, queries) each; 0 and 0 where there is none."""
+    sets = mask.interval_sets(q_len, kv_len) or ((),)
+    lo, hi = (torch.zeros(len(sets), q_len, dtype=torch.int64, device="cpu") for _ in range(2))
+    for index, bands in enumerate(sets):
+        for band in bands:
+            first, last = max(band.first, 0), min(band.last, q_len)
+            queries = torch.arange(first, max(last, first), device="cpu")
+            lo[index, first : max(last, first)] = (queries - band.left).clamp(min=max(band.lo, 0))
+            hi[index, first : max(last, first)] = (queries + band.right + 1).clamp(max=min(band.hi, kv_len))
+    return lo, hi

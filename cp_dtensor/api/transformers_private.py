@@ -1,0 +1,23 @@
+"""Private names of transformers that contexts and the provider depend on, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MASKING_UTILS = "transformers.masking_utils"
+MODELING_UTILS = "transformers.modeling_utils"
+LOSS_UTILS = "transformers.loss.loss_utils"
+PREPROCESS = "_preprocess_mask_arguments"
+"""The function of `MASKING_UTILS` that finds lengths and packed documents, before a mask function is called."""
+
+
+def implementation_of(config: Any) -> str | None:
+    """Returns the `attn_implementation` of a model's configuration."""
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return name
+
+
+def table_of(interface: Any) -> dict[str, Any]:
+    """Returns the functions of an AttentionInterface or AttentionMaskInterface, by name; shared by all models."""
+    table: dict[str, Any] = interface._global_mapping
+    return table

@@ -1,0 +1,51 @@
+"""Writes docs/models.md: runs every cell of the support matrix on two processes of this machine.
+
+pip install -c constraints.txt -e '.[test,transformers]' && python docs/scripts/models.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+INTRODUCTION = """# Models of transformers
+
+Each cell was run: a model of the family with two layers and random weights (float64, {length} tokens, windows and
+chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient equal
+those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.
+
+- plain context: `with context_parallel(...)` around a model with "sdpa", or as it comes if it has no "sdpa"
+- provider, and the columns after it: `attn_implementation=cp_dtensor.integrations.transformers.register()`
+- compiled: `torch.compile(model)`; checkpointed: gradient checkpointing, not reentrant
+- packed: position ids that begin again (encoders do not read documents from them)
+- padded: an `attention_mask` with zeros at the right in one batch row and at the left in another
+
+`check_model(model)` lists the reasons for a model at hand. Versions: {versions}.
+
+"""
+
+
+def main() -> None:
+    """Runs all cells and writes the page."""
+    import torch
+    import transformers
+    from support.model_cells import COLUMNS, run_cell, table
+    from support.models import FAMILIES, LENGTH, WIDE_WINDOW
+    from support.processes import Processes
+
+    processes, cells = Processes(2, timeout=200), {}
+    for family in FAMILIES:
+        for column in COLUMNS:
+            (cell,) = {*processes.run(run_cell, family, column)}
+            cells[family, column] = cell
+            print(f"{family}, {column}: {cell}", flush=True)
+    processes.stop()
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    text = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=versions) + table(cells)
+    (ROOT / "docs" / "models.md").write_text(text + "\nWritten by `python docs/scripts/models.py`.\n")
+
+
+if __name__ == "__main__":
+    main()

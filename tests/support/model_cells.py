@@ -1,0 +1,163 @@
+"""Cells of the support matrix: one training step of a model family on ranks that share the sequence."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from cp_dtensor import Layout, context_parallel
+from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
+from support.models import LENGTH, ROWS, VOCABULARY, tiny_model
+
+COLUMNS = {
+    "plain": "plain context",
+    "plain packed": "plain, packed",
+    "plain padded": "plain, padded",
+    "provider": "provider",
+    "compiled": "compiled",
+    "checkpointed": "checkpointed",
+    "packed": "packed",
+    "padded": "padded",
+}
+"""Names of the columns, and their titles: the last five are with the provider."""
+_TOLERANCE = 1e-5
+_NAMED = (NotImplementedError, ValueError)
+"""Errors that are refusals: their messages name a reason."""
+
+
+def batch_of(family: str, kind: str) -> tuple[ModelBatch, dict[str, torch.Tensor]]:
+    """A batch, equal in every call, and what an encoder-decoder takes besides."""
+    random = torch.Generator().manual_seed(3)
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(3, VOCABULARY, (ROWS, length), generator=random)
+
+    ids, positions, padding = tokens(LENGTH), None, None
+    labels = ids.clone()
+    labels[0, 5:9] = -100  # other numbers of labels on the ranks
+    if kind == "packed":
+        positions = torch.stack(
+            [torch.cat([torch.arange(length) for length in each]) for each in ([21, 43], [9, 30, 25])]
+        )
+    if kind == "padded":
+        padding = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+        padding[0, -11:] = 0
+        padding[1, :7] = 0
+        labels = labels.masked_fill(padding == 0, -100)
+    batch = ModelBatch(input_ids=ids, labels=labels, position_ids=positions, attention_mask=padding)
+    more = {}
+    if "cross" in family:
+        more = {"encoder_hidden_states": torch.randn(ROWS, 50, 32, generator=random, dtype=torch.float64)}
+    if family in ("T5", "BART"):
+        more = {"decoder_input_ids": tokens(LENGTH)}
+        del batch.inputs["position_ids"]
+    return batch, more
+
+
+def run_cell(rank: int, family: str, column: str, layout: Layout | None = None) -> str:
+    """ "right", or the reason of a refusal; raises AssertionError for wrong results. On every rank of the world."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore")
+        return _run_cell(family, column, layout)
+
+
+def _run_cell(family: str, column: str, layout: Layout | None) -> str:
+    kind = next((each for each in ("packed", "padded") if each in column), "")
+    batch, more = batch_of(family, kind)
+    loss, grads = _alone(family, batch, more)
+    try:
+        model = tiny_model(family, "sdpa" if column.startswith("plain") else register())
+    except ValueError:  # models without SDPA are used as they come
+        model = tiny_model(family, "eager")
+    if column == "checkpointed":
+        if not model.supports_gradient_checkpointing:
+            return "transformers has no gradient checkpointing for it"
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    called = torch.compile(model, backend="aot_eager", dynamic=False) if column == "compiled" else model
+    if column == "compiled":
+        torch.compiler.reset()
+    world: Any = dist.group.WORLD
+    assert batch.shift_labels is not None
+    buffers = [*batch.buffers["buffers"], *more.values()]
+    try:
+        with context_parallel(world, buffers=buffers, buffer_seq_dims=[1] * len(buffers), layout=layout):
+            logits = called(**batch.inputs, **more, use_cache=False).logits
+            found = causal_lm_loss(logits, batch.shift_labels, gradients="sum")
+            found.backward()
+    except _NAMED as error:
+        return _reason(str(error))
+    except Exception as error:  # errors of Dynamo have the reason in their message
+        if column != "compiled" or "NotImplementedError" not in repr(error):
+            raise
+        return _reason(str(error))
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(
+            grad, grads[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE)
+    return "right"
+
+
+def _alone(family: str, batch: ModelBatch, more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Loss and gradients of one process."""
+    model: nn.Module | None = None
+    with suppress(ValueError):
+        model = tiny_model(family, "sdpa")
+    model = tiny_model(family, "eager") if model is None else model
+    assert batch.shift_labels is not None
+    logits = model(**batch.inputs, **more, use_cache=False).logits
+    loss = F.cross_entropy(logits.double().flatten(0, 1), batch.shift_labels.flatten())
+    loss.backward()
+    grads = {
+        name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in model.named_parameters()
+    }
+    return loss.detach(), grads
+
+
+def _reason(message: str) -> str:
+    """The reason in a message, without names of layers and the way out."""
+    text = re.split(
+        r"\n|: use |: pass |; |\. ", message.strip().partition("inside of context_parallel: ")[2] or message
+    )[0]
+    return re.sub(r"^[\w., ]+: (?=\w)", "", text)
+
+
+# docs/models.md
+
+Cells = dict[tuple[str, str], str]
+"""By family and column: "right", or the reason of a refusal."""
+
+
+def table(cells: Cells) -> str:
+    """The matrix as Markdown: cells, and the reasons that they refer to by number."""
+    families, columns = dict.fromkeys(family for family, _ in cells), dict.fromkeys(column for _, column in cells)
+    reasons = list(dict.fromkeys(cell for cell in cells.values() if cell != "right"))
+    lines = [f"| family | {' | '.join(COLUMNS[column] for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for family in families:
+        shown = (cells[family, column] for column in columns)
+        row = ("right" if cell == "right" else f"refused [{reasons.index(cell) + 1}]" for cell in shown)
+        lines.append(f"| {family} | {' | '.join(row)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]) + "\n"
+
+
+def cells_of(text: str) -> Cells:
+    """The inverse of `table`, for a text that contains it."""
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.M))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    titles = {title: column for column, title in COLUMNS.items()}
+    head, *body = [row for row in rows if len(row) == len(COLUMNS) + 1]
+    cells = {}
+    for family, *row in body:
+        for title, cell in zip(head[1:], row, strict=True):
+            number = re.fullmatch(r"refused \[(\d+)\]", cell)
+            cells[family, titles[title]] = reasons[number[1]] if number else cell
+    return cells

@@ -1,0 +1,114 @@
+"""Tiny models of transformers' families, with random weights."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY, LENGTH, WINDOW, ROWS = 53, 64, 24, 2
+"""The window is between a rank's 32 tokens of 2 ranks and fewer: less than S / 2, so each rank's own keys exceed it."""
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
+}  # fmt: skip
+_TWO_LAYERS = ["sliding_attention", "full_attention"]
+WIDE_WINDOW = 40
+"""Longer than a rank's tokens, shorter than the sequence: transformers sees no window in a shard."""
+
+
+def _family(name: str) -> tuple[str, dict[str, Any]]:
+    """Model class and configuration."""
+    families: dict[str, tuple[str, dict[str, Any]]] = {
+        "Llama": ("LlamaForCausalLM", {}),
+        "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+        "Mistral": ("MistralForCausalLM", {"sliding_window": WIDE_WINDOW}),
+        "Phi-3": ("Phi3ForCausalLM", {"sliding_window": WIDE_WINDOW}),
+        "Gemma 2": ("Gemma2ForCausalLM", {"head_dim": 8, "sliding_window": WIDE_WINDOW, "layer_types": _TWO_LAYERS}),
+        "Gemma 3": ("Gemma3ForCausalLM", {"head_dim": 8, "sliding_window": WIDE_WINDOW, "layer_types": _TWO_LAYERS}),
+        "gpt-oss": (
+            "GptOssForCausalLM",
+            {"head_dim": 8, "sliding_window": WIDE_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
+             "layer_types": _TWO_LAYERS},
+        ),
+        "Llama 4": (
+            "Llama4ForCausalLM",
+            {"head_dim": 8, "attention_chunk_size": WIDE_WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48,
+             "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 1]},
+        ),
+        "Llama 4, no RoPE": (
+            "Llama4ForCausalLM",
+            {"head_dim": 8, "attention_chunk_size": WIDE_WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48,
+             "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "floor_scale": 8},
+        ),
+        "DeepSeek-V3": (
+            "DeepseekV3ForCausalLM",
+            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+             "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+             "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        ),
+        "Qwen2 with a window": (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": WIDE_WINDOW, "max_window_layers": 1,
+             "layer_types": _TWO_LAYERS},
+        ),
+        "ModernBERT": (
+            "ModernBertForMaskedLM",
+            {"local_attention": 2 * WIDE_WINDOW, "layer_types": _TWO_LAYERS, "cls_token_id": 1, "sep_token_id": 2,
+             "embedding_dropout": 0.0, "mlp_dropout": 0.0, "reference_compile": False},
+        ),
+        "BERT": ("BertForMaskedLM", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+        "BERT, cross-attention": (
+            "BertLMHeadModel",
+            {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True,
+             "add_cross_attention": True},
+        ),
+        "T5": (
+            "T5ForConditionalGeneration",
+            {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+             "decoder_start_token_id": 0},
+        ),
+        "BART": (
+            "BartForConditionalGeneration",
+            {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
+        ),
+        "LFM2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+        "Qwen3-Next": (
+            "Qwen3NextForCausalLM",
+            {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+             "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
+             "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        ),
+    }  # fmt: skip
+    return families[name]
+
+
+FAMILIES = (
+    "Llama", "Qwen3", "Mistral", "Phi-3", "Gemma 2", "Gemma 3", "gpt-oss", "Llama 4", "Llama 4, no RoPE", "DeepSeek-V3",
+    "Qwen2 with a window", "ModernBERT", "BERT", "BERT, cross-attention", "T5", "BART", "LFM2", "Qwen3-Next",
+)  # fmt: skip
+
+
+def tiny_model(family: str, attention: str) -> nn.Module:
+    """A model with equal weights in every call, in float64."""
+    import transformers
+
+    kind, changes = _family(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        model_class = getattr(transformers, kind)
+        config = model_class.config_class(**{**_SIZES, **changes})
+        config._attn_implementation = attention
+        config._experts_implementation = "eager"  # the other ones take no float64
+        random = torch.Generator().manual_seed(0)
+        model: nn.Module = model_class(config)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.copy_(1 + 0.1 * drawn if "norm" in name.lower() and name.endswith("weight") else 0.2 * drawn)
+    return model.double().train()
