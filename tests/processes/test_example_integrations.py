@@ -23,3 +23,10 @@ def test_trainer(tmp_path: Path) -> None:
     printed = launch(2, EXAMPLES / "trainer_two_ranks.py", folder=tmp_path, timeout=240)
     assert all(f"{kind}: losses [" in printed for kind in ("packed", "padded"))
     assert printed.count("are those of one rank") == 2
+
+
+@pytest.mark.slow
+def test_diffusers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers", reason=REASON)
+    printed = launch(4, EXAMPLES / "diffusers_four_ranks.py", folder=tmp_path, timeout=240)
+    assert printed.count(": largest error of out and gradients ") == 5
