@@ -20,8 +20,9 @@ from cp_dtensor.integrations.torch_experimental.rings import (
     _templated_ring_attention,
     _templated_ring_attention_backward,
 )
+from cp_dtensor.integrations.torchtitan import describe_installed
 
-__all__ = ["flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings"]
+__all__ = ["Redirection", "flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings"]
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
@@ -37,6 +38,7 @@ class _Redirection:
 
     def __init__(self) -> None:
         self.modules: list[ModuleType] = []
+        self.names: list[tuple[str, ...]] = []
         self.installation = SharedInstallation(self._parts)
 
     def _parts(self) -> Iterator[AbstractContextManager[None]]:
@@ -61,10 +63,12 @@ class _Redirection:
         before = {name: vars(module).get(name, missing) for name in names}
         vars(module).update(names)
         self.modules.append(module)
+        self.names.append(tuple(names))
         try:
             yield
         finally:
-            self.modules.remove(module)
+            place = self.modules.index(module)
+            del self.modules[place], self.names[place]
             for name, ours in names.items():
                 if vars(module).get(name, missing) is not ours:
                     continue
@@ -77,7 +81,30 @@ class _Redirection:
 _redirection = _Redirection()
 
 
-def redirect_imports() -> ExitStack:
+class Redirection(ExitStack):
+    """A call of `redirect_imports`; `close()`, or the end of a `with` block, takes it back.
+
+    Attributes:
+        replaced: the names that are replaced, by module.
+        torchtitan: a sentence on what the installed TorchTitan takes from torch, and so from here; "" without one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        _redirection.installation.acquire()
+        self.callback(_redirection.installation.release)  # unlike an entered context, not called on garbage collection
+        self.replaced = {
+            module.__name__: tuple(names)
+            for module, names in zip(_redirection.modules, _redirection.names, strict=True)
+        }
+        self.torchtitan = describe_installed()
+
+    def __repr__(self) -> str:
+        lines = [f"{module}: {', '.join(names)}" for module, names in self.replaced.items()]
+        return "\n".join(["names of cp_dtensor now in", *lines, *([self.torchtitan] if self.torchtitan else [])])
+
+
+def redirect_imports() -> Redirection:
     """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
 
         redirect_imports()  # before other imports of these names
@@ -86,11 +113,10 @@ def redirect_imports() -> ExitStack:
     The modules stay torch's, and so do names in them that this package does not have. Code that imported a name before
     keeps torch's. It may be called several times; `close()` of the result, or the end of a `with` block over it, takes
     one call back. After the last one the modules are as before, except for names that others replaced meanwhile.
+
+        print(redirect_imports())  # the names by module, and what the installed TorchTitan does not take from them
     """
-    _redirection.installation.acquire()
-    held = ExitStack()
-    held.callback(_redirection.installation.release)  # unlike an entered context, not called on garbage collection
-    return held
+    return Redirection()
 
 
 _RINGS = {
