@@ -6,11 +6,14 @@ The only file of `integrations/` that imports private names.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -22,7 +25,7 @@ from cp_dtensor.integrations.torch_experimental.rings import (
 )
 from cp_dtensor.integrations.torchtitan import describe_installed
 
-__all__ = ["Redirection", "flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings"]
+__all__ = ["Redirection", "flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings", "simulated"]
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
@@ -31,6 +34,36 @@ def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], 
     """Returns the leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
     leaves, structure = tree_flatten(tree, is_leaf=is_leaf)
     return leaves, lambda others: tree_unflatten(others, structure)
+
+
+def simulated(mesh: DeviceMesh, tensor: Any, shard: Callable[[Any, int], torch.Tensor]) -> torch.Tensor | None:
+    """Returns the `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
+
+    Args:
+        mesh: an axis; its ranks are those of the simulation.
+        tensor: whole on every rank.
+
+    Returns:
+        None outside of the simulation.
+
+    Raises:
+        NotImplementedError: a block mask in the simulation.
+    """
+    module = sys.modules.get("torch.distributed._local_tensor")  # not in use if it is not loaded
+    if module is None:
+        return None
+    mode = getattr(module, "enabled_local_tensor_mode", module.local_tensor_mode)()
+    if mode is None:
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        raise NotImplementedError("under LocalTensorMode, tensors can be sharded only; got a BlockMask")
+    place: Any = mesh.get_local_rank()
+    places = place.node._local_ints if isinstance(place, torch.SymInt) else dict.fromkeys(mode.ranks, place)
+    parts = tensor._local_tensors if isinstance(tensor, module.LocalTensor) else dict.fromkeys(mode.ranks, tensor)
+    with mode.disable():
+        shards = {rank: shard(parts[rank], places[rank]) for rank in sorted(mode.ranks)}
+    made: torch.Tensor = module.LocalTensor(shards)
+    return made
 
 
 class _Redirection:

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Contiguous, HeadTail, Layout, PerDocument, context_parallel_shard
 from cp_dtensor import context_parallel_unshard as unshard
-from cp_dtensor.api.extension import sequence_ranks
+from cp_dtensor.api.extension import sequence_ranks, take_shard
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
-from cp_dtensor.integrations.torch_experimental.private import flatten_tree
+from cp_dtensor.integrations.torch_experimental.private import flatten_tree, simulated
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _BLOCKS = (128, 128)
@@ -74,6 +74,22 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
     group = axis_group(mesh)
     layout = _balancer_layout(balancer, length, group.size())
     _cp_options.orders.note(group, length, layout)
+    indices = _balancer_indices(balancer, length) if layout is None else None
+    if layout is None and length % group.size() and isinstance(buffer, torch.Tensor):
+        raise ValueError(
+            f"buffer {index}: expected a length that {group.size()} ranks divide evenly in the order of "
+            f"{type(balancer).__name__}, got {length}"
+        )
+
+    def shard(whole: torch.Tensor, rank: int) -> torch.Tensor:
+        if layout is not None:
+            return take_shard(whole, dim, layout, rank, group.size())
+        assert indices is not None  # None has a layout
+        return _permuted(whole, dim, indices.chunk(group.size(), dim=1)[rank], f"buffer {index}")
+
+    local = simulated(mesh, buffer, shard)
+    if local is not None:
+        return local
     if isinstance(buffer, BlockMask):
         # In blocks of the mask's size if every rank has whole ones.
         blocks = buffer.BLOCK_SIZE if length % (group.size() * buffer.BLOCK_SIZE[0]) == 0 else _BLOCKS
@@ -81,14 +97,7 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
         return _block_mask_of_rank(buffer.mask_mod, shape, blocks, mesh, _balancer_indices(balancer, length))
     if layout is not None:
         return context_parallel_shard(mesh, [buffer], [dim], layout)[0]
-    if length % group.size():
-        raise ValueError(
-            f"buffer {index}: expected a length that {group.size()} ranks divide evenly in the order of "
-            f"{type(balancer).__name__}, got {length}"
-        )
-    indices = _balancer_indices(balancer, length)
-    assert indices is not None  # None has a layout
-    return _permuted(buffer, dim, indices.chunk(group.size(), dim=1)[group.rank()], f"buffer {index}")
+    return shard(buffer, group.rank())
 
 
 def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) -> torch.Tensor:
