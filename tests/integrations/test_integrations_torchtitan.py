@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -263,3 +264,24 @@ def test_without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
     with redirect_imports() as redirected:
         assert redirected.torchtitan == ""
         assert len(redirected.replaced) == str(redirected).count("\n")
+
+
+def test_a_program_started_with_redirected_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "import sys\nfrom torch.distributed.tensor.experimental import context_parallel as c\nprint(sys.argv[1:], c)"
+    )
+    (tmp_path / "a_program.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["-m", "a_program", "--degree", "8"])
+    with redirect_imports() as held:
+        started = import_module("cp_dtensor.integrations.torch_experimental.__main__")
+        monkeypatch.setattr(started, "redirect_imports", lambda: held)
+        started.main()
+        printed = capsys.readouterr().out
+    assert printed.startswith("names of cp_dtensor now in\n")
+    assert "['--degree', '8'] <function context_parallel" in printed
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit, match="usage"):
+        started.main()
