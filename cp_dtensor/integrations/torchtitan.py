@@ -151,7 +151,7 @@ def inner_attention_map() -> dict[type, type]:
         bases = import_module(f"{_ATTENTION}.cp_attention")
     except ModuleNotFoundError as error:
         raise ImportError(f"expected a TorchTitan with {_ATTENTION}.cp_attention: {describe_installed()}") from error
-    base = getattr(bases, "CPAttention", None) or bases.CPInnerAttention  # the name until October 2026
+    base = getattr(bases, "CPAttention", None) or bases.CPInnerAttention  # an earlier name
     names = [name for name in _REPLACED if hasattr(attentions, name)]
     return {getattr(attentions, name): _context_parallel_class(getattr(attentions, name), base) for name in names}
 
@@ -161,7 +161,7 @@ def _context_parallel_class(inner: type, base: type) -> type:
     spmd = import_module("spmd_types")
 
     def cp_group() -> Any:
-        places = ("parallelism_context", "parallel_dims")  # the latter until September 2026
+        places = ("parallelism_context", "parallel_dims")  # the latter is earlier
         place = next(name for name in places if find_spec(f"torchtitan.distributed.{name}"))
         axis = import_module(f"torchtitan.distributed.{place}").MeshAxisName.CP
         group = import_module("torchtitan.distributed.spmd_types").spmd_mesh_group(axis)

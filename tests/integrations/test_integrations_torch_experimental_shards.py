@@ -153,7 +153,7 @@ def test_shard_refuses_what_does_not_fit() -> None:
         mesh, tokens = cp_mesh(), torch.arange(16)
         with pytest.raises(ValueError, match="one sequence dim per buffer"):
             _context_parallel_shard(mesh, [tokens], [0, 1])
-        with pytest.raises(ValueError, match="Unknown buffer type: .* expected buffer 0"):
+        with pytest.raises(ValueError, match=r"Unknown buffer type: .* expected buffer 0"):
             _context_parallel_shard(mesh, ["text"], [0])
         with pytest.raises(ValueError, match="out of range"):
             _context_parallel_shard(mesh, [tokens], [1])
@@ -274,7 +274,7 @@ def test_block_masks_and_modules_with_flex_attention() -> None:
             torch.testing.assert_close(out, local["out"], rtol=1e-4, atol=1e-5)
         with pytest.raises(TypeError, match="value"):
             module(local["q"], local["k"])
-        with pytest.raises(NotImplementedError, match="world size 2 .* BLOCK_SIZE 128: .* has whole blocks"):
+        with pytest.raises(NotImplementedError, match=r"world size 2 .* BLOCK_SIZE 128: .* has whole blocks"):
             _create_cp_block_mask(causal, 1, 1, 384, 384, mesh)
         with pytest.raises(ValueError, match="as many keys as queries"):
             _create_cp_block_mask(causal, 1, 1, 512, 1024, mesh, _HeadTailLoadBalancer(512, 2, "cpu"))
