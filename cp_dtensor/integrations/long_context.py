@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -34,40 +33,61 @@ from cp_dtensor import (
     Contiguous,
     HeadTail,
     Layout,
+    Mask,
     Striped,
     context_parallel_attention,
     context_parallel_shard,
     context_parallel_unshard,
 )
-from cp_dtensor.api.extension import Segment, bottom_right_mask, heads_before_rows, take_shard
-from cp_dtensor.integrations.flash_attn_arguments import supported_window, unpacked
+from cp_dtensor.api.extension import Mesh, Segment, bottom_right_mask, heads_before_rows, take_shard
+from cp_dtensor.integrations.flash_attn_arguments import group_or_default, supported_window, unpacked
+from cp_dtensor.integrations.ring_flash_attn import (
+    ring_flash_attn_func,
+    ring_flash_attn_qkvpacked_func,
+    stripe_flash_attn_func,
+    stripe_flash_attn_qkvpacked_func,
+    zigzag_ring_flash_attn_func,
+    zigzag_ring_flash_attn_qkvpacked_func,
+)
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
+    "RING_IMPL_DICT",
+    "RING_IMPL_QKVPACKED_DICT",
+    "AsyncLongContextAttention",
     "AttnType",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
+    "UlyssesAttention",
     "UlyssesCut",
+    "basic_extract_local",
     "set_seq_parallel_pg",
     "shard",
+    "stripe_extract_local",
     "unshard",
+    "zigzag_extract_local",
 ]
 
 
 class AttnType(Enum):
-    """Names of kernels in yunchang."""
+    """Names of kernels in yunchang 0.6.4, and TORCH of 0.6.3 and before."""
 
     AITER = "aiter"
     FA = "fa"
     FA3 = "fa3"
     FLASHINFER = "flashinfer"
     TORCH = "torch"
+    TORCH_MATH = "torch_math"
+    TORCH_FLASH = "torch_flash"
+    TORCH_EFFICIENT = "torch_efficient"
+    TORCH_CUDNN = "torch_cudnn"
     SAGE_AUTO = "sage_auto"
     SAGE_FP16 = "sage_fp16"
     SAGE_FP16_TRITON = "sage_fp16_triton"
     SAGE_FP8 = "sage_fp8"
     SAGE_FP8_SM90 = "sage_fp8_sm90"
     SPARSE_SAGE = "sparse_sage"
+    NPU = "npu"
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
@@ -79,7 +99,16 @@ class AttnType(Enum):
         return cls(s)
 
 
-_EXACT = ("aiter", "fa", "fa3", "flashinfer", "torch")
+_EXACT = (
+    "aiter", "fa", "fa3", "flashinfer", "torch", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn",
+)  # fmt: skip
+
+
+def _check_kernel(attn_type: Enum | str) -> None:
+    name = attn_type.value if isinstance(attn_type, Enum) else attn_type
+    if name not in _EXACT:
+        expected = ", ".join(map(repr, _EXACT))
+        raise NotImplementedError(f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}")
 
 
 class LongContextAttention(nn.Module):
@@ -116,12 +145,7 @@ class LongContextAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_dims(scatter_idx, gather_idx, heads_dim=2)
-        name = attn_type.value if isinstance(attn_type, Enum) else attn_type
-        if name not in _EXACT:
-            expected = ", ".join(map(repr, _EXACT))
-            raise NotImplementedError(
-                f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}"
-            )
+        _check_kernel(attn_type)
         if attn_processor is not None:
             raise NotImplementedError(
                 f"expected attn_processor=None, since kernels here are torch's own; got {type(attn_processor).__name__}"
@@ -163,15 +187,11 @@ class LongContextAttention(nn.Module):
             TypeError, ValueError: arguments that do not fit.
             NotImplementedError: options refused above, before any collective.
         """
-        shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
-        q, k, v = heads_before_rows(query, key, value, 1, shapes)
-        mask = bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes))
-        out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, method="hybrid", mask=mask, dropout_p=dropout_p, scale=softmax_scale,
-            enable_gqa=True, layout=self.layout, deterministic=deterministic, seq_len=seq_len,
+        return _attend(
+            query, key, value, bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes)),
+            mesh=self.mesh, method="hybrid", layout=self.layout, dropout_p=dropout_p, scale=softmax_scale,
+            deterministic=deterministic, seq_len=seq_len,
         )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        return out.transpose(1, 2).contiguous()
 
     def extra_repr(self) -> str:
         return f"layout={self.layout}, mesh={self.mesh}"
@@ -208,6 +228,79 @@ class LongContextAttentionQKVPacked(nn.Module):
     def forward(self, qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Calls `LongContextAttention.forward` with q, k and v from qkv: (B, S, 3, H, D), this rank's shard."""
         return self.attention(*unpacked("qkv", qkv, 3), *args, **kwargs)
+
+
+class AsyncLongContextAttention(LongContextAttention):
+    """`LongContextAttention` with fewer arguments: transfers are hidden in both.
+
+    Args:
+        scatter_idx, gather_idx, ring_impl_type, mesh: as there. Raises as there.
+    """
+
+    def __init__(
+        self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic", *, mesh: DeviceMesh
+    ) -> None:
+        super().__init__(scatter_idx, gather_idx, ring_impl_type, mesh=mesh)
+
+
+class UlyssesAttention(nn.Module):
+    """Attention by Ulysses over one process group, whose ranks have adjacent parts of the sequence.
+
+    Args:
+        sequence_process_group: the ranks that share the sequence; None is the default group.
+        scatter_idx, gather_idx, use_sync, attn_type: as for `LongContextAttention`.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        NotImplementedError: quantized and sparse kernels.
+
+    Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+    """
+
+    def __init__(
+        self,
+        sequence_process_group: Mesh | None = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        use_sync: bool = False,
+        attn_type: Enum | str = AttnType.FA,
+    ) -> None:
+        super().__init__()
+        _check_dims(scatter_idx, gather_idx, heads_dim=2)
+        _check_kernel(attn_type)
+        self.group = group_or_default(sequence_process_group)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        *,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """`LongContextAttention.forward`, by Ulysses alone: arguments, result and errors are as there."""
+        return _attend(
+            query, key, value, bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes)),
+            mesh=self.group, method="ulysses", layout=Contiguous(), dropout_p=dropout_p, scale=softmax_scale,
+            deterministic=deterministic, seq_len=seq_len,
+        )  # fmt: skip
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, **options: Any) -> torch.Tensor:
+    """Attention of (B, S, H, D)."""
+    shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
+    q, k, v = heads_before_rows(query, key, value, 1, shapes)
+    out = context_parallel_attention(q, k, v, mask=mask, enable_gqa=True, **options)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2).contiguous()
 
 
 def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:
@@ -360,18 +453,44 @@ def unshard(
     return whole
 
 
-def _extract_local(
-    ring_impl_type: str, value: torch.Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1
-) -> torch.Tensor:
-    if rd * ud != world_size:
-        raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
-    return take_shard(value, dim, _ulysses_cut(ring_impl_type, ud), rank, world_size)
+@dataclass(frozen=True)
+class _Extraction:
+    ring_impl_type: str
 
+    def extract_local(
+        self, value: torch.Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1
+    ) -> torch.Tensor:
+        """Returns a rank's shard of a whole tensor (B, S, ...), for layers of this `ring_impl_type`.
+
+        Args:
+            rank: ring rank * ud + Ulysses rank (`use_ulysses_low`).
+            rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError.
+            dim: of the sequence.
+        """
+        if rd * ud != world_size:
+            raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
+        return take_shard(value, dim, _ulysses_cut(self.ring_impl_type, ud), rank, world_size)
+
+
+basic_extract_local = _Extraction("basic").extract_local
+zigzag_extract_local = _Extraction("zigzag").extract_local
+stripe_extract_local = _Extraction("strip").extract_local
 
 EXTRACT_FUNC_DICT: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
-    {name: partial(_extract_local, name) for name in _RING_LAYOUTS}
+    {"basic": basic_extract_local, "zigzag": zigzag_extract_local, "strip": stripe_extract_local}
 )
-"""By `ring_impl_type`, functions `(value, rank, world_size, rd, ud, dim=1)` to a rank's shard of a whole tensor.
+"""Functions `(value, rank, world_size, rd, ud, dim=1)` to a rank's shard of a whole tensor, by `ring_impl_type`."""
 
-`rd` and `ud` are the ring and Ulysses degrees; `rank` is ring rank * ud + Ulysses rank (`use_ulysses_low`).
-"""
+RING_IMPL_DICT: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"basic": ring_flash_attn_func, "zigzag": zigzag_ring_flash_attn_func, "strip": stripe_flash_attn_func}
+)
+"""Ring attention of q, k and v (B, S, H, D), by `ring_impl_type`."""
+
+RING_IMPL_QKVPACKED_DICT: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "basic": ring_flash_attn_qkvpacked_func,
+        "zigzag": zigzag_ring_flash_attn_qkvpacked_func,
+        "strip": stripe_flash_attn_qkvpacked_func,
+    }
+)
+"""Ring attention of packed qkv (B, S, 3, H, D), by `ring_impl_type`."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Contiguous, Layout, context_parallel, ring_attention, ulysses_attention
@@ -36,6 +37,7 @@ __all__ = [
     "RingAttnMode",
     "UlyssesAttnMode",
     "UnifiedAttnMode",
+    "in_batch_attn_func",
     "init_context_parallel_mesh",
     "ring_attn_func",
     "ulysses_attn_func",
@@ -198,6 +200,37 @@ class _AttnFunc:
 
 ring_attn_func = _AttnFunc(ring_attention).func
 ulysses_attn_func = _AttnFunc(ulysses_attention).func
+
+
+def in_batch_attn_func(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention in which the queries of every batch row see the keys of all rows; inside of modes, of all ranks too.
+
+    Args:
+        query, key, value: (B, H, S, D), this rank's shards inside of modes.
+        attn_mask, is_causal: None and False; others are refused.
+        dropout_p, scale: as for `F.scaled_dot_product_attention`.
+
+    Returns:
+        (B, H, S, Dv).
+
+    Raises:
+        NotImplementedError: a mask, which would need positions across rows.
+    """
+    if attn_mask is not None or is_causal:
+        raise NotImplementedError("in_batch_attn_func takes neither attn_mask nor is_causal=True, got one of them")
+    rows = query.size(0)
+    q, k, v = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
+    return out[0].unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def init_context_parallel_mesh(

@@ -1,4 +1,4 @@
-"""Training with accelerate's context parallel on cp_dtensor, by one call before accelerate is imported.
+"""Training with accelerate's context parallel on cp_dtensor: causal, then packed documents under a window.
 
     pip install -c constraints.txt -e '.[integrations]'
     torchrun --nproc-per-node 2 examples/integrations/accelerate_two_ranks.py
@@ -10,18 +10,18 @@ CPUs over gloo, where accelerate averages gradients by DDP. On GPUs pass `parall
 
 from __future__ import annotations
 
-from cp_dtensor.integrations.torch_experimental import redirect_imports
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import ParallelismConfig, TorchContextParallelConfig
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-redirect_imports()  # accelerate imports torch's context parallel when a model is prepared
+from cp_dtensor import Documents, Mask, SlidingWindow
+from cp_dtensor.integrations import accelerate as cp_accelerate
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import ParallelismConfig, TorchContextParallelConfig  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, STEPS = 61, 32, 4, 48, 2, 4
+VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, STEPS = 61, 32, 4, 48, 2, 2
+DOCUMENTS, WINDOW = (0, 19, 30, LENGTH), 9
 
 
 class Block(nn.Module):
@@ -34,11 +34,11 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Maps (B, S, width) to (B, S, width)."""
+    def forward(self, hidden: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        """Maps (B, S, width) to (B, S, width); `seen` is the whole mask (S, S) of a rank that is alone."""
         qkv = self.qkv(self.norms[0](hidden)).unflatten(2, (3, HEADS, -1))
         q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
         hidden = hidden + self.proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.norms[1](hidden))
 
@@ -49,12 +49,16 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns the mean loss of (B, S) tokens at (B, S) positions."""
-        hidden = self.blocks(self.tokens(tokens) + self.positions(positions))
+        hidden = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            hidden = block(hidden, seen)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -70,13 +74,13 @@ def data() -> DataLoader:
     return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=BATCH)
 
 
-def one_rank() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+def one_rank(seen: torch.Tensor | None) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Returns loss and gradients of each step, on whole sequences."""
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     history = []
     for tokens, labels in data():
-        loss = model(tokens, torch.arange(LENGTH).expand(BATCH, -1), labels)
+        loss = model(tokens, torch.arange(LENGTH).expand(BATCH, -1), labels, seen)
         loss.backward()
         history.append((loss.detach(), [torch.clone(x.grad) for x in model.parameters() if x.grad is not None]))
         optimizer.step()
@@ -92,25 +96,22 @@ def accelerator_on_cpus(config: ParallelismConfig) -> Accelerator:
     return accelerator
 
 
-def main() -> None:
-    """Trains with accelerate and compares.
+def train(accelerator: Accelerator, mask: Mask | None, seen: torch.Tensor | None) -> None:
+    """Trains under `mask` with accelerate, and under `seen` alone, and compares.
 
     Raises:
         AssertionError: a loss or a gradient differs from that of one rank.
     """
-    accelerator = accelerator_on_cpus(
-        ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy="alltoall"))
-    )
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    expected = one_rank()
+    expected = one_rank(seen)
     steps = 0
     for step, (tokens, labels) in enumerate(loader):
         positions = torch.arange(LENGTH).repeat(BATCH, 1)
         buffers = [tokens, labels, positions]
         with accelerator.maybe_context_parallel(
-            buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+            buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers), mask=mask
         ):
             loss = model(tokens, positions, labels)  # mean over half of each sequence
             accelerator.backward(loss)
@@ -125,6 +126,21 @@ def main() -> None:
         optimizer.zero_grad()
         steps += 1
     assert steps == STEPS
+    accelerator.free_memory()
+
+
+def main() -> None:
+    """Trains with a causal mask, and with packed documents under a window, which accelerate alone cannot."""
+    accelerator = accelerator_on_cpus(
+        ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy="alltoall"))
+    )
+    with cp_accelerate.enable():
+        train(accelerator, None, None)
+        at = torch.arange(LENGTH)
+        document = torch.bucketize(at, torch.tensor(DOCUMENTS), right=True)
+        distance = at[:, None] - at
+        seen = (document[:, None] == document) & (distance >= 0) & (distance < WINDOW)
+        train(accelerator, Documents(DOCUMENTS) & SlidingWindow(WINDOW - 1, 0), seen)
     accelerator.print("losses and gradients are those of one rank")
     accelerator.end_training()
 

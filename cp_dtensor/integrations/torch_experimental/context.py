@@ -59,7 +59,19 @@ def context_parallel(
     refuse_patched_rings()
     tensors = checked_sequence("buffers", () if buffers is None else buffers)
     dims = checked_sequence("buffer_seq_dims", () if buffer_seq_dims is None else buffer_seq_dims)
+    if len(tensors) != len(dims):
+        raise ValueError(
+            "`seq_dims` must have the same number of elements as `buffers`: expected one sequence dim per buffer, got "
+            f"{len(tensors)} buffers and {len(dims)} dims"
+        )
     dims = checked_buffers(tensors, dims, Contiguous())
+    if not isinstance(no_restore_buffers, torch.Tensor):
+        for tensor in no_restore_buffers or ():
+            if all(tensor is not buffer for buffer in tensors):
+                raise ValueError(
+                    "`no_restore_buffers` must be a subset of `buffers`, the same objects; got one of shape "
+                    f"{tuple(tensor.shape)} that is not"
+                )
     group = axis_group(mesh)
     layout = None
     if dims:
@@ -192,8 +204,10 @@ class _ContextParallel(ParallelStyle):
     def __init__(self, seq_dim: int, attention_type: AttentionType) -> None:
         super().__init__()
         self.seq_dim = seq_dim
-        # By value, so that torch's own enum is accepted too.
-        self.attention_type = self.AttentionType(getattr(attention_type, "value", attention_type))
+        value = getattr(attention_type, "value", attention_type)  # so that torch's own enum is accepted too
+        if value not in {each.value for each in self.AttentionType}:
+            raise ValueError(f"Unknown attention type: {attention_type}: expected SDPA or FLEX")
+        self.attention_type = self.AttentionType(value)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.attention_type is self.AttentionType.FLEX:

@@ -6,11 +6,14 @@ The only file of `integrations/` that imports private names.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -20,8 +23,9 @@ from cp_dtensor.integrations.torch_experimental.rings import (
     _templated_ring_attention,
     _templated_ring_attention_backward,
 )
+from cp_dtensor.integrations.torchtitan import describe_installed
 
-__all__ = ["flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings"]
+__all__ = ["Redirection", "flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings", "simulated"]
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
@@ -32,11 +36,42 @@ def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], 
     return leaves, lambda others: tree_unflatten(others, structure)
 
 
+def simulated(mesh: DeviceMesh, tensor: Any, shard: Callable[[Any, int], torch.Tensor]) -> torch.Tensor | None:
+    """Returns the `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
+
+    Args:
+        mesh: an axis; its ranks are those of the simulation.
+        tensor: whole on every rank.
+
+    Returns:
+        None outside of the simulation.
+
+    Raises:
+        NotImplementedError: a block mask in the simulation.
+    """
+    module = sys.modules.get("torch.distributed._local_tensor")  # not in use if it is not loaded
+    if module is None:
+        return None
+    mode = getattr(module, "enabled_local_tensor_mode", module.local_tensor_mode)()
+    if mode is None:
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        raise NotImplementedError("under LocalTensorMode, tensors can be sharded only; got a BlockMask")
+    place: Any = mesh.get_local_rank()
+    places = place.node._local_ints if isinstance(place, torch.SymInt) else dict.fromkeys(mode.ranks, place)
+    parts = tensor._local_tensors if isinstance(tensor, module.LocalTensor) else dict.fromkeys(mode.ranks, tensor)
+    with mode.disable():
+        shards = {rank: shard(parts[rank], places[rank]) for rank in sorted(mode.ranks)}
+    made: torch.Tensor = module.LocalTensor(shards)
+    return made
+
+
 class _Redirection:
     """The modules in which `redirect_imports` replaces names, and their replacement."""
 
     def __init__(self) -> None:
         self.modules: list[ModuleType] = []
+        self.names: list[tuple[str, ...]] = []
         self.installation = SharedInstallation(self._parts)
 
     def _parts(self) -> Iterator[AbstractContextManager[None]]:
@@ -61,10 +96,12 @@ class _Redirection:
         before = {name: vars(module).get(name, missing) for name in names}
         vars(module).update(names)
         self.modules.append(module)
+        self.names.append(tuple(names))
         try:
             yield
         finally:
-            self.modules.remove(module)
+            place = self.modules.index(module)
+            del self.modules[place], self.names[place]
             for name, ours in names.items():
                 if vars(module).get(name, missing) is not ours:
                     continue
@@ -77,7 +114,30 @@ class _Redirection:
 _redirection = _Redirection()
 
 
-def redirect_imports() -> ExitStack:
+class Redirection(ExitStack):
+    """A call of `redirect_imports`; `close()`, or the end of a `with` block, takes it back.
+
+    Attributes:
+        replaced: the names that are replaced, by module.
+        torchtitan: a sentence on what the installed TorchTitan takes from torch, and so from here; "" without one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        _redirection.installation.acquire()
+        self.callback(_redirection.installation.release)  # unlike an entered context, not called on garbage collection
+        self.replaced = {
+            module.__name__: tuple(names)
+            for module, names in zip(_redirection.modules, _redirection.names, strict=True)
+        }
+        self.torchtitan = describe_installed()
+
+    def __repr__(self) -> str:
+        lines = [f"{module}: {', '.join(names)}" for module, names in self.replaced.items()]
+        return "\n".join(["names of cp_dtensor now in", *lines, *([self.torchtitan] if self.torchtitan else [])])
+
+
+def redirect_imports() -> Redirection:
     """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
 
         redirect_imports()  # before other imports of these names
@@ -86,11 +146,10 @@ def redirect_imports() -> ExitStack:
     The modules stay torch's, and so do names in them that this package does not have. Code that imported a name before
     keeps torch's. It may be called several times; `close()` of the result, or the end of a `with` block over it, takes
     one call back. After the last one the modules are as before, except for names that others replaced meanwhile.
+
+        print(redirect_imports())  # the names by module, and what the installed TorchTitan does not take from them
     """
-    _redirection.installation.acquire()
-    held = ExitStack()
-    held.callback(_redirection.installation.release)  # unlike an entered context, not called on garbage collection
-    return held
+    return Redirection()
 
 
 _RINGS = {

@@ -191,7 +191,7 @@ def _checked_call(
     if is_causal:
         if query.size(2) != key.size(2):
             raise NotImplementedError(
-                "causal ring attention expects as many queries as keys on each rank, got "
+                "is_causal requires the same query and context sequence lengths on each rank, got "
                 f"{query.size(2)} and {key.size(2)}"
             )
         layout = assumed_layout(group, query.size(2) * group.size())

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Contiguous, HeadTail, Layout, PerDocument, context_parallel_shard
 from cp_dtensor import context_parallel_unshard as unshard
-from cp_dtensor.api.extension import sequence_ranks
+from cp_dtensor.api.extension import sequence_ranks, take_shard
 from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
-from cp_dtensor.integrations.torch_experimental.private import flatten_tree
+from cp_dtensor.integrations.torch_experimental.private import flatten_tree, simulated
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _BLOCKS = (128, 128)
@@ -45,7 +45,7 @@ def _context_parallel_shard(
         new tensors, differentiable, and masks of this rank's queries and the keys of all ranks.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; for an order that no layout has, a length that is not a
+        ValueError: arguments that do not fit; for an order that no layout has, a length that is not a
             multiple of the number of ranks.
         NotImplementedError: masks that the ranks cannot divide into whole blocks, neither their own nor of 128 queries.
     """
@@ -53,7 +53,8 @@ def _context_parallel_shard(
     flat_dims, _ = flatten_tree(seq_dims, lambda leaf: False)
     if len(flat_buffers) != len(flat_dims):
         raise ValueError(
-            f"expected one sequence dim per buffer, got {len(flat_buffers)} buffers and {len(flat_dims)} dims"
+            "`seq_dims` must have the same number of elements as `buffers`: expected one sequence dim per buffer, got "
+            f"{len(flat_buffers)} buffers and {len(flat_dims)} dims"
         )
     return rebuild(
         [
@@ -65,7 +66,9 @@ def _context_parallel_shard(
 
 def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: Any) -> Any:
     if not isinstance(buffer, (torch.Tensor, BlockMask)):
-        raise TypeError(f"buffer {index}: expected a torch.Tensor or a BlockMask, got {type(buffer).__name__}")
+        raise ValueError(
+            f"Unknown buffer type: {type(buffer)}: expected buffer {index} to be a torch.Tensor or a BlockMask"
+        )
     if isinstance(buffer, torch.Tensor):
         if not -buffer.dim() <= dim < buffer.dim():
             raise ValueError(f"buffer {index}: sequence dim {dim} is out of range for shape {tuple(buffer.shape)}")
@@ -74,6 +77,22 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
     group = axis_group(mesh)
     layout = _balancer_layout(balancer, length, group.size())
     _cp_options.orders.note(group, length, layout)
+    indices = _balancer_indices(balancer, length) if layout is None else None
+    if layout is None and length % group.size() and isinstance(buffer, torch.Tensor):
+        raise ValueError(
+            f"buffer {index}: expected a length that {group.size()} ranks divide evenly in the order of "
+            f"{type(balancer).__name__}, got {length}"
+        )
+
+    def shard(whole: torch.Tensor, rank: int) -> torch.Tensor:
+        if layout is not None:
+            return take_shard(whole, dim, layout, rank, group.size())
+        assert indices is not None  # None has a layout
+        return _permuted(whole, dim, indices.chunk(group.size(), dim=1)[rank], f"buffer {index}")
+
+    local = simulated(mesh, buffer, shard)
+    if local is not None:
+        return local
     if isinstance(buffer, BlockMask):
         # In blocks of the mask's size if every rank has whole ones.
         blocks = buffer.BLOCK_SIZE if length % (group.size() * buffer.BLOCK_SIZE[0]) == 0 else _BLOCKS
@@ -81,14 +100,7 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
         return _block_mask_of_rank(buffer.mask_mod, shape, blocks, mesh, _balancer_indices(balancer, length))
     if layout is not None:
         return context_parallel_shard(mesh, [buffer], [dim], layout)[0]
-    if length % group.size():
-        raise ValueError(
-            f"buffer {index}: expected a length that {group.size()} ranks divide evenly in the order of "
-            f"{type(balancer).__name__}, got {length}"
-        )
-    indices = _balancer_indices(balancer, length)
-    assert indices is not None  # None has a layout
-    return _permuted(buffer, dim, indices.chunk(group.size(), dim=1)[group.rank()], f"buffer {index}")
+    return shard(buffer, group.rank())
 
 
 def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) -> torch.Tensor:
@@ -98,8 +110,8 @@ def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) 
         return tensor.index_select(dim, indices[0])
     if dim == 0 or tensor.size(0) != indices.size(0):
         raise ValueError(
-            f"{what}: expected {indices.size(0)} batch rows in dim 0, since each has its own order; got shape "
-            f"{tuple(tensor.shape)} with sequence dim {dim}"
+            f"Cannot rearrange buffer: {what}: expected {indices.size(0)} batch rows in dim 0, since each has its own "
+            f"order; got shape {tuple(tensor.shape)} with sequence dim {dim}"
         )
     rows = [row.index_select(dim - 1, order) for row, order in zip(tensor, indices, strict=True)]
     return torch.stack(rows)
@@ -377,8 +389,8 @@ def _block_mask_of_rank(
     world_size = group.size()
     if q_len % (world_size * blocks[0]):
         raise NotImplementedError(
-            f"block masks of shards are supported where every rank has whole blocks of {blocks[0]} queries; got "
-            f"Q_LEN={q_len} on {world_size} ranks"
+            f"Q_LEN {q_len} is not divisible by CP mesh world size {world_size} * BLOCK_SIZE {blocks[0]}: block masks "
+            "of shards are supported where every rank has whole blocks of queries"
         )
     if order is not None and kv_len != q_len:
         raise ValueError(f"expected as many keys as queries in a reordered sequence, got {q_len} and {kv_len}")

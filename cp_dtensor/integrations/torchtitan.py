@@ -1,0 +1,311 @@
+"""Context-parallel inner attention for TorchTitan's `ContextParallelTransform` (main since August 2026).
+
+    from cp_dtensor.integrations.torchtitan import inner_attention_map
+
+    config = apply_transforms(config, [ContextParallelTransform(inner_attention_map=inner_attention_map())])
+
+Each inner attention of TorchTitan that has packed documents or a block mask as metadata gets one of this library: K/V
+travel while attention of earlier keys runs, where TorchTitan's own waits for an all-gather. Its load balancers stay in
+use. Compiled code runs this attention between graphs, so blocks cannot be compiled with `fullgraph=True`.
+
+Older versions call torch's context parallel: for these call `redirect_imports()` of
+`cp_dtensor.integrations.torch_experimental` (docs/integrations.md has a launch line for each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    context_parallel_attention,
+    context_parallel_flex_attention,
+    varlen_attention,
+)
+from cp_dtensor.api.extension import CachedHash, Mesh, Segment, bottom_right_mask, never_compiled, sequence_ranks
+
+__all__ = ["Metadata", "PermutedParts", "attention", "describe_installed", "inner_attention_map", "prepare_metadata"]
+
+_ATTENTION = "torchtitan.models.common.attention"
+_REPLACED = (
+    "VarlenInnerAttention", "SlidingWindowVarlenInnerAttention", "FlexInnerAttention",
+    "SlidingWindowFlexInnerAttention",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Metadata:
+    """The whole sequence's documents or block mask, and the order in which TorchTitan has sharded the tokens."""
+
+    layout: Layout
+    documents: tuple[int, ...] | None = None
+    block_mask: BlockMask | None = None
+
+    def annotate_spmd_types(self) -> None:
+        """Does nothing: there are no tensors of this rank alone."""
+
+
+def prepare_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None, world_size: int) -> Metadata:
+    """Returns the metadata of a batch for all layers, from TorchTitan's of the whole sequence.
+
+    Args:
+        attention_metadata: a `BlockMask`, or a named tuple with `cu_seq_q`, `cu_seq_k`: (documents + 1,) of packed
+            tokens.
+        permutation: (1, S), the position of each token, rank after rank; None for adjacent parts.
+        world_size: number of ranks that share the sequence; it divides S.
+
+    Raises:
+        TypeError, ValueError: other metadata; documents of keys that are not those of queries; a permutation of
+            another shape.
+
+    Reads `cu_seq_q` and `permutation` on the host, once for all layers of a batch.
+    """
+    layout = _layout_of(permutation, world_size)
+    if isinstance(attention_metadata, BlockMask):
+        return Metadata(layout, block_mask=attention_metadata)
+    edges = getattr(attention_metadata, "cu_seq_q", None)
+    if not isinstance(edges, torch.Tensor):
+        raise TypeError(
+            "expected attention_metadata to be a BlockMask or to have cu_seq_q, got "
+            f"{type(attention_metadata).__name__}"
+        )
+    documents = tuple(edges.tolist())
+    if attention_metadata.cu_seq_k is not edges and tuple(attention_metadata.cu_seq_k.tolist()) != documents:
+        raise ValueError("expected self-attention, with equal documents of queries and keys; got different ones")
+    return Metadata(layout, documents)
+
+
+@never_compiled
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Mesh,
+    metadata: Metadata,
+    window_size: tuple[int, int] = (-1, 0),
+    scale: float | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    kernel_options: dict[str, Any] | None = None,
+    out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention of packed tokens that are sharded over the ranks of `mesh`.
+
+    Args:
+        q, k, v: (T, H, K), (T, Hkv, K) and (T, Hkv, V), this rank's tokens; equally many on every rank.
+        mesh: the context-parallel axis.
+        metadata: of `prepare_metadata`.
+        window_size: (left, right), numbers of keys around a query's own position that it sees in its document, -1 for
+            all; (-1, 0) is causal. Block masks have windows of their own.
+        scale: factor of the logits; None is 1 / sqrt(K).
+        score_mod, kernel_options: of `flex_attention`, for block masks only; positions are global.
+        out_transform: a function of the output and of the log-sum-exp (T, H), whose result is returned.
+
+    Returns:
+        (T, H, V). Raises as `context_parallel_attention` and `context_parallel_flex_attention`.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh, "layout": metadata.layout, "scale": scale, "seq_len": q.size(0) * sequence_ranks(mesh).size,
+        "return_lse": out_transform is not None,
+    }  # fmt: skip
+    if metadata.block_mask is None and (score_mod or kernel_options):
+        raise ValueError("expected score_mod and kernel_options with a BlockMask only, got them with documents")
+    if metadata.documents not in (None, (0, options["seq_len"])):
+        result = varlen_attention(q, k, v, cu_seqlens=metadata.documents, window_size=window_size, **options)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        return out if out_transform is None or lse is None else out_transform(out, lse.t())
+    heads_first = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    if metadata.block_mask is not None:
+        result = context_parallel_flex_attention(
+            *heads_first, block_mask=metadata.block_mask, score_mod=score_mod, kernel_options=kernel_options,
+            compiled=q.is_cuda, enable_gqa=True, **options,
+        )  # fmt: skip
+    else:  # one document, for which there are fused kernels
+        is_causal = tuple(window_size) == (-1, 0)
+        mask = None if is_causal else bottom_right_mask(False, window_size)
+        result = context_parallel_attention(*heads_first, is_causal=is_causal, mask=mask, enable_gqa=True, **options)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out = out[0].transpose(0, 1)
+    return out if out_transform is None or lse is None else out_transform(out, lse[0].t())
+
+
+def inner_attention_map() -> dict[type, type]:
+    """Returns TorchTitan's inner attention classes, each with its class of this library.
+
+    Raises:
+        ImportError: TorchTitan is not installed, or is a version without `CPAttention` (0.3 and before).
+    """
+    attentions = import_module(_ATTENTION)
+    try:
+        bases = import_module(f"{_ATTENTION}.cp_attention")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"expected a TorchTitan with {_ATTENTION}.cp_attention: {describe_installed()}") from error
+    base = getattr(bases, "CPAttention", None) or bases.CPInnerAttention  # an earlier name
+    names = [name for name in _REPLACED if hasattr(attentions, name)]
+    return {getattr(attentions, name): _context_parallel_class(getattr(attentions, name), base) for name in names}
+
+
+def _context_parallel_class(inner: type, base: type) -> type:
+    """Returns `inner` with its forward and metadata by this library."""
+    spmd = import_module("spmd_types")
+
+    def cp_group() -> Any:
+        places = ("parallelism_context", "parallel_dims")  # the latter is earlier
+        place = next(name for name in places if find_spec(f"torchtitan.distributed.{name}"))
+        axis = import_module(f"torchtitan.distributed.{place}").MeshAxisName.CP
+        group = import_module("torchtitan.distributed.spmd_types").spmd_mesh_group(axis)
+        if group is None:
+            raise RuntimeError("expected an active mesh with a context-parallel axis of several ranks, got none")
+        return group
+
+    class ContextParallelInnerAttention(base, inner):
+        """Inner attention of sequence shards by cp_dtensor."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(base.Config, inner.Config):  # type: ignore[name-defined]
+            """Configuration of the class that this one replaces."""
+
+        @staticmethod
+        def prepare_cp_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None) -> Metadata:
+            return prepare_metadata(attention_metadata, permutation=permutation, world_size=cp_group().size())
+
+        def forward(
+            self,
+            q_THK: torch.Tensor,
+            k_THK: torch.Tensor,
+            v_THV: torch.Tensor,
+            *,
+            attention_metadata: Metadata,
+            scale: float | None = None,
+            score_mod: Any = None,
+            enable_gqa: bool = False,
+            out_transform: Any = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            unknown = [name for name, value in kwargs.items() if value is not None]
+            if unknown:
+                raise NotImplementedError(f"context-parallel inner attention has no {', '.join(unknown)}")
+            with spmd.no_typecheck():
+                out = attention(
+                    q_THK, k_THK, v_THV, mesh=cp_group(), metadata=attention_metadata, scale=scale,
+                    window_size=self.window_size if attention_metadata.block_mask is None else (-1, 0),
+                    score_mod=score_mod, kernel_options=getattr(self, "kernel_options", None) or None,
+                    out_transform=out_transform,
+                )  # fmt: skip
+            if out_transform is None and spmd.is_type_checking():
+                spmd.assert_type(out, spmd.get_local_type(q_THK), spmd.get_partition_spec(q_THK))
+            return out
+
+    ContextParallelInnerAttention.__name__ = f"ContextParallel{inner.__name__}"
+    ContextParallelInnerAttention.__qualname__ = ContextParallelInnerAttention.__name__
+    return ContextParallelInnerAttention
+
+
+def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
+    """Returns the layout of tokens that were permuted and then divided into adjacent parts."""
+    if permutation is None:
+        return Contiguous()
+    if permutation.dim() != 2 or permutation.size(0) != 1 or permutation.size(1) % world_size:
+        raise ValueError(
+            f"expected permutation of shape (1, tokens), with tokens that {world_size} ranks divide evenly; got "
+            f"{tuple(permutation.shape)}"
+        )
+    positions = permutation[0].tolist()
+    head_tail = [HeadTail().segments(len(positions), rank, world_size) for rank in range(world_size)]
+    if positions == [position for segment in chain(*head_tail) for position in segment.positions()]:
+        return HeadTail()
+    share = len(positions) // world_size
+    parts = [positions[rank * share : (rank + 1) * share] for rank in range(world_size)]
+    if any(sorted(part) != part for part in parts):
+        raise ValueError("expected a permutation in which the positions of each rank's tokens ascend; got another")
+    return PermutedParts(tuple(map(_runs, parts)), len(positions))
+
+
+def _runs(positions: list[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the (start, stop) of adjacent positions.
+
+    >>> _runs([0, 1, 2, 4, 5])
+    ((0, 3), (4, 6))
+    """
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], position + 1)
+        else:
+            runs.append((position, position + 1))
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class PermutedParts(CachedHash, Layout):
+    """Each rank owns the runs of adjacent tokens that a permutation gives it.
+
+    Args:
+        runs: for each rank, the (start, stop) of its runs, in local order.
+        seq_len: global number of tokens.
+
+    >>> layout = PermutedParts((((0, 2), (6, 8)), ((2, 6),)), seq_len=8)
+    >>> [[list(segment.positions()) for segment in layout.segments(8, rank, 2)] for rank in range(2)]
+    [[[0, 1], [6, 7]], [[2, 3, 4, 5]]]
+    """
+
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+    seq_len: int
+    __hash__ = CachedHash.__hash__
+
+    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
+        if (seq_len, world_size) != (self.seq_len, len(self.runs)):
+            raise ValueError(
+                f"this layout divides {self.seq_len} tokens among {len(self.runs)} ranks, got {seq_len} and "
+                f"{world_size}"
+            )
+        return tuple(Segment.contiguous(start, stop) for start, stop in self.runs[rank])
+
+    @property
+    def only_length(self) -> int:
+        return self.seq_len
+
+
+def describe_installed() -> str:
+    """Returns a sentence on what the installed TorchTitan takes from torch's context parallel; "" if there is none."""
+    found = find_spec("torchtitan")
+    if found is None or not found.submodule_search_locations:
+        return ""
+    package = Path(next(iter(found.submodule_search_locations)))
+    text = {path: path.read_text() if path.exists() else "" for path in (
+        package / "models/common/attention/cp_attention.py", package / "distributed/context_parallel/api.py",
+        package / "distributed/context_parallel.py",
+    )}  # fmt: skip
+    transform, later, first = text.values()
+    if transform:
+        return (
+            "this TorchTitan takes the sharding of tensors and the load balancers from torch, not attention: use "
+            "cp_dtensor.integrations.torchtitan.inner_attention_map() in its ContextParallelTransform"
+        )
+    if "apply_cp_to_forward" in later:
+        return (
+            "this TorchTitan (0.3) takes the sharding, the load balancers and the SDPA of DTensors from torch; it "
+            "gathers K/V of FlexAttention by torch's own operator, and refuses varlen attention"
+        )
+    if later:
+        return (
+            "this TorchTitan (between 0.3 and main) takes the sharding and the load balancers from torch, not "
+            "attention, and has no place for another inner attention"
+        )
+    if "_ContextParallel" in first:
+        return (
+            "this TorchTitan (0.2.2) takes the sharding, the load balancers and SDPA from torch; it gathers K/V of "
+            "FlexAttention by torch's own operator"
+        )
+    return "this TorchTitan (0.2.1 or before) takes the context manager context_parallel from torch, all of it"

@@ -1,0 +1,240 @@
+"""`integrations.accelerate`: steps of transformers models on thread ranks, refusals, and the switch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+accelerate = pytest.importorskip("accelerate", reason="needs the extra [integrations]")
+transformers = pytest.importorskip("transformers", reason="needs the extra [integrations]")
+
+from cp_dtensor import Contiguous, Documents, SlidingWindow, Striped, context_parallel_shard  # noqa: E402
+from cp_dtensor.integrations import accelerate as cp_accelerate  # noqa: E402
+
+Accelerator = accelerate.Accelerator
+RANKS, LENGTH, BATCH = 2, 21, 2
+SIZES = {
+    "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(kind: str = "Llama", **config: Any) -> Any:
+    """A model with random weights."""
+    made = getattr(transformers, f"{kind}Config")(**SIZES, **config)
+    return getattr(transformers, f"{kind}ForCausalLM")(made)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(23, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH).repeat(BATCH, 1)}
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """Other documents in each row."""
+    positions = [[*range(9), *range(LENGTH - 9)], [*range(4), *range(10), *range(LENGTH - 14)]]
+    return {**batch(), "position_ids": torch.tensor(positions)}
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """Padding to the left in one row, to the right in the other."""
+    made = batch()
+    seen = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    seen[0, :5] = seen[1, -6:] = 0
+    return {**made, "attention_mask": seen, "labels": made["labels"].masked_fill(seen.roll(1) * seen == 0, -100)}
+
+
+def prepared(rank: int, model: nn.Module) -> Any:
+    """An accelerator with context parallelism, as far as steps are concerned, that has prepared a model."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    config = accelerate.ParallelismConfig(cp_size=RANKS)
+    accelerator = SimpleNamespace(parallelism_config=config, torch_device_mesh={"cp": mesh})
+    Accelerator._prepare_cp(accelerator, model)
+    return accelerator
+
+
+def one_process(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    loss = model(**inputs).loss
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def in_steps(rank: int, model: Any, inputs: dict[str, torch.Tensor], names: list[str], options: dict[str, Any]) -> Any:
+    """Loss and gradients of this rank in a step, divided by the labels of all ranks; only `names` are passed."""
+    accelerator = prepared(rank, model)
+    given = {name: tensor.clone() for name, tensor in inputs.items()}
+    given["shift_labels"] = nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
+    count = (given["shift_labels"] != -100).sum()
+    buffers = list(given.values())
+    with Accelerator.maybe_context_parallel(
+        accelerator, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=buffers, **options
+    ):
+        loss = model(**{name: given[name] for name in names}, num_items_in_batch=count).loss
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+    assert given["input_ids"].size(1) < LENGTH
+    return loss.detach(), list(grads)
+
+
+ALL = ["input_ids", "labels", "shift_labels"]
+
+
+@pytest.mark.parametrize("layout", [None, Contiguous(), Striped(1)], ids=str)
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "without positions", "packed", "padded", "all seen"])
+def test_loss_and_gradients_are_those_of_one_process(kind: str, use_cache: bool, layout: Any) -> None:
+    inputs = {"packed": packed, "padded": padded}.get(kind, batch)()
+    names = [*ALL, "position_ids"]
+    options: dict[str, Any] = {"layout": layout}
+    if kind == "without positions":
+        del inputs["position_ids"]
+        names = ALL
+    if kind == "all seen":
+        inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    if "attention_mask" in inputs:
+        names = [*names, "attention_mask"]
+    if kind in ("packed", "padded"):
+        options["mask"] = cp_accelerate.padded_and_packed_mask(inputs["position_ids"], inputs.get("attention_mask"))
+    model = llama()
+    model.config.use_cache = False  # with a cache, one process does not tell packed documents apart
+    whole_loss, whole_grads = one_process(model, inputs)
+    model.config.use_cache = use_cache
+
+    def body(rank: int) -> Any:
+        return in_steps(rank, deepcopy(model), inputs, names, options)
+
+    with cp_accelerate.enable():
+        results = run_ranks(RANKS, body)
+    torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
+    for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
+        torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_options_of_the_switch_and_of_a_step_reach_the_context() -> None:
+    """A window of the switch, combined with sinks of a step, equals the same on one rank."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    sinks = torch.randn(2, dtype=torch.float64, generator=generator)
+
+    def attend(rank: int) -> torch.Tensor:
+        accelerator = prepared(rank, nn.Identity())
+        buffers = [tensor.clone() for tensor in (q, k, v)]
+        with Accelerator.maybe_context_parallel(
+            accelerator, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=buffers, sinks=sinks
+        ):
+            out = nn.functional.scaled_dot_product_attention(*buffers, is_causal=True)
+        mesh = accelerator.torch_device_mesh["cp"]
+        (expected,) = context_parallel_shard(mesh, [whole], [2], Contiguous())
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        return out
+
+    at = torch.arange(12)
+    distance = at[:, None] - at
+    logits = (q @ k.transpose(2, 3) / 2).masked_fill((distance < 0) | (distance > 3), -torch.inf)
+    logits = torch.cat([logits, sinks.view(1, 2, 1, 1).expand(1, 2, 12, 1)], 3)
+    whole = logits.softmax(3)[..., :-1] @ v
+    with cp_accelerate.enable(mask=SlidingWindow(3, 0), layout=Contiguous(), method="ring"):
+        run_ranks(RANKS, attend)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "names", "message"),
+    [
+        (packed(), [*ALL, "position_ids"], "position_ids restart in a step without a mask"),
+        (padded(), [*ALL, "attention_mask"], "got zeros: pass mask=padded_and_packed_mask"),
+        (batch(), ["input_ids", "labels"], "got labels without shift_labels"),
+    ],
+)
+def test_steps_that_would_be_wrong_are_refused(inputs: Any, names: list[str], message: str) -> None:
+    def body(rank: int) -> None:
+        in_steps(rank, llama(), inputs, names, {})
+
+    with cp_accelerate.enable(), pytest.raises(ValueError, match=message):
+        run_ranks(RANKS, body)
+
+
+def test_an_attention_mask_that_is_no_buffer_is_refused() -> None:
+    def body(rank: int) -> None:
+        model = llama()
+        accelerator = prepared(rank, model)
+        tokens = batch()["input_ids"]
+        with Accelerator.maybe_context_parallel(
+            accelerator, buffers=[tokens], buffer_seq_dims=[1], no_restore_buffers=[tokens]
+        ):
+            model(input_ids=tokens, attention_mask=torch.ones(BATCH, LENGTH))
+
+    with cp_accelerate.enable(), pytest.raises(ValueError, match="a tensor that is no buffer"):
+        run_ranks(RANKS, body)
+
+
+def test_models_with_masks_of_their_own_are_refused_when_prepared() -> None:
+    def refused(make: Any) -> str:
+        with cp_accelerate.enable(), pytest.raises(NotImplementedError) as caught:
+            run_ranks(RANKS, lambda rank: prepared(rank, make()))
+        return str(caught.value)
+
+    assert "MistralForCausalLM has layers of ['sliding_attention']" in refused(lambda: llama("Mistral"))
+    eager = refused(lambda: transformers.LlamaForCausalLM._from_config(llama().config, attn_implementation="eager"))
+    assert "attn_implementation='eager', which context parallelism does not see" in eager
+    assert 'attn_implementation="cp_dtensor"' in eager
+    mixed = refused(lambda: llama("Lfm2", layer_types=["conv", "full_attention"]))
+    assert "layers of ['conv'], which mix tokens by other means" in mixed
+    bert = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    assert "is not a decoder whose attention layers" in refused(lambda: transformers.BertModel(bert))
+
+
+def test_a_mistral_without_a_window_is_accepted() -> None:
+    with cp_accelerate.enable():
+        run_ranks(RANKS, lambda rank: prepared(rank, llama("Mistral", sliding_window=None)) and None)
+
+
+def test_the_switch_is_reversible_nested_and_safe() -> None:
+    def hooks() -> tuple[Any, Any]:
+        return Accelerator._prepare_cp, Accelerator.maybe_context_parallel
+
+    before = hooks()
+    first = cp_accelerate.enable()
+    second = cp_accelerate.enable(mask=Documents([0, 4]))
+    inside = hooks()
+    with suppress(KeyError), cp_accelerate.enable():
+        assert hooks()[0] not in (before[0], inside[0])
+        raise KeyError
+    assert hooks() == inside
+    first.disable()  # not the latest
+    settings: list[Any] = []
+
+    def body(rank: int) -> None:
+        settings.append(prepared(rank, nn.Identity())._cp_context.settings["mask"])
+
+    run_ranks(RANKS, body)
+    assert settings == [Documents([0, 4])] * RANKS
+    second.disable()
+    second.disable()
+    assert hooks() == before
+
+
+def test_options_for_an_accelerator_that_was_prepared_before() -> None:
+    pc = accelerate.ParallelismConfig(cp_size=RANKS)
+    with cp_accelerate.enable(), pytest.raises(TypeError, match="prepared before enable"):
+        Accelerator.maybe_context_parallel(SimpleNamespace(parallelism_config=pc), [], [], mask=Documents([0, 4]))
+
+
+def test_masks_of_padding_and_packing() -> None:
+    mask = cp_accelerate.padded_and_packed_mask
+    assert mask() is None
+    assert mask(torch.arange(6)[None], torch.ones(1, 6)) is None
+    assert mask(torch.tensor([[3, 4, 0, 1]])) == Documents([0, 2, 4])
+    both = mask(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[0, 1, 1, 1]]))
+    assert both == Documents([0, 2, 4]) & Documents([1, 4])
+    with pytest.raises(ValueError, match="zeros between tokens"):
+        mask(attention_mask=torch.tensor([[1, 0, 1]]))
+    with pytest.raises(ValueError, match="of one shape"):
+        mask(torch.arange(3)[None], torch.ones(1, 4))

@@ -1,0 +1,287 @@
+"""`integrations.torchtitan` on thread ranks, in stand-ins for the modules of TorchTitan that it plugs into."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from cp_dtensor import Contiguous, HeadTail
+from cp_dtensor.integrations import torchtitan
+from cp_dtensor.integrations.torch_experimental import redirect_imports
+
+RANKS, TOKENS = 2, 32
+HEAD_TAIL = [*range(8), *range(24, 32), *range(8, 24)]
+OTHER = [*range(4, 12), *range(20, 28), *range(4), *range(12, 20), *range(28, 32)]
+
+
+class VarlenMetadata(NamedTuple):
+    """As TorchTitan's."""
+
+    cu_seq_q: torch.Tensor
+    cu_seq_k: torch.Tensor
+    max_q: int
+    max_k: int
+
+
+def documents_of(*edges: int) -> VarlenMetadata:
+    cu_seq = torch.tensor(edges, dtype=torch.int32)
+    return VarlenMetadata(cu_seq, cu_seq, TOKENS, TOKENS)
+
+
+def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
+    """Stand-ins with the names and signatures that main had in October 2026; `base_name` and `axes` vary with time."""
+
+    class InnerAttention(nn.Module):
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            pass
+
+    class VarlenInnerAttention(InnerAttention):
+        @dataclass(kw_only=True, slots=True)
+        class Config(InnerAttention.Config):
+            window_size: tuple[int, int] = (-1, 0)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.window_size = config.window_size
+
+    class FlexInnerAttention(InnerAttention):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.kernel_options: dict[str, Any] = {}
+
+    class Base:
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            pass
+
+    @contextmanager
+    def no_typecheck() -> Iterator[None]:
+        yield
+
+    contents: dict[str, dict[str, Any]] = {
+        "torchtitan": {},
+        "torchtitan.models": {},
+        "torchtitan.models.common": {},
+        "torchtitan.models.common.attention": {
+            each.__name__: each for each in (InnerAttention, VarlenInnerAttention, FlexInnerAttention)
+        },
+        "torchtitan.models.common.attention.cp_attention": {base_name: Base},
+        "torchtitan.distributed": {},
+        f"torchtitan.distributed.{axes}": {"MeshAxisName": SimpleNamespace(CP="cp")},
+        "torchtitan.distributed.spmd_types": {
+            "spmd_mesh_group": lambda axis: dist.group.WORLD if axis == "cp" else None
+        },
+        "spmd_types": {"no_typecheck": no_typecheck, "is_type_checking": lambda: False},
+    }
+    made = {}
+    for name, names in contents.items():
+        made[name] = module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        vars(module).update(names)
+    return made
+
+
+@pytest.fixture(params=[("CPAttention", "parallelism_context"), ("CPInnerAttention", "parallel_dims")])
+def titan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    modules = titan_modules(*request.param)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules
+
+
+def problem() -> list[torch.Tensor]:
+    """q, k, v and the gradient of out: (tokens, heads, head dim)."""
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    shapes = [(TOKENS, 4, 8), (TOKENS, 2, 8), (TOKENS, 2, 6), (TOKENS, 4, 6)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def seen(edges: tuple[int, ...], window: tuple[int, int]) -> torch.Tensor:
+    """(tokens, tokens), True where a query sees a key."""
+    at = torch.arange(TOKENS)
+    document = torch.bucketize(at, torch.tensor(edges), right=True)
+    distance = at[:, None] - at
+    left, right = (TOKENS if end == -1 else end for end in window)
+    return (document[:, None] == document) & (distance <= left) & (distance >= -right)
+
+
+def one_device(tensors: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
+    """out, dq, dk, dv and the log-sum-exp (tokens, heads)."""
+    *qkv, grad_out = tensors
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in qkv]
+    q, k, v = (tensor.repeat_interleave(4 // tensor.size(1), 1) for tensor in leaves)
+    logits = torch.einsum("qhd,khd->hqk", q, k) / q.size(2) ** 0.5
+    logits = logits.masked_fill(~mask, -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", logits.softmax(2), v)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out), logits.logsumexp(2).t().detach()]
+
+
+def local(tensor: torch.Tensor, rank: int, order: list[int] | None) -> torch.Tensor:
+    positions = torch.tensor(range(TOKENS) if order is None else order)
+    return tensor[positions.chunk(RANKS)[rank]]
+
+
+@pytest.mark.parametrize("order", [None, HEAD_TAIL, OTHER], ids=["adjacent", "head-tail", "other"])
+@pytest.mark.parametrize("edges", [(0, TOKENS), (0, 5, 19, TOKENS), (0, 9, TOKENS, TOKENS, TOKENS)], ids=str)
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (4, 0)], ids=str)
+def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...], window: tuple[int, int]) -> None:
+    inner = titan["torchtitan.models.common.attention"].VarlenInnerAttention
+    tensors = problem()
+    *expected, lse = one_device(tensors, seen(edges, window))
+
+    def body(rank: int) -> None:
+        ours = torchtitan.inner_attention_map()[inner]
+        module = ours(ours.Config(window_size=window))
+        permutation = None if order is None else torch.tensor([order])
+        metadata = ours.prepare_cp_metadata(documents_of(*edges), permutation=permutation)
+        q, k, v, grad_out = (local(tensor, rank, order).clone() for tensor in tensors)
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        out = module(q, k, v, attention_metadata=metadata, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        for got, wanted in zip((out, *grads), expected, strict=True):
+            torch.testing.assert_close(got, local(wanted, rank, order), rtol=1e-10, atol=1e-10)
+        both: list[torch.Tensor] = []
+        module(q, k, v, attention_metadata=metadata, out_transform=lambda out, lse: both.extend((out, lse)) or out)
+        torch.testing.assert_close(both[1], local(lse, rank, order))
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex(titan: dict[str, ModuleType]) -> None:
+    inner = titan["torchtitan.models.common.attention"].FlexInnerAttention
+    q, k, v, _ = (tensor.float() for tensor in problem())
+    block_mask = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 9), None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=8
+    )
+    first = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    expected = flex_attention(*first, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+
+    def body(rank: int) -> None:
+        ours = torchtitan.inner_attention_map()[inner]
+        metadata = ours.prepare_cp_metadata(block_mask, permutation=torch.tensor([HEAD_TAIL]))
+        own = [local(tensor, rank, HEAD_TAIL) for tensor in (q, k, v)]
+        out = ours(ours.Config())(*own, attention_metadata=metadata, enable_gqa=True)
+        torch.testing.assert_close(out, local(expected, rank, HEAD_TAIL), rtol=1e-5, atol=1e-5)
+
+    run_ranks(RANKS, body)
+
+
+def test_classes_fit_the_transform(titan: dict[str, ModuleType]) -> None:
+    """`ContextParallelTransform` asks for subclasses of both, and copies configurations by their fields."""
+    attentions = vars(titan["torchtitan.models.common.attention"])
+    bases = vars(titan["torchtitan.models.common.attention.cp_attention"])
+    base = bases.get("CPAttention") or bases["CPInnerAttention"]
+    made = torchtitan.inner_attention_map()
+    assert {*made} == {attentions["VarlenInnerAttention"], attentions["FlexInnerAttention"]}
+    for inner, ours in made.items():
+        assert issubclass(ours, inner)
+        assert issubclass(ours, base)
+        assert issubclass(ours.Config, inner.Config)
+        assert ours.__name__ == f"ContextParallel{inner.__name__}"
+
+
+def test_layouts_of_permutations() -> None:
+    def layout(permutation: torch.Tensor | None) -> Any:
+        metadata = torchtitan.prepare_metadata(documents_of(0, TOKENS), permutation=permutation, world_size=RANKS)
+        return metadata.layout
+
+    assert layout(None) == Contiguous()
+    assert layout(torch.tensor([HEAD_TAIL])) == HeadTail()
+    assert layout(torch.tensor([OTHER])).only_length == TOKENS
+    for wrong in (torch.tensor(HEAD_TAIL), torch.tensor([HEAD_TAIL] * 2), torch.tensor([[1, 0, 2]])):
+        with pytest.raises(ValueError, match=r"expected permutation of shape \(1, tokens\)"):
+            layout(wrong)
+    with pytest.raises(ValueError, match="in which the positions of each rank's tokens ascend"):
+        layout(torch.tensor([[*reversed(range(TOKENS))]]))
+
+
+def test_metadata_that_does_not_fit_is_refused(titan: dict[str, ModuleType]) -> None:
+    with pytest.raises(TypeError, match="to be a BlockMask or to have cu_seq_q, got dict"):
+        torchtitan.prepare_metadata({}, permutation=None, world_size=RANKS)
+    other = documents_of(0, 4, TOKENS)._replace(cu_seq_k=torch.tensor([0, 5, TOKENS]))
+    with pytest.raises(ValueError, match="expected self-attention"):
+        torchtitan.prepare_metadata(other, permutation=None, world_size=RANKS)
+
+    def body(rank: int) -> None:
+        ours = next(iter(torchtitan.inner_attention_map().values()))
+        metadata = ours.prepare_cp_metadata(documents_of(0, TOKENS), permutation=None)
+        q, k, v, _ = (local(tensor, rank, None) for tensor in problem())
+        ours(ours.Config())(q, k, v, attention_metadata=metadata, sinks=torch.zeros(4))
+
+    with pytest.raises(NotImplementedError, match="inner attention has no sinks"):
+        run_ranks(RANKS, body)
+
+
+SOURCES = {
+    "on main|not attention: use cp_dtensor.integrations.torchtitan": {
+        "models/common/attention/cp_attention.py": "class CPAttention", "distributed/context_parallel/api.py": "",
+    },
+    "0.3|the SDPA of DTensors from torch": {"distributed/context_parallel/api.py": "def apply_cp_to_forward("},
+    "after 0.3|has no place for another inner attention": {"distributed/context_parallel/api.py": "def cp_shard("},
+    "0.2.2|load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
+    "0.2.1|takes the context manager": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", SOURCES)
+def test_redirected_imports_name_what_an_installed_version_takes(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {"__init__.py": "raise AssertionError('imported')", **SOURCES[version]}.items():
+        path = tmp_path / "torchtitan" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchtitan", raising=False)
+    with redirect_imports() as redirected:
+        assert version.partition("|")[2] in redirected.torchtitan
+        assert str(redirected).endswith(redirected.torchtitan)
+        experimental = "torch.distributed.tensor.experimental"
+        assert redirected.replaced[experimental] == ("context_parallel",)
+        assert "_context_parallel_shard" in redirected.replaced[f"{experimental}._attention"]
+        assert f"{experimental}: context_parallel\n" in str(redirected)
+
+
+def test_without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cp_dtensor.integrations.torchtitan.find_spec", lambda name: None)
+    with redirect_imports() as redirected:
+        assert redirected.torchtitan == ""
+        assert len(redirected.replaced) == str(redirected).count("\n")
+
+
+def test_a_program_started_with_redirected_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "import sys\nfrom torch.distributed.tensor.experimental import context_parallel as c\nprint(sys.argv[1:], c)"
+    )
+    (tmp_path / "a_program.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["-m", "a_program", "--degree", "8"])
+    with redirect_imports() as held:
+        started = import_module("cp_dtensor.integrations.torch_experimental.__main__")
+        monkeypatch.setattr(started, "redirect_imports", lambda: held)
+        started.main()
+        printed = capsys.readouterr().out
+    assert printed.startswith("names of cp_dtensor now in\n")
+    assert "['--degree', '8'] <function context_parallel" in printed
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit, match="usage"):
+        started.main()

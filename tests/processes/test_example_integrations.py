@@ -1,0 +1,32 @@
+"""Examples of accelerate and `transformers.Trainer` on two processes: losses, gradients and weights of one rank."""
+
+from pathlib import Path
+
+import pytest
+from support.forked_programs import launch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "integrations"
+REASON = "needs the extra: pip install -c constraints.txt -e '.[integrations]'"
+
+
+@pytest.mark.slow
+def test_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason=REASON)
+    printed = launch(2, EXAMPLES / "accelerate_two_ranks.py", folder=tmp_path, timeout=240)
+    assert "losses and gradients are those of one rank" in printed
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason=REASON)
+    pytest.importorskip("transformers", reason=REASON)
+    printed = launch(2, EXAMPLES / "trainer_two_ranks.py", folder=tmp_path, timeout=240)
+    assert all(f"{kind}: losses [" in printed for kind in ("packed", "padded"))
+    assert printed.count("are those of one rank") == 2
+
+
+@pytest.mark.slow
+def test_diffusers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers", reason=REASON)
+    printed = launch(4, EXAMPLES / "diffusers_four_ranks.py", folder=tmp_path, timeout=240)
+    assert printed.count(": largest error of out and gradients ") == 5
