@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra [inte
 
 from cp_dtensor import Contiguous, Documents, SlidingWindow, Striped, context_parallel_shard  # noqa: E402
 from cp_dtensor.integrations import accelerate as cp_accelerate  # noqa: E402
+from cp_dtensor.integrations.transformers import register  # noqa: E402
 
 Accelerator = accelerate.Accelerator
 RANKS, LENGTH, BATCH = 2, 21, 2
@@ -108,6 +109,26 @@ def test_loss_and_gradients_are_those_of_one_process(kind: str, use_cache: bool,
 
     def body(rank: int) -> Any:
         return in_steps(rank, deepcopy(model), inputs, names, options)
+
+    with cp_accelerate.enable():
+        results = run_ranks(RANKS, body)
+    torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
+    for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
+        torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+def test_models_with_the_provider_make_their_own_masks(kind: str) -> None:
+    """A window, and packed documents or padding, without a mask of the step."""
+    inputs = {"packed": packed, "padded": padded}.get(kind, batch)()
+    model = llama("Mistral", sliding_window=13)
+    model.config.use_cache = False
+    whole_loss, whole_grads = one_process(model, inputs)
+    model.set_attn_implementation(register())
+    names = [*ALL, *({"position_ids", "attention_mask"} & inputs.keys())]
+
+    def body(rank: int) -> Any:
+        return in_steps(rank, deepcopy(model), inputs, names, {})
 
     with cp_accelerate.enable():
         results = run_ranks(RANKS, body)
