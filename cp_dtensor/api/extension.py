@@ -15,7 +15,7 @@ from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards, softcapped_attention
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_checks import PROVIDER, problems_of
+from cp_dtensor.api.transformers_checks import PROVIDER, models_with_positions, problems_of
 from cp_dtensor.api.transformers_hooks import block_mask_of, provider_mask, transformers_hooks
 from cp_dtensor.api.transformers_masks import ModelMask
 from cp_dtensor.api.transformers_private import table_of
@@ -52,8 +52,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     "softcapped_attention",
     # models of transformers
-    "PROVIDER", "problems_of", "provider_mask", "transformers_hooks", "block_mask_of", "is_name", "named_mask",
-    "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",
+    "PROVIDER", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks", "block_mask_of",
+    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",
     # autograd and compiler
     "current_backward", "never_compiled", "version_of",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -34,6 +35,8 @@ _LAYER_TYPES = {
     "minimax_m3_sparse": "attention to selected blocks of keys",
 }
 _COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
+models_with_positions = WeakSet[nn.Module]()
+"""Models whose pre-hooks add missing position ids now, which the check of a call does not see."""
 _IN_PARALLEL = "mixes tokens of this rank's shard only"
 
 
@@ -98,7 +101,7 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None), None)
     if not isinstance(tokens, torch.Tensor):
         return
-    if "position_ids" in parameters and given.get("position_ids") is None:
+    if "position_ids" in parameters and given.get("position_ids") is None and model not in models_with_positions:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "

@@ -24,12 +24,13 @@ from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from cp_dtensor import Batched, Documents, HeadTail, Layout, Mask, context_parallel, local_positions
-from cp_dtensor.api.extension import Mesh
+from cp_dtensor.api.extension import Mesh, models_with_positions
 
 __all__ = ["Enabled", "enable", "padded_and_packed_mask"]
 
@@ -205,6 +206,7 @@ class _Steps:
         self.mesh = mesh
         self.settings = settings
         self._step: _Step | None = None
+        self._models = WeakSet[nn.Module]()
 
     @contextmanager
     def __call__(
@@ -222,11 +224,14 @@ class _Steps:
             self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **settings
         )
         before, self._step = self._step, step
+        models_with_positions.update(self._models)
         try:
             with context:
                 yield
         finally:
             self._step = before
+            if before is None:
+                models_with_positions.difference_update(self._models)
 
     def attach(self, model: nn.Module) -> None:
         """Registers the checks of a model of transformers; other models run as they are."""
@@ -236,6 +241,7 @@ class _Steps:
             return
         _refuse_other_masks(model, config, implementation)
         model.register_forward_pre_hook(self._check_call, with_kwargs=True, prepend=True)
+        self._models.add(model)
         if implementation == "sdpa":
             for layer in _attention_layers(model):
                 layer.register_forward_pre_hook(self._causal, with_kwargs=True, prepend=True)

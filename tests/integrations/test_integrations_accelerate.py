@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 accelerate = pytest.importorskip("accelerate", reason="needs the extra [integrations]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [integrations]")
 
-from cp_dtensor import Contiguous, Documents, SlidingWindow, Striped, context_parallel_shard  # noqa: E402
+from cp_dtensor import Contiguous, Documents, SlidingWindow, Striped, context_parallel, context_parallel_shard  # noqa: E402
 from cp_dtensor.integrations import accelerate as cp_accelerate  # noqa: E402
 from cp_dtensor.integrations.transformers import register  # noqa: E402
 
@@ -135,6 +135,24 @@ def test_models_with_the_provider_make_their_own_masks(kind: str) -> None:
     torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
     for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
         torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_missing_positions_are_refused_outside_of_steps() -> None:
+    """A step adds them; a plain context around a prepared model does not."""
+    model, inputs = llama(), batch()
+
+    def body(rank: int) -> None:
+        own, tokens = deepcopy(model), inputs["input_ids"].clone()
+        accelerator = prepared(rank, own)
+        mesh = accelerator.torch_device_mesh["cp"]
+        with Accelerator.maybe_context_parallel(accelerator, buffers=[tokens], buffer_seq_dims=[1]):
+            own(input_ids=tokens)
+        refused = pytest.raises(ValueError, match="got no position_ids inside of context_parallel")
+        with refused, context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+            own(input_ids=tokens)
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
 
 
 def test_options_of_the_switch_and_of_a_step_reach_the_context() -> None:
