@@ -45,7 +45,6 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     Compiled autograd runs it as plain Python.
     """
 
-    @never_compiled
     @wraps(backward)
     def first_only(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
@@ -57,7 +56,13 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
         origins = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
         return tuple(None if grad is None else _NoSecondDerivative.apply(grad, made, *origins) for grad in found)
 
-    return first_only
+    plain = never_compiled(first_only)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (plain if torch.compiler.is_dynamo_compiling() else first_only)(ctx, *grads)
+
+    return run
 
 
 def refuse_batches(*grads: torch.Tensor) -> None:
