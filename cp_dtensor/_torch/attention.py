@@ -94,15 +94,6 @@ def _suppress_override_warning() -> None:
         library._destroy()
 
 
-def math_sdpa(call: Any) -> torch.Tensor:
-    """Computes SDPA in plain operations; `call` has the arguments as attributes."""
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
-        call.q, call.k, call.v, call.attn_mask, call.dropout_p, call.is_causal,
-        scale=call.scale, enable_gqa=call.enable_gqa,
-    )  # fmt: skip
-    return out
-
-
 def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Computes SDPA as torch does without the override, for every kind of tensor."""
     return _SDPA.decompose(*args, **kwargs)

@@ -38,7 +38,7 @@ BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 
 
 def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
-    """SDPA of DTensors (B, H, S, D); None unless q, k or v is one that is sharded along the sequence.
+    """SDPA of DTensors (B, H, S, D) that are sharded along the sequence, or on a CPU have an attn_mask; else None.
 
     The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
     placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
@@ -52,10 +52,10 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
     if not sharded or not q.dim() == k.dim() == v.dim() == 4:
         return None
-    if not is_seq_sharded(*sharded):
-        # DTensor has no rule for the fused CPU op, and ours has none for masks: plain operations have.
-        masked_on_cpu = call.attn_mask is not None and call.q.device.type == "cpu" and mask is None
-        return _torch.math_sdpa(call) if masked_on_cpu else None
+    # On a CPU, DTensor has no rule for torch's fused op, and our handler of that op takes no attn_mask.
+    masked_on_cpu = call.attn_mask is not None and q.device.type == "cpu" and mask is None
+    if not is_seq_sharded(*sharded) and not masked_on_cpu:
+        return None
     if mask is not None and _torch.is_traced(call.q):
         raise NotImplementedError(
             f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "

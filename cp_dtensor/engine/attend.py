@@ -66,7 +66,7 @@ def attend(
     needs_lse = needs_lse or modifiers.need_lse
     if lengths is None or config.placed is None:
         lengths = global_lengths(q, k, v, config, mask, modifiers, scale, lengths, gives_lse=needs_lse)
-        check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
+        check_bias(q, modifiers.bias, lengths, config.layout, config.ranks)
     call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)
     # Nothing can be refused from here on.
     out, lse, _ = Attention.apply(

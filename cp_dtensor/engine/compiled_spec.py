@@ -300,7 +300,7 @@ class CompiledCallSpec:
             mask = mask_intersection(context.mask, mask)
         check_batch_size(q, config)
         lengths = global_lengths(q, k, v, config, mask, modifiers, scale, known, gives_lse=gives_lse, compiled=True)
-        check_bias(q, modifiers.bias, lengths, config.layout, config.ranks.size)
+        check_bias(q, modifiers.bias, lengths, config.layout, config.ranks)
         return lengths, RuntimeValues(mask, context, rows)
 
     def config(self, context: ContextValues | None = None) -> AttentionConfig:

@@ -339,11 +339,13 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def check_bias(
     q: torch.Tensor, bias: torch.Tensor | None, lengths: tuple[int, int], layout: Layout | None = None,
-    world_size: int = 1,
+    ranks: SequenceRanks | None = None,
 ) -> None:  # fmt: skip
     """Refuses an attn_mask (four dims) without the keys of the whole sequence, or whose rows are not those of q.
 
-    `layout` is that of `world_size` ranks; None if it is known to be the same in every batch row.
+    `layout` is that of `ranks`; None if it is known to be the same in every batch row. Where batch rows are divided
+    differently and some rank has a single query, whose mask looks alike with and without query rows, the ranks compare
+    their numbers of rows.
     """
     if bias is None:
         return
@@ -356,10 +358,14 @@ def check_bias(
             f"expected attn_mask to have this rank's query rows ({q.size(2)}, in layout order) and the {kv_len} keys "
             f"of the whole sequence, in the order of their positions; got {tuple(bias.shape)}. {hint}"
         )
-    if layout is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
+    if layout is None or ranks is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return
-    # The mask of a single query looks alike with and without query rows; so all ranks refuse if one has a single query.
-    if bias.size(2) > 1 or min(layout.local_length(q_len, rank, world_size) for rank in range(world_size)) <= 1:
+    local = [layout.local_length(q_len, rank, ranks.size) for rank in range(ranks.size)]
+    most_rows = bias.size(2)
+    if min(local) <= 1 < q_len:
+        # If no rank has more than one query, no rank can tell: refused.
+        most_rows = max(ranks.gather_integers([most_rows], q.device))[0] if max(local) > 1 else q_len
+    if most_rows > 1:
         raise ValueError(
             f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
             f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"

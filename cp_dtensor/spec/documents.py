@@ -170,12 +170,13 @@ def refuse_ids_and_lengths(numbers: tuple[int, ...], seq_len: int, owner: str, n
 def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
     """True if there are as many numbers as tokens, and as positions they would make empty documents.
 
-    Empty documents at the end do not count, since a list of fixed size may be filled up.
+    Empty documents at the end do not count, since a list of fixed size may be filled up, and zeros alone are a list
+    without any document.
 
-    >>> [_are_ids(numbers, 6) for numbers in ((0, 0, 0, 1, 1, 2), (4, 4, 4, 4, 4, 4), (0, 3, 4, 4, 4, 4))]
-    [True, True, False]
+    >>> [_are_ids(numbers, 6) for numbers in ((0, 0, 0, 1, 1, 2), (4, 4, 4, 4, 4, 4), (0, 3, 4, 4, 4, 4), (0,) * 6)]
+    [True, True, False, False]
     """
-    if len(numbers) != seq_len or numbers[-1] >= seq_len - 1:
+    if len(numbers) != seq_len or numbers[-1] >= seq_len - 1 or numbers[-1] == 0:
         return False
     lengths = [last - first for first, last in pairwise(numbers)]
     while lengths and lengths[-1] == 0:
@@ -184,12 +185,13 @@ def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
-    """True if these ascending numbers add up to `seq_len`, or are all equal, with tokens on both sides.
+    """True if these ascending numbers add up to `seq_len`, or are all equal and add up to less.
 
-    >>> [_are_lengths(numbers, 12) for numbers in ((3, 4, 5), (4, 4), (0, 3, 9), (0, 0), (12, 12))]
-    [True, True, False, False, False]
+    >>> [_are_lengths(numbers, 12) for numbers in ((3, 4, 5), (4, 4), (0, 3, 9), (0, 0), (12, 12), (5, 5, 5))]
+    [True, True, False, False, False, False]
     """
-    return numbers[0] > 0 and (sum(numbers) == seq_len or numbers[0] == numbers[-1] < seq_len)
+    total = sum(numbers)
+    return numbers[0] > 0 and (total == seq_len or (numbers[0] == numbers[-1] and total < seq_len))
 
 
 def _as_lists(values: Any) -> Any:

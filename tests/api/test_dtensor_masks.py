@@ -1,10 +1,12 @@
 """attn_mask and dropout of DTensors equal those of their full tensors, for all placements."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.dtensor_checks import check_refused
 from support.masked_problems import MaskedProblem, Tensors
@@ -135,3 +137,27 @@ def _over_heads_in_a_context(rank: int, on_mask: Placement, bias: str) -> None:
 def test_tensor_parallel_inside_of_a_context(on_mask: Placement, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randint", lambda *_args, **_options: torch.tensor(77))
     run_ranks(4, _over_heads_in_a_context, on_mask, bias)
+
+
+@pytest.mark.parametrize("on_qkv", [R, DP, TP], ids=str)
+@pytest.mark.parametrize("bias", ["boolean bhs", "boolean b", "additive bhs"])
+@pytest.mark.parametrize("in_context", [False, True])
+def test_masks_of_tensors_that_are_not_sharded_along_the_sequence(
+    on_qkv: Placement, bias: str, in_context: bool
+) -> None:
+    def body(rank: int) -> None:
+        with context_parallel(dist.group.WORLD) if in_context else nullcontext():
+            _masked(rank, (2,), ("tp",), (on_qkv,), (R,), bias)
+
+    run_ranks(2, body)
+
+
+def test_plain_masks_of_tensors_that_are_not_sharded_along_the_sequence_are_refused() -> None:
+    def body(rank: int) -> None:
+        q, k, v = (
+            distributed(tensor, init_device_mesh("cpu", (2,)), (TP,))
+            for tensor in MaskedProblem(16, 16, Full()).draw(0)[:3]
+        )
+        F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(16, 16, dtype=torch.bool))
+
+    run_ranks(2, check_refused, ValueError, "expected attn_mask to be a DTensor on the mesh of q.*got Tensor", body)

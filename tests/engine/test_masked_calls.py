@@ -4,13 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.collectives import errors_by_rank
 from support.masked_checks import MaskedCase, check_masked, masked_cases
 from support.masked_problems import MaskedProblem
+from support.problems import shard
+from support.ranks import run_ranks
 from support.staging import BY_HEAD
 
-from cp_dtensor import Causal, Full, HeadTail, PerDocument, SlidingWindow
+from cp_dtensor import (
+    Causal,
+    Full,
+    HeadTail,
+    MirroredBatch,
+    PerDocument,
+    SlidingWindow,
+    context_parallel_attention,
+)
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.select import ROTATE_METHODS
@@ -82,3 +94,25 @@ def test_delta_is_computed_once_for_all_tiles_of_a_row(monkeypatch: pytest.Monke
         check_masked([MaskedCase(problem, HeadTail(), options, 1)], (3,))
         assert len(computed) == 3  # one on each rank
         assert {shape[2] for shape in computed} == {8}
+
+
+@pytest.mark.parametrize("seq_len", [None, 5])
+def test_key_masks_where_batch_rows_are_divided_differently_and_a_rank_has_one_query(seq_len: int | None) -> None:
+    """Its mask looks alike with and without query rows; the others show which it is."""
+    case = MaskedProblem(5, 5, Causal(), batch=2, bias="boolean h")
+    whole = case.draw(3)
+    expected = case.reference(*whole)[0]
+
+    def body(rank: int, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (shard(tensor, MirroredBatch(), rank, 3) for tensor in whole[:3])
+        return context_parallel_attention(
+            q, k, v, mesh=dist.group.WORLD, layout=MirroredBatch(), is_causal=True, attn_mask=mask, seq_len=seq_len
+        )
+
+    for rank, out in enumerate(run_ranks(3, lambda rank: body(rank, whole[4]))):
+        torch.testing.assert_close(out, shard(expected, MirroredBatch(), rank, 3), rtol=1e-10, atol=1e-10)
+
+    rows = [2, 2, 1]
+    errors = errors_by_rank(3, lambda rank: body(rank, whole[4].expand(-1, -1, rows[rank], -1)))
+    assert {type(error) for error in errors} == {ValueError}
+    assert all("needs all 2 batch rows" in str(error) for error in errors)

@@ -156,6 +156,12 @@ def test_bad_masks_say_what_is_wrong(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("edges", "tokens"), [([7, 7, 7, 7], 16), ([0, 0, 0], 3), ([0] * 6, 6), ([5, 5, 5], 12)])
+def test_empty_documents_are_no_ids_and_no_lengths(edges: list[int], tokens: int) -> None:
+    """Lengths that add up to more than the tokens are none, and zeros alone are a list without documents."""
+    assert Documents(edges).pairs(tokens, tokens) == 0
+
+
 def test_only_masks_combine() -> None:
     with pytest.raises(TypeError):
         Full() & 3  # type: ignore[operator]
