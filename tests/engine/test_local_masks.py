@@ -28,6 +28,22 @@ def test_a_mask_of_local_keys_on_one_rank_is_the_only_thing_that_the_error_names
         run_ranks(2, body)
 
 
+def test_one_column_for_all_keys_is_no_mask_of_a_single_local_key() -> None:
+    """Rank 1 has one query, so that its mask looks as if it had no rows, and ranks look at each other's facts."""
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    def body(rank: int) -> None:
+        mesh, rows = init_device_mesh("cpu", (2,)), slice(2, 3) if rank else slice(0, 2)
+        mine, mask = q[:, :, rows], torch.ones(3, 1, dtype=torch.bool)[rows]
+        out = context_parallel_attention(
+            mine, mine, mine, mesh=mesh, attn_mask=mask, layout=Contiguous(), method="ulysses"
+        )
+        torch.testing.assert_close(out, expected[:, :, rows], rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+
+
 def test_debug_refuses_rows_that_are_equal_on_all_ranks() -> None:
     causal = torch.ones(12, 12, dtype=torch.bool).tril()
 
