@@ -99,7 +99,8 @@ def _by_installed_kernels(case: Case, device: torch.device) -> Attention:
 
 @cache
 def _group_of_this_rank() -> dist.ProcessGroup:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    # NCCL would split the default group, for which every rank has to call.
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
