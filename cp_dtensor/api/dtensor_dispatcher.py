@@ -36,7 +36,9 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """
     # A redistribution below autograd calls detach_ on a result that requires grad, and torch 2.11 has no rule for that.
     bound = _torch.bound_arguments(op, args, kwargs)
-    arguments = {name: value.detach() if isinstance(value, DTensor) else value for name, value in bound.items()}
+    arguments: dict[str, Any] = {
+        name: value.detach() if isinstance(value, DTensor) else value for name, value in bound.items()
+    }
     backend, outputs = _FUSED_OPS[op]
     inputs = [arguments[name] for name in ("query", "key", "value")]
     on_seq = is_seq_sharded(*(x.placements for x in inputs if isinstance(x, DTensor)))
