@@ -9,6 +9,7 @@ from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import varlen_attention
+from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.select import set_rotate_method
 from cp_dtensor.engine.custom_op import ATTENTION_OPS
 from cp_dtensor.plan.cost import Hardware
@@ -34,6 +35,7 @@ __all__ = [
     "Layout",
     "Mask",
     "MirroredBatch",
+    "PeerError",
     "PerDocument",
     "PrefixLM",
     "SlidingWindow",
