@@ -103,7 +103,7 @@ def attention_rows_kernel(
     delta = tl.load(delta_ptrs, mask=row < rows, other=0.0).to(tl.float32)
     at = (batch * heads + head) * padded_rows + row
     shift = lse * LOG2_E - log_scale
-    tl.store(shift_ptr + at, tl.where(lse > float("-inf"), shift, float("inf")), mask=row < padded_rows)
+    tl.store(shift_ptr + at, tl.where(lse == float("-inf"), float("inf"), shift), mask=row < padded_rows)
     tl.store(padded_delta_ptr + at, delta * kept_share, mask=row < padded_rows)
 
 

@@ -125,7 +125,7 @@ def attention_forward_kernel(
             acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
             largest = new_largest
 
-    safe_total = tl.where(total > 0.0, total, 1.0)  # of a row without keys, acc is 0 and largest -inf
+    safe_total = tl.where(total == 0.0, 1.0, total)  # of a row without keys, acc is 0 and largest -inf; NaN stays
     out = acc * ((dropout_scale if DROPOUT else 1.0) / safe_total)[:, None]
     lse = (largest + tl.math.log2(safe_total)) * LN_2
     out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)

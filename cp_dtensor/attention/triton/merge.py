@@ -60,8 +60,8 @@ def lse_merge_kernel(
         ptrs = addresses(ptr, batch, head, row - start, dim, stride_b, stride_h, stride_s)
         part = tl.load(ptrs, mask=in_part[:, None] & in_dims[None, :], other=0.0).to(tl.float32)
         largest = tl.maximum(lse, part_lse)
-        seen = largest > float("-inf")
-        shift = tl.where(seen, largest, 0.0)  # -inf - -inf would be NaN
+        seen = (lse != float("-inf")) | (part_lse != float("-inf"))  # also of NaN, which `maximum` ignores
+        shift = tl.where(largest > float("-inf"), largest, 0.0)  # -inf - -inf would be NaN
         weight = tl.exp(lse - shift)
         part_weight = tl.exp(part_lse - shift)
         total = weight + part_weight
