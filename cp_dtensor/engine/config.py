@@ -17,7 +17,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
-from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
@@ -360,7 +360,7 @@ def check_bias(
         )
     if layout is None or ranks is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return
-    local = [layout.local_length(q_len, rank, ranks.size) for rank in range(ranks.size)]
+    local = shard_lengths(layout, q_len, ranks.size)
     most_rows = bias.size(2)
     if min(local) <= 1 < q_len:
         # If no rank has more than one query, no rank can tell: refused.

@@ -36,6 +36,7 @@ class IntervalAttention(AttentionBackend):
     """(B, H, S), for backward: the delta of the tile's rows. All tiles of a row share it, so the ring computes it."""
 
     name = "INTERVALS"
+    takes_modifiers = True
 
     def refusal(self, spec: CallSpec) -> str | None:
         return None
@@ -56,7 +57,6 @@ class IntervalAttention(AttentionBackend):
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
-        """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
         rows, options = self._tile(mask, q.device)
         k, v = rows.without_hidden(k, v)
         assert self.delta is not None
@@ -64,6 +64,9 @@ class IntervalAttention(AttentionBackend):
             grad_out, q, k, v, lse, rows.mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
         )
         rows.add_to_bias_columns(total, share)
+
+    def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> IntervalAttention:
+        return IntervalAttention(modifiers, delta)
 
     def _tile(self, mask: TileMask, device: torch.device) -> tuple[TileRows, dict[str, Any]]:
         """The cached rows of a tile, and its bias and dropout as arguments of `attention_forward`."""
