@@ -69,7 +69,7 @@ class context_parallel(ContextDecorator):
     `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or as `ctx.name = buffer`
     in an autograd function, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
     a buffer from its closure, sees the whole tensor: let it keep `buffer.detach()`. Contexts nest: inside of the inner
-    one its mesh and settings hold. As a decorator, the context is entered at every call of the function.
+    one its arguments hold. As a decorator, the context is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -139,13 +139,13 @@ class context_parallel(ContextDecorator):
     ) -> None:  # fmt: skip
         checked_deterministic(deterministic)
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
-        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-        self._settings = settings if mask is None else replace(settings, mask=checked_mask(mask, False))
-        layout = self._settings.layout
+        config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+        self._config = config if mask is None else replace(config, mask=checked_mask(mask, False))
+        layout = self._config.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        ranks = self._settings.ranks
+        ranks = self._config.ranks
         check_in_place(tensors, dims, ranks.global_ranks())
         self._buffers = [
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
@@ -182,13 +182,13 @@ class context_parallel(ContextDecorator):
             raise RuntimeError(
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
-        if self._settings.debug:
-            refuse_different_buffers(self._buffers, self._settings.ranks)
+        if self._config.debug:
+            refuse_different_buffers(self._buffers, self._config.ranks)
         lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
-        differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
+        differs_by_row = self._buffers and len(self._config.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
-        settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
-        context = ActiveContext(settings, tuple(map(InPlaceShard, self._buffers)), self._sinks)
+        config = replace(self._config, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
+        context = ActiveContext(config, tuple(map(InPlaceShard, self._buffers)), self._sinks)
         manager = entered(context)
         manager.__enter__()
         self._open = manager, context

@@ -136,7 +136,7 @@ def explain(
         torch.Size((batch_size, heads, 0, dim))
         for heads, dim in ((q_heads, head_dim), (of_keys, k_dim), (of_keys, v_dim))
     )
-    shape = call_spec(
+    spec = call_spec(
         partition, shown, q_shape, k_shape, v_shape, dtype, torch.device("cpu"),
         value_dim=None if latent_dims is None else v_head_dim,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def explain(
         groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
         axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
         assumption = "assumed: " + ("the hardware that was passed" if hardware else "NVIDIA H200s that share NVLink")
-    found = estimates(shape, axes[0], axes[1] if len(axes) > 1 else None, transport_method)
+    found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, transport_method)
     dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)

@@ -29,7 +29,7 @@ from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
@@ -130,7 +130,7 @@ class _ContextForward:
         self._context = ActiveContext(config)
         self._sinks = sinks
         self._inherits = inherits
-        self._token = self._context.key
+        self._spec_key = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
@@ -140,13 +140,13 @@ class _ContextForward:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
             inherits = self._inherits
-            token = _token_in_trace(self._token, inherits["layout"], inherits["mask"], self._sinks is not None)
-            if not token:
+            spec_key = _key_in_trace(self._spec_key, inherits["layout"], inherits["mask"], self._sinks is not None)
+            if not spec_key:
                 return forward(*args, **kwargs)
-            # Code is compiled for the token; the context is entered when the captured forward is traced further.
-            _torch.begin_traced_scope(token)  # FlexAttention is redirected while Dynamo traces forward
+            # Code is compiled for the key; the context is entered when the captured forward is traced further.
+            _torch.begin_traced_scope(spec_key)  # FlexAttention is redirected while Dynamo traces forward
             try:
-                return _torch.traced_inside(functools.partial(_in_context_of, token), forward, *args, **kwargs)
+                return _torch.traced_inside(functools.partial(_in_context_of, spec_key), forward, *args, **kwargs)
             finally:
                 _torch.end_traced_scope()
         return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
@@ -190,19 +190,19 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 
 
 @_torch.constant_in_trace
-def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
+def _key_in_trace(spec_key: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
-    config = call_spec_of(token).config()
+    config = compiled_spec_of(spec_key).config()
     has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
     refuse_sinks(has_sinks, "a compiled module with ContextParallel")
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
-    call_spec = CompiledCallSpec.of(config)
-    return "" if call_spec.reads_context else key_of(call_spec)
+    compiled_spec = CompiledCallSpec.of(config)
+    return "" if compiled_spec.reads_context else key_of(compiled_spec)
 
 
-def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in a context with the configuration of the key `token`."""
-    return functools.partial(_run_in_context, ActiveContext(call_spec_of(token).config()), True, function)
+def _in_context_of(spec_key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run in a context with the configuration of the key `spec_key`."""
+    return functools.partial(_run_in_context, ActiveContext(compiled_spec_of(spec_key).config()), True, function)
 
 
 @_torch.never_compiled

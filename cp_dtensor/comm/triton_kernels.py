@@ -80,7 +80,7 @@ def _copy_launch(
     block_rows = _BLOCK_BYTES // _WORD // block_words
     tasks = triton.cdiv(most_rows, block_rows)
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_WORDS": block_words, "num_warps": 8}
-    return Launch(copy_pieces_kernel, (max(1, min(programs, tasks * count)), 1, 1), (count, tasks), constants)
+    return Launch(copy_pieces_kernel, max(1, min(programs, tasks * count)), (count, tasks), constants)
 
 
 # Flags
@@ -177,4 +177,4 @@ def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Te
 @cached_launch
 def _flag_launch(places: int) -> Launch:
     interpreted = not isinstance(pass_flags_kernel, triton.runtime.JITFunction)
-    return Launch(pass_flags_kernel, (1, 1, 1), (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})
+    return Launch(pass_flags_kernel, 1, (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})

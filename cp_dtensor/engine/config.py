@@ -17,7 +17,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
-from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
@@ -360,7 +360,7 @@ def check_bias(
         )
     if layout is None or ranks is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return
-    local = [layout.local_length(q_len, rank, ranks.size) for rank in range(ranks.size)]
+    local = shard_lengths(layout, q_len, ranks.size)
     most_rows = bias.size(2)
     if min(local) <= 1 < q_len:
         # If no rank has more than one query, no rank can tell: refused.
@@ -373,8 +373,12 @@ def check_bias(
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
-    """Returns the factor of the logits; 1 / sqrt(D) if None."""
-    return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
+    """Returns the factor of the logits; 1 / sqrt(D) if None. Refuses NaN and infinity."""
+    if scale is None:
+        return 1.0 / math.sqrt(q.size(3))
+    if not abs(scale) < math.inf:
+        raise ValueError(f"expected a finite scale, got {scale}")
+    return float(scale)
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
