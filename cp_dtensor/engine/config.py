@@ -392,8 +392,12 @@ def check_bias(
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
-    """Returns the factor of the logits; 1 / sqrt(D) if None."""
-    return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
+    """Returns the factor of the logits; 1 / sqrt(D) if None. Refuses NaN and infinity."""
+    if scale is None:
+        return 1.0 / math.sqrt(q.size(3))
+    if not abs(scale) < math.inf:
+        raise ValueError(f"expected a finite scale, got {scale}")
+    return float(scale)
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
