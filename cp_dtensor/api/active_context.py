@@ -106,13 +106,6 @@ def checked_context_sinks(sinks: Any) -> torch.Tensor:
     return sinks
 
 
-def checked_deterministic(deterministic: Any) -> bool:
-    """Returns `deterministic`, which must be a bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
-    return deterministic
-
-
 def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
     """Refuses `attention`, which cannot have the sinks of its context; `function` can."""
     if has_sinks:

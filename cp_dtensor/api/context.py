@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,6 @@ from cp_dtensor.api.active_context import (
     LOCAL_SDPA,
     ActiveContext,
     checked_context_sinks,
-    checked_deterministic,
     current_context,
     innermost_context,
     listed_if_unseen,
@@ -46,9 +45,8 @@ from cp_dtensor.engine.config import (
     Mesh,
     check_batch_size,
     check_qkv,
-    checked_length,
+    checked_lengths_of,
     checked_mask,
-    refuse_other_lengths,
 )
 from cp_dtensor.engine.named_masks import is_name
 from cp_dtensor.spec.layouts import Layout
@@ -137,7 +135,6 @@ class context_parallel(ContextDecorator):
         seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
         debug: bool = False,
     ) -> None:  # fmt: skip
-        checked_deterministic(deterministic)
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
         config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
         self._config = config if mask is None else replace(config, mask=checked_mask(mask, False))
@@ -151,12 +148,7 @@ class context_parallel(ContextDecorator):
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        lengths: Any = () if seq_len is None else seq_len
-        if not isinstance(lengths, Iterable) or isinstance(lengths, torch.Tensor):
-            lengths = (lengths,)
-        self._seq_len = tuple(checked_length(length) for length in lengths)
-        for length in self._seq_len:
-            refuse_other_lengths(layout, length, "seq_len")
+        self._seq_len = checked_lengths_of(layout, seq_len)
         self._open: tuple[AbstractContextManager[None], ActiveContext] | None = None
         self._entered_before = False
 

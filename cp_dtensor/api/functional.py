@@ -16,6 +16,7 @@ from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
     check_qkv,
+    checked_deterministic,
     checked_mask,
     checked_method,
     checked_seq_len,
@@ -125,7 +126,7 @@ def context_parallel_attention(
         out, lse = dtensor_attention(
             q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
             scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
-            deterministic=bool(deterministic), needs_lse=return_lse,
+            deterministic=checked_deterministic(deterministic), needs_lse=return_lse,
         )  # fmt: skip
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
