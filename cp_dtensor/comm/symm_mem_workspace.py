@@ -118,7 +118,7 @@ class Workspace:
         self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)  # as mapped on this device
         self.flags = Flags(self.rank, self.addresses, device, WaitStatus(device))
         self.last_call: tuple[str, torch.Size, torch.dtype] | None = None
-        """What the latest call sends, and the shape and dtype of a tensor of it."""
+        """Contents of the latest transfer, and the shape and dtype of a tensor of that call."""
         self.failure: PeerError | None = None
         """The error of a wait that took longer than the timeout of the group."""
         self.kv_stream, self.grad_stream = (torch.cuda.Stream(device, _BEFORE_ATTENTION) for _ in range(2))

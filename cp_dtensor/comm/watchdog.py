@@ -61,32 +61,35 @@ class WatchedWaits(ABC):
         return _SECONDS_AFTER_FAILURE
 
 
-_lock = threading.Lock()
-_watched: WeakSet[WatchedWaits] = WeakSet()
-_thread: threading.Thread | None = None
+class _Watchdog:
+    """The thread, and what it watches."""
+
+    def __init__(self) -> None:
+        self._lock, self._thread = threading.Lock(), threading.Thread()
+        self._watched: WeakSet[WatchedWaits] = WeakSet()
+
+    def watch(self, waits: WatchedWaits) -> None:
+        """Watches these waits for as long as the caller holds them."""
+        with self._lock:
+            self._watched.add(waits)
+            if not self._thread.is_alive():  # a forked process does not have the thread of its parent
+                self._thread = threading.Thread(target=self._look_on, name="cp_dtensor-watchdog", daemon=True)
+                self._thread.start()
+
+    def _look_on(self) -> None:
+        while True:
+            with self._lock:
+                watched = list(self._watched)
+            try:
+                delay = min((waits.look() for waits in watched), default=_MOST_SECONDS)
+            except Exception:
+                _log.exception("the watchdog of symmetric memory failed")
+                _abort("waits in symmetric memory are not watched any more")
+            watched.clear()
+            time.sleep(delay)
 
 
-def watch(waits: WatchedWaits) -> None:
-    """Watches these waits for as long as the caller holds them."""
-    global _thread
-    with _lock:
-        _watched.add(waits)
-        if _thread is None or not _thread.is_alive():  # the thread does not exist in a forked process
-            _thread = threading.Thread(target=_look_on, name="cp_dtensor-watchdog", daemon=True)
-            _thread.start()
-
-
-def _look_on() -> None:
-    while True:
-        with _lock:
-            watched = list(_watched)
-        try:
-            delay = min((waits.look() for waits in watched), default=_MOST_SECONDS)
-        except Exception:
-            _log.exception("the watchdog of symmetric memory failed")
-            _abort("waits in symmetric memory are not watched any more")
-        watched.clear()
-        time.sleep(delay)
+watch = _Watchdog().watch
 
 
 def _abort(reason: str) -> None:

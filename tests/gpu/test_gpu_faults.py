@@ -34,13 +34,17 @@ def _check_right(rank: int, group: Any, way: str) -> None:
         torch.testing.assert_close(actual, shard(whole, HeadTail(), rank, 2), rtol=0, atol=1e-10)
 
 
+def _run_for(seconds: float, rank: int, group: Any, way: str) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        _run(rank, group, way)
+        torch.cuda.synchronize()
+
+
 def _check_error(rank: int, group: Any, way: str) -> None:
     """The stream ends, and the next call raises."""
-    begin = time.monotonic()
     with pytest.raises(PeerError, match=rf"rank {FAULTY} \(global rank {FAULTY}\), whose process ended"):
-        while time.monotonic() - begin < SECONDS + 10:
-            _run(rank, group, way)
-            torch.cuda.synchronize()
+        _run_for(SECONDS + 10, rank, group, way)
 
 
 def _skips(rank: int, way: str) -> None:
@@ -63,11 +67,8 @@ def _comes_late(rank: int, way: str, share: float) -> None:
     if share < 1:
         _check_right(rank, group, way)
         return
-    begin = time.monotonic()
     with pytest.raises(PeerError):
-        while time.monotonic() - begin < 2 * SECONDS + 10:
-            _run(rank, group, way)
-            torch.cuda.synchronize()
+        _run_for(2 * SECONDS + 10, rank, group, way)
 
 
 def _skips_a_replay(rank: int) -> None:
