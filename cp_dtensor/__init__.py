@@ -11,7 +11,7 @@ from cp_dtensor.api.sequence import causal_conv1d, halo, relayout, shift
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import varlen_attention
 from cp_dtensor.comm.select import set_rotate_method
-from cp_dtensor.engine.custom_op import ATTENTION_OPS
+from cp_dtensor.engine.operators import ATTENTION_OPS
 from cp_dtensor.plan.cost import Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents

@@ -55,7 +55,7 @@ class SymmetricMemory(KVTransport):
     slows_compute = False
     keeps_own_gradients_wide = False
 
-    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self if self.is_available(group, device) else AllGather(self.staging)
 
     def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -72,8 +72,8 @@ class SymmetricMemory(KVTransport):
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
 
-    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
-        return self.staging.plan(shape, rank)
+    def plan(self, spec: CallSpec, rank: int) -> TilePlan:
+        return self.staging.plan(spec, rank)
 
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup

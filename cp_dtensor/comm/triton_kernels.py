@@ -79,7 +79,7 @@ def _copy_launch(
     block_rows = _BLOCK_BYTES // _WORD // block_words
     tasks = triton.cdiv(most_rows, block_rows)
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_WORDS": block_words, "num_warps": 8}
-    return Launch(copy_pieces_kernel, (max(1, min(programs, tasks * count)), 1, 1), (count, tasks), constants)
+    return Launch(copy_pieces_kernel, max(1, min(programs, tasks * count)), (count, tasks), constants)
 
 
 # Flags
@@ -151,4 +151,4 @@ def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], 
 @cached_launch
 def _flag_launch(places: int) -> Launch:
     interpreted = not isinstance(pass_flags_kernel, triton.runtime.JITFunction)
-    return Launch(pass_flags_kernel, (1, 1, 1), (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})
+    return Launch(pass_flags_kernel, 1, (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})

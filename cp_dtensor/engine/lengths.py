@@ -18,7 +18,7 @@ from cp_dtensor.attention.backends.select import allowed_backends, is_determinis
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.config import AttentionConfig, refuse_other_lengths
 from cp_dtensor.spec.cache import lru_cached
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.layouts import Layout, shard_lengths
 from cp_dtensor.spec.masks import Mask
 
 Facts = dict[str, object]
@@ -26,7 +26,7 @@ Facts = dict[str, object]
 
 
 def global_lengths(
-    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, *, gives_lse: bool = False, compiled: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
     """Returns the global lengths of queries and keys.
@@ -37,31 +37,31 @@ def global_lengths(
     Refuses `lengths` of the caller that do not fit the local shards; and, on every rank alike, calls that differ
     between ranks. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
     """
-    layout, rank, world_size = settings.layout, settings.ranks.rank, settings.ranks.size
-    if not settings.debug:
+    layout, rank, world_size = config.layout, config.ranks.rank, config.ranks.size
+    if not config.debug:
         if lengths is not None:
             _check_local_lengths(q.size(2), k.size(2), lengths, layout, rank, world_size)
             return lengths
-        declared = settings.declared_lengths or ()
+        declared = config.declared_lengths or ()
         known_q, known_kv = (known_length(tensor.size(2), declared, layout, rank, world_size) for tensor in (q, k))
         if known_q is not None and known_kv is not None:
             return known_q, known_kv
-    facts = _facts(q, k, v, settings, mask, modifiers, scale, lengths, gives_lse, compiled)
+    facts = _facts(q, k, v, config, mask, modifiers, scale, lengths, gives_lse, compiled)
     # Readable facts travel only where their hashes differ.
     digest = int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little", signed=True)
-    gathered = settings.ranks.gather_integers([q.size(2), k.size(2), digest], q.device)
+    gathered = config.ranks.gather_integers([q.size(2), k.size(2), digest], q.device)
     local_q, local_kv, digests = map(list, zip(*gathered, strict=True))
     if len({*digests}) > 1:
-        gathered_facts = settings.ranks.gather_objects(facts, q.device)
+        gathered_facts = config.ranks.gather_objects(facts, q.device)
         _refuse_masks_of_local_keys(gathered_facts, local_kv)
         _refuse_disagreement(gathered_facts, has_single_query=1 in local_q)
     found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
-    if lengths is None and settings.lengths_vary:
-        _refuse_whole_queries(local_q, found[0], settings.declared_lengths or ())
-    if settings.debug:
-        _refuse_equal_rows(modifiers, settings, min(local_q))
+    if lengths is None and config.lengths_vary:
+        _refuse_whole_queries(local_q, found[0], config.declared_lengths or ())
+    if config.debug:
+        _refuse_equal_rows(modifiers, config, min(local_q))
     return found
 
 
@@ -69,12 +69,12 @@ def global_lengths(
 
 
 def _facts(
-    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
-    exchanges_heads = settings.method in ("ulysses", "hybrid")
+    exchanges_heads = config.method in ("ulysses", "hybrid")
     # Over one axis of CPUs "auto" is a ring, where lse does not travel.
-    may_exchange = exchanges_heads or (settings.method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
+    may_exchange = exchanges_heads or (config.method == "auto" and (q.is_cuda or config.ranks.inner is not None))
     declared_q, declared_kv = lengths or (None, None)
     facts: Facts = {
         "batch_size": q.size(0),
@@ -86,13 +86,13 @@ def _facts(
         "dtype": str(q.dtype),
         "mask": repr(mask),
         "attn_mask": modifiers.described(q),
-        "sinks": modifiers.described_sinks(values=settings.debug),
+        "sinks": modifiers.described_sinks(values=config.debug),
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
-        "layout": repr(settings.layout),
-        "method": settings.method,
-        "rotate_method": settings.transport.name,
-        "deterministic": is_deterministic(q, allowed_backends(), settings.deterministic),
+        "layout": repr(config.layout),
+        "method": config.method,
+        "rotate_method": config.transport.name,
+        "deterministic": is_deterministic(q, allowed_backends(), config.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         "declared_q": declared_q,
         "declared_kv": declared_kv,
@@ -142,15 +142,15 @@ def _refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
         raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(disagreements)}")
 
 
-def _refuse_equal_rows(modifiers: Modifiers, settings: AttentionConfig, fewest: int) -> None:
+def _refuse_equal_rows(modifiers: Modifiers, config: AttentionConfig, fewest: int) -> None:
     """Refuses an attn_mask whose rows are equal on all ranks and differ from query to query; on every rank alike."""
     bias = modifiers.bias
-    if bias is None or settings.ranks.size == 1 or fewest < 2 or not modifiers.has_rows:
+    if bias is None or config.ranks.size == 1 or fewest < 2 or not modifiers.has_rows:
         return
     rows = bias.detach().cpu()
     is_constant = torch.equal(rows, rows[:, :, :1].expand_as(rows))
     digest = int.from_bytes(blake2b(repr(rows.tolist()).encode(), digest_size=8).digest(), "little", signed=True)
-    digests, constant = zip(*settings.ranks.gather_integers([digest, int(is_constant)], bias.device), strict=True)
+    digests, constant = zip(*config.ranks.gather_integers([digest, int(is_constant)], bias.device), strict=True)
     if len({*digests}) == 1 and not any(constant):
         raise ValueError(
             f"attn_mask {tuple(bias.shape)} is equal on all ranks, although its rows differ and each rank has other "
@@ -185,7 +185,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
     """Returns the global length that a layout divides into these local `lengths`; refused on every rank if none."""
     world_size = len(lengths)
     total = sum(lengths) if layout.only_length is None else layout.only_length
-    expected = [layout.local_length(total, rank, world_size) for rank in range(world_size)]
+    expected = list(shard_lengths(layout, total, world_size))
     if lengths != expected:
         raise ValueError(
             f"the ranks' {what} lengths are not those of {layout}: got {lengths} on ranks 0 to {world_size - 1}, "
@@ -239,7 +239,7 @@ def known_length(
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
     """Returns the smallest and the largest global length whose shard on some rank is as long as that of `length`."""
-    local = [layout.local_length(length, rank, world_size) for rank in range(world_size)]
+    local = shard_lengths(layout, length, world_size)
     spans = [_lengths_with_share(each, layout, rank, world_size) for rank, each in enumerate(local)]
     return min(span[0] for span in spans), max(span[-1] for span in spans)
 
@@ -255,6 +255,18 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
         beyond *= 2
     lengths = range(beyond + 1)
     return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
+
+
+def longest_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
+    """The longest global length of which `rank` owns `local_length` tokens.
+
+    >>> from cp_dtensor.spec.layouts import HeadTail
+    >>> longest_length(2, HeadTail(), 0, 2)  # of 4 tokens rank 0 has 1 + 1, of 5 it has 2 + 1
+    4
+    """
+    if layout.only_length is not None:
+        return layout.only_length
+    return _lengths_with_share(local_length, layout, rank, world_size).stop - 1
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:
