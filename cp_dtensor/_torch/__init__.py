@@ -10,6 +10,7 @@ from cp_dtensor._torch.attention import (
     original_sdpa, sdpa_overridden, user_sdpa_priority, varlen_attn_overridden, with_write_order_like,
 )
 from cp_dtensor._torch.autograd import (
+    autograd_recorded,
     backward_may_come_again, current_backward, get_thread_state, in_autograd_thread, in_main_thread, thread_state,
 )
 from cp_dtensor._torch.cache import is_before_capture, is_in_cuda_graph, prepared
