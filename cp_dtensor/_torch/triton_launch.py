@@ -1,6 +1,6 @@
 """Triton launches that are prepared once for tensors of given shapes, strides and dtypes, at any addresses.
 
-A `Launch` is a kernel with its grid, numbers and constants, cached by what it depends on (`cached_launch`). Triton
+A `Launch` is a kernel with its programs, numbers and constants, cached by what it depends on (`cached_launch`). Triton
 compiles another form of a kernel for addresses that are not multiples of 16; a launch keeps the compiled forms, since
 `compiled[grid](...)` takes a third of the host time of `kernel[grid](...)`.
 """
@@ -47,20 +47,21 @@ class Launch:
     """A kernel with all arguments but its tensors, which are passed at each call and come first."""
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], numbers: Sequence[float], constants: Mapping[str, object],
+        self, kernel: Any, programs: int, numbers: Sequence[float], constants: Mapping[str, object],
         blocks: Sequence[tuple[int, ...] | None] = (),
     ) -> None:  # fmt: skip
         """Compiles nothing yet.
 
         Args:
             kernel: a Triton kernel whose parameters are tensors, numbers, then constants.
-            grid: programs along each axis.
+            programs: number of programs, all on axis x of the grid: CUDA allows 2^31 - 1 there, 65,535 on y and z.
             numbers: integers and floats, in order.
             constants: the kernel's `tl.constexpr` parameters and Triton's options, by name.
             blocks: for each tensor the shape of the blocks that the kernel reads by a descriptor, None for a pointer.
                 Tensors beyond its end are pointers.
         """
-        self._kernel, self._grid = kernel, grid
+        assert programs < 2**31, f"a launch of {programs} programs"
+        self._kernel, self._grid = kernel, (programs, 1, 1)
         self._numbers, self._constants, self._blocks = tuple(numbers), dict(constants), tuple(blocks)
         self._compiled: dict[tuple[int, object], Any] = {}  # by device and alignments
 

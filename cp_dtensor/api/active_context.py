@@ -1,4 +1,4 @@
-"""The active context of a thread, and the settings that calls inside take over from it.
+"""The active context of a thread, and the configuration that calls inside take over from it.
 
 A context belongs to the thread that entered it. Functions under `torch.utils.checkpoint` are bound to their context, so
 that recomputing them is right at any time and in any thread. Other attention in a backward around which a context is
@@ -106,13 +106,6 @@ def checked_context_sinks(sinks: Any) -> torch.Tensor:
     return sinks
 
 
-def checked_deterministic(deterministic: Any) -> bool:
-    """Returns `deterministic`, which must be a bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
-    return deterministic
-
-
 def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
     """Refuses `attention`, which cannot have the sinks of its context; `function` can."""
     if has_sinks:
@@ -161,7 +154,7 @@ def with_inherited(owner: str, config: AttentionConfig, *, layout: bool, mask: b
 
 
 def with_inherited_in_trace(owner: str, config: AttentionConfig, *, layout: bool, mask: bool) -> AttentionConfig:
-    """`with_inherited` for code that Dynamo traces, which is compiled once for all contexts of an equal token.
+    """`with_inherited` for code that Dynamo traces, which is compiled once for all contexts of an equal key.
 
     Returns:
         the configuration of all these contexts. If their masks or layouts may differ: that of the context itself, whose
@@ -177,7 +170,7 @@ def with_inherited_in_trace(owner: str, config: AttentionConfig, *, layout: bool
     as_context = replace(inherited, lengths_vary=True)
     if layout and mask and key_of(CompiledCallSpec.of(as_context)) == key_of(CompiledCallSpec.of(around)):
         return around
-    # A token has Contiguous() for that layout and for all layouts that are made for one length.
+    # A key has Contiguous() for that layout and for all layouts that are made for one length.
     if layout and not mask and around.layout.only_length is None and around.layout != Contiguous():
         return inherited
     raise NotImplementedError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from cp_dtensor.api.active_context import (
     LOCAL_SDPA,
     ActiveContext,
     checked_context_sinks,
-    checked_deterministic,
     current_context,
     innermost_context,
     listed_if_unseen,
@@ -56,9 +55,8 @@ from cp_dtensor.engine.config import (
     Mesh,
     check_batch_size,
     check_qkv,
-    checked_length,
+    checked_lengths_of,
     checked_mask,
-    refuse_other_lengths,
 )
 from cp_dtensor.engine.named_masks import is_name
 from cp_dtensor.spec.layouts import Layout
@@ -79,7 +77,7 @@ class context_parallel(ContextDecorator):
     `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or as `ctx.name = buffer`
     in an autograd function, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
     a buffer from its closure, sees the whole tensor: let it keep `buffer.detach()`. Contexts nest: inside of the inner
-    one its mesh and settings hold. As a decorator, the context is entered at every call of the function.
+    one its arguments hold. As a decorator, the context is entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -150,26 +148,20 @@ class context_parallel(ContextDecorator):
         seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
         debug: bool = False,
     ) -> None:  # fmt: skip
-        checked_deterministic(deterministic)
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
-        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-        self._settings = settings if mask is None else replace(settings, mask=checked_mask(mask, False))
-        layout = self._settings.layout
+        config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+        self._config = config if mask is None else replace(config, mask=checked_mask(mask, False))
+        layout = self._config.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        ranks = self._settings.ranks
+        ranks = self._config.ranks
         check_in_place(tensors, dims, ranks.global_ranks())
         self._buffers = [
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        lengths: Any = () if seq_len is None else seq_len
-        if not isinstance(lengths, Iterable) or isinstance(lengths, torch.Tensor):
-            lengths = (lengths,)
-        self._seq_len = tuple(checked_length(length) for length in lengths)
-        for length in self._seq_len:
-            refuse_other_lengths(layout, length, "seq_len")
+        self._seq_len = checked_lengths_of(layout, seq_len)
         self._open: tuple[AbstractContextManager[None], ActiveContext] | None = None
         self._entered_before = False
 
@@ -197,10 +189,10 @@ class context_parallel(ContextDecorator):
             )
         self._compare_ranks()
         lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
-        differs_by_row = self._buffers and len(self._settings.layout.batch_groups(2)) > 1
+        differs_by_row = self._buffers and len(self._config.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
-        settings = replace(self._settings, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
-        context = ActiveContext(settings, tuple(map(InPlaceShard, self._buffers)), self._sinks)
+        config = replace(self._config, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
+        context = ActiveContext(config, tuple(map(InPlaceShard, self._buffers)), self._sinks)
         manager = entered(context)
         manager.__enter__()
         self._open = manager, context
@@ -214,7 +206,7 @@ class context_parallel(ContextDecorator):
         kind = self._sinks is None, len(self._seq_len), *((each.tensor.dtype, each.dim) for each in self._buffers)
         sinks = Modifiers(sinks=self._sinks)
         compare_contexts(
-            self._settings, kind, next((each.device for each in tensors if each.is_cuda), None),
+            self._config, kind, next((each.device for each in tensors if each.is_cuda), None),
             lambda: {
                 "seq_len": self._seq_len, "sinks": sinks.described_sinks(values=True), **facts_of_buffers(self._buffers)
             },

@@ -57,7 +57,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if scale <= 0:
             raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
         if callable(outputs):
-            _refuse_context_settings(op)
+            _refuse_context_options(op)
     with torch.no_grad(), no_autocast(q):
         local = LocalCall.of(q, k, v)
         qkv, call = (local.q, local.k, local.v), None
@@ -86,8 +86,8 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return (*wrapped, *outputs)
 
 
-def _refuse_context_settings(op: Any) -> None:
-    """Refuses settings of the open context that a fused op would leave out."""
+def _refuse_context_options(op: Any) -> None:
+    """Refuses options of the open context that a fused op would leave out."""
     context = innermost_context()
     if context is None:
         return

@@ -12,6 +12,7 @@ from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards, softcapped_attention
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
@@ -46,7 +47,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "Mesh", "sequence_ranks", "default_rotate_method", "Segment", "CachedHash", "take_shard",
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
-    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
+    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa", "renamed_keywords",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",

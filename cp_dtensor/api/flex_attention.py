@@ -26,18 +26,16 @@ from cp_dtensor.api.flex_block_mask import (
     FULL,
     PARTIAL,
     LocalRows,
-    TableCall,
     Tables,
     cached_tables,
     check_mask_lengths,
-    layout_is_found,
     mask_lengths,
-    traced_tables,
 )
-from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather, check_context_mask
+from cp_dtensor.api.flex_operators import TableCall, check_context_mask, layout_is_found, traced_tables
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of, made_of, parts_of
+from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of, made_of, parts_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
@@ -47,6 +45,7 @@ from cp_dtensor.engine.config import (
     refuse_dtensors,
     softmax_scale,
 )
+from cp_dtensor.engine.gather_kv import GatherKV, KVGather
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full
@@ -58,8 +57,8 @@ ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 def context_parallel_flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None, return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
+    layout: Layout | None = None, rotate_method: str | None = None, seq_len: int | tuple[int, int] | None = None,
+    return_lse: bool = False, kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlexAttention of a sequence that is sharded over the ranks of `mesh`.
 
@@ -80,6 +79,8 @@ def context_parallel_flex_attention(
         block_mask: `create_block_mask(mask_mod, B, H, global S, global T)` with any block size, where B and H may be
             None; None lets every query see every key. The block mask of local rows is cached as long as it exists.
         scale, enable_gqa, layout, seq_len, return_lse, debug: as for `context_parallel_attention`.
+        rotate_method: "auto" and "symm_mem" read K/V from symmetric memory where the ranks share it (see
+            `set_rotate_method`), the others all-gather them; None is the process default.
         kernel_options: as `flex_attention` takes them.
         compiled: True: call `torch.compile(flex_attention)`, which makes one kernel; uncompiled, FlexAttention holds
             the logits of all local queries and global keys in memory.
@@ -109,11 +110,12 @@ def context_parallel_flex_attention(
         {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None},
     )  # fmt: skip
     if traced:
-        result = _traced_flex(call, _call_spec_token(mesh, parts_of(layout), debug), lengths)
+        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
+        result = _traced_flex(call, _spec_key(mesh, parts_of(layout), rotate_method, debug), lengths)
     else:
-        settings = AttentionConfig.of(mesh, "auto", layout, None, debug=debug)
-        settings = with_inherited("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
-        result = _flex_of_shards(call, settings, lengths)
+        config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=debug)
+        config = with_inherited("context_parallel_flex_attention", config, layout=layout is None, mask=False)
+        result = _flex_of_shards(call, config, lengths)
     return (result[0], result[1].lse) if return_lse else result
 
 
@@ -174,17 +176,17 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "kernel_options": others or None}
 
 
-def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
+def _flex_of_shards(call: FlexCall, config: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
     """This rank's rows of `call.attention` of the whole sequence; `lengths` are global, if the caller passed them."""
     call.check()
-    check_batch_size(call.q, settings)
-    ranks, layout, mask, of_mask = settings.ranks, settings.layout, call.block_mask, mask_lengths(call.block_mask)
+    check_batch_size(call.q, config)
+    ranks, layout, mask, of_mask = config.ranks, config.layout, call.block_mask, mask_lengths(call.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
-    elif settings.debug:
+    elif config.debug:
         lengths = of_mask  # so that ranks compare them
     lengths = global_lengths(
-        call.q, call.k, call.v, settings, Full(), NO_MODIFIERS, softmax_scale(call.q, call.scale), lengths
+        call.q, call.k, call.v, config, Full(), NO_MODIFIERS, softmax_scale(call.q, call.scale), lengths
     )
     check_mask_lengths(lengths, of_mask)
     if ranks.size == 1:
@@ -193,7 +195,7 @@ def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[in
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
-    gather = KVGather(ranks, layout, lengths[1], lengths[1], settings.transport)
+    gather = KVGather(ranks, layout, lengths[1], lengths[1], config.transport)
     keys, values = GatherKV.apply(call.k, call.v, gather)
     positions = rows.positions(call.q.device)
     if mask is not None and rows.count:
@@ -204,8 +206,8 @@ def _flex_of_shards(call: FlexCall, settings: AttentionConfig, lengths: tuple[in
     return call.attend(keys, values, _local_score_mod(call.score_mod, positions, None), mask)
 
 
-def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = None) -> Any:
-    """`_flex_of_shards` in a program that is being captured; `token` encodes the settings.
+def _traced_flex(call: FlexCall, spec_key: str, lengths: tuple[int, int] | None = None) -> Any:
+    """`_flex_of_shards` in a program that is being captured; `spec_key` is the key of its configuration.
 
     Sizes are constants of the program, which is compiled for each. Where neither the caller nor a mask has the global
     lengths, they are known at run time only: K/V have room for the longest sequence that fits the local lengths, and
@@ -215,19 +217,19 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
     mask, of_mask = call.block_mask, mask_lengths(call.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
-    if _is_alone(token):
+    if _is_alone(spec_key):
         return call.attend(call.k, call.v, call.score_mod, mask)
     declared = lengths is not None
     lengths = lengths or of_mask or (-1, -1)
     lengths = index(lengths[0]), index(lengths[1])
-    if lengths[1] < 0 and layout_is_found(token):
+    if lengths[1] < 0 and layout_is_found(spec_key):
         raise NotImplementedError(
             "in a compiled function, FlexAttention in a layout that is made for one length, such as PerDocument and "
             "Balanced, needs a block mask of the whole sequence, which has that length: got none"
         )
     batch_size, q_local, _ = index(call.q.size(0)), index(call.q.size(2)), index(call.k.size(2))
     keys, values, positions, total, found = torch.ops.cp_dtensor.flex_keys(
-        call.q, call.k, call.v, token, *lengths, declared, softmax_scale(call.q, call.scale), torch.is_grad_enabled()
+        call.q, call.k, call.v, spec_key, *lengths, declared, softmax_scale(call.q, call.scale), torch.is_grad_enabled()
     )
     kv_total = total if lengths[1] < 0 else None
     if mask is None and kv_total is not None:
@@ -236,7 +238,7 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
         tables = Tables.of(mask)
         if of_mask is not None:
             sizes = (*lengths, batch_size, q_local, index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1]))
-            tables = traced_tables(tables, found, TableCall(token, *sizes, mask.q_indices is not None))
+            tables = traced_tables(tables, found, TableCall(spec_key, *sizes, mask.q_indices is not None))
         elif kv_total is not None and mask.full_kv_num_blocks is not None:
             raise NotImplementedError(
                 "in a compiled function, a block mask of one block that is full needs seq_len, since keys after the "
@@ -247,8 +249,8 @@ def _traced_flex(call: FlexCall, token: str, lengths: tuple[int, int] | None = N
 
 
 @_torch.constant_in_trace
-def _is_alone(token: str) -> bool:
-    return call_spec_of(token).config().ranks.size == 1
+def _is_alone(spec_key: str) -> bool:
+    return compiled_spec_of(spec_key).config().ranks.size == 1
 
 
 def _mask_of_one_block(q: torch.Tensor) -> BlockMask:
@@ -263,10 +265,10 @@ def _compiled() -> Callable[..., Any]:
 
 
 @_torch.constant_in_trace
-def _call_spec_token(mesh: Mesh, layout: Any, debug: bool) -> str:
-    settings = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
-    settings = with_inherited_in_trace("context_parallel_flex_attention", settings, layout=layout is None, mask=False)
-    return key_of(CompiledCallSpec.of(settings))
+def _spec_key(mesh: Mesh, layout: Any, rotate_method: str, debug: bool) -> str:
+    config = AttentionConfig.of(mesh, "auto", made_of(layout), rotate_method, debug=debug)
+    config = with_inherited_in_trace("context_parallel_flex_attention", config, layout=layout is None, mask=False)
+    return key_of(CompiledCallSpec.of(config))
 
 
 # Functions of global positions as functions of local rows
@@ -331,12 +333,12 @@ def _flex_attention(
     return_aux: Any = None,
 ) -> Any:  # fmt: skip
     """FlexAttention of this rank's shards; torch's own outside of contexts."""
-    token = _context_token()
+    spec_key = _context_key()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     call = FlexCall(
         query, key, value, score_mod, block_mask, scale, enable_gqa, _torch.original_flex_attention, options
     )
-    if not token or query.is_meta:
+    if not spec_key or query.is_meta:
         return call.attend(key, value, score_mod, block_mask)
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise NotImplementedError(
@@ -344,7 +346,7 @@ def _flex_attention(
             "DTensors"
         )
     if _torch.is_traced(query):
-        return _traced_flex(call, token)
+        return _traced_flex(call, spec_key)
     context = current_context()
     assert context is not None
     context.seen.add("attention")
@@ -352,11 +354,11 @@ def _flex_attention(
 
 
 @_torch.constant_in_trace
-def _context_token() -> str:
-    """The token of the settings of the context that the call is in, "" outside of any; a constant of compiled code."""
+def _context_key() -> str:
+    """The key of the compiled call spec of the open context, "" outside of any; a constant of compiled code."""
     of_module = _torch.traced_scope()
     if of_module is not None:
-        check_context_mask(call_spec_of(of_module).config().mask)
+        check_context_mask(compiled_spec_of(of_module).config().mask)
         return of_module
     context = current_context()
     if context is None:

@@ -8,17 +8,13 @@ query of the block sees (full). The tables of one rank follow from them, without
   of them see fully, and as partial all other blocks that any of them sees. There `mask_mod` looks up the entry of the
   query's own global block (`Tables.block_kinds`), since tables may leave out keys that `mask_mod` allows: block-sparse
   attention has no `mask_mod` at all.
-
-Compiled code makes them by the operator `flex_tables`.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -28,10 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.engine.compiled_spec import RuntimeValues, call_spec_of, runtime_numbers
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.spec.cache import LRUCache, lru_cached
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.engine.gather_kv import cached
+from cp_dtensor.spec.layouts import Layout, shard_lengths
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -108,42 +102,6 @@ def _global_blocks(rows: LocalRows, q_block: int, device: torch.device) -> torch
         of_groups.append((pairs % global_count)[counts.cumsum(0) - counts + torch.minimum(slots, counts - 1)])
     most = max(blocks.size(1) for blocks in of_groups)
     return torch.stack([torch.cat([b, b[:, -1:].expand(-1, most - b.size(1))], 1) for b in of_groups]).to(device)
-
-
-@lru_cached
-def shard_lengths(layout: Layout, seq_len: int, world_size: int) -> tuple[int, ...]:
-    """The number of tokens of each rank."""
-    return tuple(layout.local_length(seq_len, rank, world_size) for rank in range(world_size))
-
-
-def longest_seq_len(layout: Layout, local: int, rank: int, world_size: int) -> int:
-    """The length of the longest sequence of which a rank owns `local` tokens.
-
-    >>> from cp_dtensor.spec.layouts import HeadTail
-    >>> longest_seq_len(HeadTail(), 2, 0, 2)  # of 4 tokens rank 0 has 1 + 1, of 5 it has 2 + 1
-    4
-    """
-    if layout.only_length is not None:
-        return layout.only_length
-    length = 1
-    while layout.local_length(length, rank, world_size) <= local:
-        length *= 2
-    # Shares grow with the length in every layout.
-    lengths = range(length)
-    return bisect_right(lengths, local, length // 2, key=lambda n: layout.local_length(n, rank, world_size)) - 1
-
-
-def cached(make: Callable[..., T], *key: Any) -> T:
-    """`make(*key)`, small tensors, from an LRU cache; a graph that is being captured computes what is not there."""
-    value = _cache.get((make, *key))
-    if value is None:
-        if capturing():
-            return make(*key)
-        value = _cache.add((make, *key), _torch.prepared(lambda: make(*key)))
-    return value  # type: ignore[return-value]
-
-
-_cache = LRUCache[object](pins=capturing)
 
 
 # Tables
@@ -333,106 +291,3 @@ def cached_tables(mask: Tables, block_size: tuple[int, int], kv_len: int, rows: 
         if not capturing():
             made[key] = tables
     return tables
-
-
-# Tables in compiled code
-
-
-@_torch.constant_in_trace
-def layout_is_found(token: str) -> bool:
-    """True if the layout, made for one length, is looked up in the active context when the compiled code runs."""
-    return call_spec_of(token).reads_context
-
-
-def config_of(token: str, numbers: torch.Tensor | None = None) -> AttentionConfig:
-    """The configuration of a compiled call.
-
-    `numbers`, the last output of `flex_keys`, has the layout that was found when the code ran, if one was.
-    """
-    found = None if numbers is None else found_in(numbers)
-    return call_spec_of(token).config(None if found is None else found.context)
-
-
-def found_in(numbers: torch.Tensor) -> RuntimeValues | None:
-    """The layout and mask that `flex_keys` found in the active context."""
-    return None if numbers.numel() < 2 else runtime_numbers.of(int(numbers[1]))
-
-
-class TableCall(NamedTuple):
-    """Constants of the operator `flex_tables`, in the order of its schema."""
-
-    token: str
-    q_len: int
-    kv_len: int
-    batch_size: int
-    local: int
-    """Number of local queries."""
-    q_block: int
-    kv_block: int
-    with_q: bool
-
-    def rows(self, numbers: torch.Tensor | None = None) -> LocalRows:
-        """The local queries; `numbers` as for `config_of`."""
-        config = config_of(self.token, numbers)
-        return LocalRows.of(config.layout, self.q_len, config.ranks.rank, config.ranks.size, self.batch_size)
-
-    def may_be_unaligned(self) -> bool:
-        """True if a layout that is found at run time may begin and end shards inside a block of queries."""
-        return layout_is_found(self.token) and call_spec_of(self.token).alignment % self.q_block != 0
-
-
-def traced_tables(mask: Tables, numbers: torch.Tensor, call: TableCall) -> Tables:
-    """`local_tables` in a program that is being captured; `numbers` are of `flex_keys`."""
-    made = list(torch.ops.cp_dtensor.flex_tables(*mask[:4], numbers, *call))
-    has_full = mask.full_kv_indices is not None
-    pairs = [True, has_full, call.with_q, has_full and call.with_q]
-    made = [made.pop(0) if exists else None for exists in pairs for _ in range(2)] + made  # the rest: block_kinds
-    return Tables(*made)
-
-
-def _tables(*arguments: Any) -> list[torch.Tensor]:
-    *whole, numbers = arguments[:5]
-    call = TableCall(*arguments[5:])
-    block_size, rows = (call.q_block, call.kv_block), call.rows(numbers)
-    tables = local_tables(Tables(*whole), block_size, call.kv_len, rows, call.with_q, call.may_be_unaligned())
-    # In new memory: compiled code may reuse the memory of an operator's results.
-    return [table.clone(memory_format=torch.contiguous_format) for table in tables if table is not None]
-
-
-def _fake_tables(*arguments: Any) -> list[torch.Tensor]:
-    _, kv_indices, _, full_kv_indices, _ = arguments[:5]
-    call = TableCall(*arguments[5:])
-    mask_shape = tuple(int(size) for size in kv_indices.shape)
-    batch, unaligned = mask_shape[0], call.may_be_unaligned()
-    if not layout_is_found(call.token):
-        rows = call.rows()
-        rows.check_batch_size(mask_shape[0])
-        batch = rows.batch_size if len(rows.groups) > 1 else mask_shape[0]
-        unaligned = rows.has_unaligned_blocks(call.q_block)
-    shapes = table_shapes(
-        mask_shape, full_kv_indices is not None, (call.q_block, call.kv_block), (call.q_len, call.kv_len), batch,
-        call.local, call.with_q, unaligned,
-    )  # fmt: skip
-    return [
-        kv_indices.new_empty(shape, dtype=torch.int8 if name == "block_kinds" else torch.int32)
-        for name, shape in zip(Tables._fields, shapes, strict=True)
-        if shape is not None
-    ]
-
-
-def defined(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch.library.Library:
-    """An operator in `torch.ops.cp_dtensor`, which exists as long as the result."""
-    library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    # When the code runs, lengths are exchanged, and compared with those of masks: no CUDA graphs.
-    name = library.define(schema, tags=torch.Tag.cudagraph_unsafe)
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-    return library
-
-
-_library = defined(
-    "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
-    "Tensor numbers, str token, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
-    "bool with_q) -> Tensor[]",
-    _tables, _fake_tables,
-)  # fmt: skip

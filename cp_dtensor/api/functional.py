@@ -10,22 +10,20 @@ from cp_dtensor.api.active_context import config_around, with_inherited, with_in
 from cp_dtensor.api.dtensor_attention import dtensor_attention, sequence_ranks_of
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
+from cp_dtensor.engine.attend import attend, attend_traced, modifiers_of
+from cp_dtensor.engine.compiled_spec import CallKeys, Parts, keys_of, made_of, parts_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
     check_qkv,
+    checked_deterministic,
     checked_mask,
     checked_method,
     checked_seq_len,
-    positive_scale,
     refuse_dtensors,
-    softmax_scale,
 )
-from cp_dtensor.engine.custom_op import CallKeys, keys_of, traced_attention
 from cp_dtensor.spec.layouts import Contiguous, Layout
-from cp_dtensor.spec.masks import Mask, mask_intersection
+from cp_dtensor.spec.masks import Mask
 
 
 def context_parallel_attention(
@@ -119,12 +117,7 @@ def context_parallel_attention(
     lengths = None if seq_len is None else checked_seq_len(seq_len)
     q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
-    if torch.compiler.is_dynamo_compiling() and not isinstance(q, DTensor):
-        out, lse = attention_in_trace(
-            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks), scale, lengths,
-            return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
-        )  # fmt: skip
-    elif isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
+    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
         checked_method(method)
         if mask is None:
@@ -133,15 +126,13 @@ def context_parallel_attention(
         out, lse = dtensor_attention(
             q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
             scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
-            deterministic=bool(deterministic), needs_lse=return_lse,
+            deterministic=checked_deterministic(deterministic), needs_lse=return_lse,
         )  # fmt: skip
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-        settings = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-        settings = with_inherited("context_parallel_attention", settings, layout=layout is None, mask=mask is None)
-        out, lse = attend(
-            q, k, v, settings, mask=checked_mask(mask, is_causal), scale=scale,
-            modifiers=modifiers_of(q, attn_mask, dropout_p, sinks), lengths=lengths, needs_lse=return_lse,
+        out, lse = attend_shards(
+            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks), scale, lengths,
+            return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -216,35 +207,35 @@ def _refuse_of_shards_only(
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
 
 
-def attention_in_trace(
+def attend_shards(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
     lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
     rotate_method: str | None, debug: bool, deterministic: bool, mask: Mask | None, is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of a public function, `owner`, with these arguments in code that Dynamo traces."""
-    rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-    keys = _constants(
-        owner, mesh, method, parts_of(layout), rotate_method, debug, bool(deterministic), parts_of(mask),
-        bool(is_causal),
+    """`(out, lse)` of local shards, by the arguments of a public function, `owner`."""
+    if torch.compiler.is_dynamo_compiling():
+        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
+        keys = _keys(
+            owner, mesh, method, parts_of(layout), rotate_method, debug, deterministic, parts_of(mask), bool(is_causal)
+        )
+        return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse)
+    config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+    config = with_inherited(owner, config, layout=layout is None, mask=mask is None)
+    return attend(
+        q, k, v, config, mask=checked_mask(mask, is_causal), scale=scale, modifiers=modifiers, lengths=lengths,
+        needs_lse=needs_lse,
     )  # fmt: skip
-    q, scale = positive_scale(q, softmax_scale(q, scale))
-    return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse)
 
 
 @_torch.constant_in_trace
-def _constants(
+def _keys(
     owner: str, mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool,
     deterministic: bool, mask: Parts | None, is_causal: bool,
 ) -> CallKeys:  # fmt: skip
     """The keys of a call in compiled code."""
-    settings = AttentionConfig.of(
-        mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic
-    )
-    settings = with_inherited_in_trace(owner, settings, layout=layout is None, mask=mask is None)
-    call_spec, shown = CompiledCallSpec.of(settings), checked_mask(made_of(mask), is_causal)
-    if settings.mask is not None and not call_spec.reads_context:
-        shown = mask_intersection(settings.mask, shown)
-    return keys_of(call_spec, shown)
+    config = AttentionConfig.of(mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic)
+    config = with_inherited_in_trace(owner, config, layout=layout is None, mask=mask is None)
+    return keys_of(config, checked_mask(made_of(mask), is_causal))
 
 
 def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:

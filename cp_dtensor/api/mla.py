@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor.api.active_context import with_inherited
-from cp_dtensor.api.functional import attention_in_trace, cast_by_autocast
-from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.config import AttentionConfig, Mesh, checked_mask, checked_seq_len, refuse_dtensors
+from cp_dtensor.api.functional import attend_shards, cast_by_autocast
+from cp_dtensor.engine.attend import modifiers_of
+from cp_dtensor.engine.config import Mesh, checked_seq_len, refuse_dtensors
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -88,18 +87,10 @@ def context_parallel_mla(
     of_heads = up.unflatten(0, (q.size(1), -1))
     latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
     modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads)
-    if torch.compiler.is_dynamo_compiling():
-        out, lse = attention_in_trace(
-            "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
-            rotate_method, debug, deterministic, mask, is_causal,
-        )  # fmt: skip
-    else:
-        config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
-        config = with_inherited("context_parallel_mla", config, layout=layout is None, mask=mask is None)
-        out, lse = attend(
-            q, latent, k_rope, config, mask=checked_mask(mask, is_causal), scale=scale, modifiers=modifiers,
-            lengths=lengths, needs_lse=return_lse,
-        )  # fmt: skip
+    out, lse = attend_shards(
+        "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
+        rotate_method, debug, deterministic, mask, is_causal,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 

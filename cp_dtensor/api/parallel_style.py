@@ -18,7 +18,6 @@ from cp_dtensor.api.active_context import (
     CAPTURED_BEFORE,
     ActiveContext,
     checked_context_sinks,
-    checked_deterministic,
     current_context,
     innermost_context,
     refuse_sinks,
@@ -29,15 +28,15 @@ from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of, key_of
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
+    checked_deterministic,
     checked_layout,
-    checked_length,
+    checked_lengths_of,
     checked_mask,
     checked_method,
-    refuse_other_lengths,
 )
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -63,8 +62,8 @@ class ContextParallel(ParallelStyle):
             `torch.utils.checkpoint` may run after that context.
         rotate_method: how K/V travel in rings (see `set_rotate_method`); None takes the process default at the time of
             parallelize_module.
-        seq_len: global number of tokens, if it is always the same. It is not checked. On GPUs, without it or for other
-            lengths, the ranks exchange their local lengths in one small collective per call; on CPUs they always do.
+        seq_len: the global length that attention runs over, or a tuple of several; trusted, as those of a context are.
+            The ranks exchange their local lengths at every call of another length, in one small collective.
         sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
             name of the module's attribute that is read at each call: `sinks="sinks"` for
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
@@ -84,8 +83,8 @@ class ContextParallel(ParallelStyle):
 
     def __init__(
         self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
-        rotate_method: str | None = None, seq_len: int | None = None, sinks: torch.Tensor | str | None = None,
-        deterministic: bool = False, debug: bool = False,
+        rotate_method: str | None = None, seq_len: int | tuple[int, ...] | None = None,
+        sinks: torch.Tensor | str | None = None, deterministic: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
@@ -94,13 +93,10 @@ class ContextParallel(ParallelStyle):
             deterministic=checked_deterministic(deterministic),
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
-        layout = checked_layout(layout)
         self._mask = None if mask is None else checked_mask(mask, False)
         transport_by_name(rotate_method)
-        self._lengths = None if seq_len is None else (checked_length(seq_len),)
+        self._lengths = checked_lengths_of(checked_layout(layout), seq_len) or None
         self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
-        if seq_len is not None:
-            refuse_other_lengths(layout, seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _ContextForward):
@@ -130,7 +126,7 @@ class _ContextForward:
         self._context = ActiveContext(config)
         self._sinks = sinks
         self._inherits = inherits
-        self._token = self._context.key
+        self._spec_key = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
@@ -140,13 +136,13 @@ class _ContextForward:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
             inherits = self._inherits
-            token = _token_in_trace(self._token, inherits["layout"], inherits["mask"], self._sinks is not None)
-            if not token:
+            spec_key = _key_in_trace(self._spec_key, inherits["layout"], inherits["mask"], self._sinks is not None)
+            if not spec_key:
                 return forward(*args, **kwargs)
-            # Code is compiled for the token; the context is entered when the captured forward is traced further.
-            _torch.begin_traced_scope(token)  # FlexAttention is redirected while Dynamo traces forward
+            # Code is compiled for the key; the context is entered when the captured forward is traced further.
+            _torch.begin_traced_scope(spec_key)  # FlexAttention is redirected while Dynamo traces forward
             try:
-                return _torch.traced_inside(functools.partial(_in_context_of, token), forward, *args, **kwargs)
+                return _torch.traced_inside(functools.partial(_in_context_of, spec_key), forward, *args, **kwargs)
             finally:
                 _torch.end_traced_scope()
         return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
@@ -190,19 +186,19 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 
 
 @_torch.constant_in_trace
-def _token_in_trace(token: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
+def _key_in_trace(spec_key: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
     """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
-    config = call_spec_of(token).config()
+    config = compiled_spec_of(spec_key).config()
     has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
     refuse_sinks(has_sinks, "a compiled module with ContextParallel")
     config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
-    call_spec = CompiledCallSpec.of(config)
-    return "" if call_spec.reads_context else key_of(call_spec)
+    compiled_spec = CompiledCallSpec.of(config)
+    return "" if compiled_spec.reads_context else key_of(compiled_spec)
 
 
-def _in_context_of(token: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in a context with the configuration of the key `token`."""
-    return functools.partial(_run_in_context, ActiveContext(call_spec_of(token).config()), True, function)
+def _in_context_of(spec_key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run in a context with the configuration of the key `spec_key`."""
+    return functools.partial(_run_in_context, ActiveContext(compiled_spec_of(spec_key).config()), True, function)
 
 
 @_torch.never_compiled

@@ -11,19 +11,11 @@ from cp_dtensor import _torch
 from cp_dtensor.api.active_context import current_context, innermost_context, open_local_sdpa, refuse_sinks
 from cp_dtensor.api.transformers_hooks import block_mask_of
 from cp_dtensor.api.transformers_masks import ModelMask
-from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, call_spec_of
-from cp_dtensor.engine.config import (
-    check_batch_size,
-    check_qkv,
-    checked_mask,
-    positive_scale,
-    refuse_dtensors,
-    softmax_scale,
-)
-from cp_dtensor.engine.custom_op import CallKeys, keys_of, traced_attention
+from cp_dtensor.engine.attend import attend, attend_traced, modifiers_of
+from cp_dtensor.engine.compiled_spec import CallKeys, compiled_spec_of, keys_of
+from cp_dtensor.engine.config import check_batch_size, check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.engine.named_masks import is_name, named_mask
-from cp_dtensor.spec.masks import Mask, mask_intersection
+from cp_dtensor.spec.masks import Mask
 
 
 def attention_of_shards(
@@ -53,10 +45,8 @@ def attention_of_shards(
         if keys is None:
             return None
         check_qkv(q, k, v, enable_gqa=True)
-        modifiers = modifiers_of(q, bias, dropout_p, sinks).drawn(q.device)
-        q, scale = positive_scale(q, softmax_scale(q, scale))
-        found = None if mask_name is None else (mask_name, None)
-        return traced_attention(q, k, v, modifiers, keys, scale, None, False, found)[0]
+        modifiers = modifiers_of(q, bias, dropout_p, sinks)
+        return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, mask_name=mask_name)[0]
     context = current_context()
     if context is None or open_local_sdpa(context) is not None:
         return None
@@ -78,15 +68,12 @@ def _keys_in_context(is_causal: bool) -> CallKeys | None:
     """Keys of the call in the context of code that is traced; None outside of contexts."""
     of_module, mask = _torch.traced_scope(), checked_mask(None, is_causal)
     if of_module is not None:
-        return keys_of(call_spec_of(of_module), mask)
+        return keys_of(compiled_spec_of(of_module).config(), mask)
     context = innermost_context()
     if context is None or open_local_sdpa(context) is not None:
         return None
     refuse_sinks(context.sinks is not None, "attention in compiled code")
-    call_spec = CompiledCallSpec.of(context.config)
-    if context.config.mask is not None and not call_spec.reads_context:
-        mask = mask_intersection(context.config.mask, mask)
-    return keys_of(call_spec, mask)
+    return keys_of(context.config, mask)
 
 
 def softcapped_attention(

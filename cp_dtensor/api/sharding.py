@@ -19,7 +19,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import odd_ones
 from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
 from cp_dtensor.engine.lengths import checked_only_length, global_length
-from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 
 
 @renamed_keywords(seq_dims="buffer_seq_dims")
@@ -198,7 +198,7 @@ class _Unshard(torch.autograd.Function):
         shape = ", ".join(":" if each == dim else str(size) for each, size in enumerate(shard.shape))
         kind = f"{which}, {shard.dtype} ({shape}), {layout}, grad {'partial' if sum_gradients else 'replicated'}"
         lengths, seq_len = _lengths(shard.size(dim), kind, layout, ranks, shard.device)
-        ctx.settings = (dim, layout, ranks, sum_gradients, lengths)
+        ctx.arguments = (dim, layout, ranks, sum_gradients, lengths)
         whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
         for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, ranks)):
             put_shard(whole, part.movedim(0, dim), dim, layout, rank, len(lengths))
@@ -207,7 +207,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, _saved: Tensors, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, layout, ranks, sum_gradients, lengths = ctx.settings
+        dim, layout, ranks, sum_gradients, lengths = ctx.arguments
         world_size, rank = len(lengths), ranks.rank
         if not sum_gradients or world_size == 1:
             return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
@@ -247,7 +247,7 @@ def _lengths(
     """The local lengths of all ranks, and the global length; `kind` must be equal on all ranks."""
     if layout.only_length is not None:
         seq_len = checked_only_length(length, layout, ranks.rank, ranks.size)
-        return [layout.local_length(seq_len, rank, ranks.size) for rank in range(ranks.size)], seq_len
+        return list(shard_lengths(layout, seq_len, ranks.size)), seq_len
     lengths, kinds = map(list, zip(*ranks.gather_integers([length, zlib.crc32(kind.encode())], device), strict=True))
     odd = odd_ones(kinds)
     if odd:

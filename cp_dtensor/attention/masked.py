@@ -160,7 +160,7 @@ def _checked(
         raise ValueError(f"q, k and v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if scale <= 0:
+    if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}: masks are applied before it")
     if mask.intervals is not None:
         lo, hi = mask.intervals
@@ -294,7 +294,7 @@ def _logits(
 def _weights(logits: Tensor, lse: Tensor) -> Tensor:
     """exp(logits - lse), in place; 0 for rows without keys, where -inf - -inf would be NaN."""
     lse = lse.to(logits.dtype)
-    return logits.sub_(torch.where(lse > float("-inf"), lse, 0.0).unsqueeze(-1)).exp_()
+    return logits.sub_(torch.where(lse == float("-inf"), 0.0, lse).unsqueeze(-1)).exp_()
 
 
 def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, dtype: torch.dtype) -> Tensor:

@@ -59,7 +59,7 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
     total, total_lse = base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True)
     for (start, stop), part_out, part_lse in parts:
         rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
-        seen = torch.maximum(rows_lse, part_lse) > float("-inf")  # else both are -inf, and -inf - -inf would be NaN
+        seen = torch.maximum(rows_lse, part_lse) != float("-inf")  # else both are -inf, and -inf - -inf would be NaN
         # Weights from the difference, not from the merged LSE, whose rounding error does not cancel if LSE is large.
         weight = torch.where(seen, torch.sigmoid(rows_lse - part_lse), 0)
         part_weight = torch.where(seen, torch.sigmoid(part_lse - rows_lse), 0)
@@ -343,5 +343,5 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         lse: (B, H, S), lse' of `with_sinks`.
         delta: (B, H, S), the sum over the last dim of out' times its gradient.
     """
-    weights = torch.where(lse > float("-inf"), (sinks.to(lse)[:, None] - lse).exp(), 0.0)
+    weights = torch.where(lse == float("-inf"), 0.0, (sinks.to(lse)[:, None] - lse).exp())
     return -(weights * delta).sum((0, 2))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
+from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
@@ -52,10 +53,12 @@ def _start_packed(
     targets, counts = _by_rank(incoming)
     buffer = torch.cat(sent) if sent else like.new_empty(0, width)
     received = like.new_empty(sum(counts), width)
-    work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
+    with peer_errors(group, "an exchange of rows"):
+        work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
 
     def wait() -> None:
-        work.wait()
+        with peer_errors(group, "an exchange of rows"):
+            work.wait()
         for rows, arrived in zip(targets, received.split([rows.size(0) for rows in targets]), strict=True):
             rows.copy_(arrived)
 
@@ -191,25 +194,25 @@ class Staging:
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
-    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
+    def plan(self, spec: CallSpec, rank: int) -> TilePlan:
         """Returns the plan of a call that gathers the K/V of all other ranks."""
-        return gathered_plan(shape.tiling, rank, shape.kv_heads, *self.stages(shape))
+        return gathered_plan(spec.tiling, rank, spec.kv_heads, *self.stages(spec))
 
-    def stages(self, shape: CallSpec) -> tuple[Stages, Stages]:
+    def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
         """Returns the groups of heads of forward and of backward."""
-        tiling = shape.tiling
+        tiling = spec.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
-        total = gathered * shape.head_bytes * shape.kv_heads
-        flops = shape.flops(groups) / world_size
-        filling = queries // world_size * shape.batch_size * shape.q_heads // self.queries_per_stage
-        if shape.masking is not Masking.BY_SHAPE:
-            filling = min(filling, gathered * shape.batch_size * shape.kv_heads // self.keys_per_stage_by_row)
+        total = gathered * spec.head_bytes * spec.kv_heads
+        flops = spec.flops(groups) / world_size
+        filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage
+        if spec.masking is not Masking.BY_SHAPE:
+            filling = min(filling, gathered * spec.batch_size * spec.kv_heads // self.keys_per_stage_by_row)
 
         def count(limit: int, worthwhile: float) -> int:
-            most = max(1, min(shape.kv_heads, -(-total // limit), int(worthwhile), filling))
+            most = max(1, min(spec.kv_heads, -(-total // limit), int(worthwhile), filling))
             # Stages of equal size fill a GPU equally well.
-            return next((few for few in range(most, most // 2, -1) if shape.kv_heads % few == 0), most)
+            return next((few for few in range(most, most // 2, -1) if spec.kv_heads % few == 0), most)
 
         worthwhile = BACKWARD_FLOPS * flops / self.grad_flops_per_stage
         local = min(4, count(self.grad_local_bytes, worthwhile))
@@ -235,8 +238,8 @@ class AllGather(CollectiveTransport):
     transfers_ahead = 1  # one is as large as all hops of a ring
     keeps_own_gradients_wide = True  # for exactness; `symm_mem` is the faster one
 
-    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
-        return self.staging.plan(shape, rank)
+    def plan(self, spec: CallSpec, rank: int) -> TilePlan:
+        return self.staging.plan(spec, rank)
 
 
 _MOST_HEAD_GROUPS = 4
@@ -269,16 +272,16 @@ class AllToAll(CollectiveTransport):
     name = "alltoall"
     keeps_own_gradients_wide = False
 
-    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
-        tiling = shape.tiling
-        shard = tiling.gathered_rows(rank).longest * shape.head_bytes * shape.kv_heads
-        worthwhile = int(shape.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)
+    def plan(self, spec: CallSpec, rank: int) -> TilePlan:
+        tiling = spec.tiling
+        shard = tiling.gathered_rows(rank).longest * spec.head_bytes * spec.kv_heads
+        worthwhile = int(spec.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)
 
         def head_groups(limit: int) -> int:
             return max(1, min(-(-shard // limit), worthwhile, _MOST_HEAD_GROUPS))
 
         groups = head_groups(self.shard_bytes), head_groups(self.grad_shard_bytes)
-        return ring_plan(tiling, rank, shape.kv_heads, *groups)
+        return ring_plan(tiling, rank, spec.kv_heads, *groups)
 
 
 OUTER_TRANSPORT = AllToAll(transfers_ahead=1)

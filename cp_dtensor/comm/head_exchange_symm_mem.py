@@ -22,8 +22,9 @@ from cp_dtensor._torch import label, prepared
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
+from cp_dtensor.comm.flags import Flag
 from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Kinds, Tensors
-from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.plan.partition import CallSpec
 
 if TRITON_AVAILABLE:
@@ -152,33 +153,33 @@ class SharedMemoryHeads(HeadExchange):
         return workspaces.workspace(group, like.device, self.bytes_to_heads, self.bytes_to_rows)
 
 
-def obstacle_to_shared_memory(shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
+def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Returns why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
-    The first call for a group may be a collective. `shape` is that of this rank's tensors, with all heads.
+    The first call for a group may be a collective. `spec` is that of this rank's tensors, with all heads.
     """
     if not TRITON_AVAILABLE:
         return "it needs triton"
-    dims = (shape.head_dim, shape.v_head_dim, *(shape.latent_dims or ()))
-    if any(dim * shape.itemsize % ALIGNMENT for dim in dims):
-        return f"head dims {dims} of {shape.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
+    dims = (spec.head_dim, spec.v_head_dim, *(spec.latent_dims or ()))
+    if any(dim * spec.itemsize % ALIGNMENT for dim in dims):
+        return f"head dims {dims} of {spec.itemsize} bytes are no multiples of {ALIGNMENT} bytes"
     return workspaces.p2p_obstacle(group, device)
 
 
-def shared_memory_heads(shape: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
+def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
     """Returns the exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:
         shape: shape of this rank's tensors, with all heads.
         stages: for each stage, the heads and rows of queries, and those of keys and values.
     """
-    d, dv = shape.head_dim * shape.itemsize, shape.v_head_dim * shape.itemsize
+    d, dv = spec.head_dim * spec.itemsize, spec.v_head_dim * spec.itemsize
     exchanged = []
     for of_queries, of_keys in stages:
-        units = shape.kv_heads * of_keys.copies
-        queries = Written(of_queries, shape.batch_size, shape.q_heads, max(d, dv))  # q and dQ; grad_out and out
-        lse = Written(of_queries, shape.batch_size, shape.q_heads, ALIGNMENT)
-        keys, values = (Written(of_keys, shape.batch_size, units, dim * shape.itemsize) for dim in shape.kv_dims)
+        units = spec.kv_heads * of_keys.copies
+        queries = Written(of_queries, spec.batch_size, spec.q_heads, max(d, dv))  # q and dQ; grad_out and out
+        lse = Written(of_queries, spec.batch_size, spec.q_heads, ALIGNMENT)
+        keys, values = (Written(of_keys, spec.batch_size, units, dim * spec.itemsize) for dim in spec.kv_dims)
         exchanged += [[queries, keys, values], [queries, lse]]  # out and LSE may take more memory than q, k and v
     return SharedMemoryHeads(
         bytes_to_heads=max(offsets(tensors, True)[-1] for tensors in exchanged),
@@ -213,7 +214,7 @@ class _ReadHeads(Arrivals):
         self._workspace = workspace
         stream = current_stream(tensors[0].device)
         with label("write heads"):
-            workspace.follow(stream)
+            workspace.follow(stream, "heads", tensors[0])
             workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
             _write(tensors, workspace.kv_address(workspace.rank), offsets(self._stages[0], True), stream)
             workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
@@ -260,7 +261,7 @@ class _ReadRows(Departure):
         current = current_stream(tensors[0].device)
         overlaps = not is_last  # with the next stage, on another stream perhaps
         with label("write rows"):
-            workspace.follow(current)
+            workspace.follow(current, "rows", tensors[0])
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
             _write(tensors, workspace.grads_address(workspace.rank), offsets(written, False), current)
         stream = workspace.grad_stream if overlaps else current

@@ -86,15 +86,15 @@ class Auto(TransportMethod):
 
     name = "auto"
 
-    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         if device.type != "cuda":
             return AllGather()
         shares_memory = p2p_obstacle(group, device) is None
-        return choose(shape, group.size(), hardware_of(group, device, shape.itemsize), shares_memory)
+        return choose(spec, group.size(), hardware_of(group, device, spec.itemsize), shares_memory)
 
 
 @lru_cached
-def choose(shape: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
+def choose(spec: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
     """Returns symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
 
     The time is that of forward and backward on the slowest rank.
@@ -102,28 +102,28 @@ def choose(shape: CallSpec, world_size: int, hardware: Hardware, shares_memory: 
     if shares_memory:  # never slower than all-gather by prediction, and a prediction takes as long as planning the call
         return SymmetricMemory()
     transports: list[KVTransport] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
-    seconds = [slowest_seconds(transport, shape, world_size, hardware, backward=True) for transport in transports]
+    seconds = [slowest_seconds(transport, spec, world_size, hardware, backward=True) for transport in transports]
     return nearly_fastest(transports, seconds)
 
 
 def slowest_seconds(
-    transport: KVTransport, shape: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
+    transport: KVTransport, spec: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
     """Returns the predicted time of forward, or of forward and `backward`, on the slowest rank."""
     passes = (False, True) if backward else (False,)
     return max(
-        sum(predicted_seconds(plan, shape, hardware, each, transport.slows_compute) for each in passes)
-        for plan in plans_of_some_ranks(transport, shape, world_size)
+        sum(predicted_seconds(plan, spec, hardware, each, transport.slows_compute) for each in passes)
+        for plan in plans_of_some_ranks(transport, spec, world_size)
     )
 
 
 @lru_cached
-def plans_of_some_ranks(transport: KVTransport, shape: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
+def plans_of_some_ranks(transport: KVTransport, spec: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
     """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
-    busiest = None if shape.masking is Masking.BY_SHAPE else shape.busiest_rank
+    busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
     between = world_size // 2 if busiest is None else busiest
-    return tuple(transport.plan(shape, rank) for rank in sorted({0, between, world_size - 1}))
+    return tuple(transport.plan(spec, rank) for rank in sorted({0, between, world_size - 1}))
 
 
 TRANSPORTS: dict[str, KVTransport] = {each.name: each for each in (AllGather(), AllToAll(), SymmetricMemory())}

@@ -69,7 +69,7 @@ class TransportMethod(ABC):
     """The value of `rotate_method` that selects it."""
 
     @abstractmethod
-    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         """Returns the transport of a call, equal on all ranks of the group."""
 
 
@@ -83,11 +83,11 @@ class KVTransport(TransportMethod):
     keeps_own_gradients_wide: bool
     """True if gradients of tiles against the rank's own K/V stay float32 until they are summed (a slower kernel)."""
 
-    def for_call(self, shape: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
+    def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self
 
     @abstractmethod
-    def plan(self, shape: CallSpec, rank: int) -> TilePlan:
+    def plan(self, spec: CallSpec, rank: int) -> TilePlan:
         """Returns the plan of a call on one rank, with its steps in the order that suits this transport."""
 
     def abandon(self, group: dist.ProcessGroup) -> None:

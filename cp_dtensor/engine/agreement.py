@@ -67,7 +67,7 @@ def _shortened(text: str) -> str:
 
 
 def compare_contexts(
-    settings: AttentionConfig, kind: Hashable, device: torch.device | None, others: Callable[[], Facts]
+    config: AttentionConfig, kind: Hashable, device: torch.device | None, others: Callable[[], Facts]
 ) -> None:
     """Refuses, on every rank alike, a context whose facts differ between ranks.
 
@@ -75,18 +75,18 @@ def compare_contexts(
     code determines and not the data, so that ranks agree about it.
 
     Args:
-        kind: of the arguments that are not among `settings`.
+        kind: of the arguments that are not in `config`.
         device: of a CUDA tensor among the arguments.
         others: makes the facts of these arguments, may read tensors.
     """
-    ranks = settings.ranks
+    ranks = config.ranks
     if ranks.size == 1:
         return
 
     def compare() -> None:
         where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with _torch.no_modes():
-            facts = {**_facts_of(settings), "mask": repr(settings.mask), **others()}
+            facts = {**_facts_of(config), "mask": repr(config.mask), **others()}
             if len({*ranks.gather_integers(hash_of(facts), where)}) == 1:
                 return
             found = disagreements(ranks.gather_objects(facts, where))
@@ -101,20 +101,20 @@ def compare_contexts(
             f"the ranks of the context-parallel axis disagree about {'; about '.join(found.values())}{hint}"
         )
 
-    if settings.debug:
+    if config.debug:
         compare()
     else:
-        of_settings = settings.method, settings.transport.name, type(settings.layout), type(settings.mask)
-        _compared.get(ranks.outer, (ranks.inner, *of_settings, settings.deterministic, kind), compare)
+        of_settings = config.method, config.transport.name, type(config.layout), type(config.mask)
+        _compared.get(ranks.outer, (ranks.inner, *of_settings, config.deterministic, kind), compare)
 
 
-def _facts_of(settings: AttentionConfig) -> Facts:
+def _facts_of(config: AttentionConfig) -> Facts:
     return {
-        "layout": repr(settings.layout),
-        "method": settings.method,
-        "rotate_method": settings.transport.name,
-        "deterministic": settings.deterministic,
-        "debug": settings.debug,
+        "layout": repr(config.layout),
+        "method": config.method,
+        "rotate_method": config.transport.name,
+        "deterministic": config.deterministic,
+        "debug": config.debug,
     }
 
 
@@ -122,12 +122,12 @@ def _facts_of(settings: AttentionConfig) -> Facts:
 
 
 def facts_of_call(
-    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
 ) -> Facts:  # fmt: skip
-    exchanges_heads = settings.method in ("ulysses", "hybrid")
+    exchanges_heads = config.method in ("ulysses", "hybrid")
     # Over one axis of CPUs "auto" is a ring, where lse does not travel.
-    may_exchange = exchanges_heads or (settings.method == "auto" and (q.is_cuda or settings.ranks.inner is not None))
+    may_exchange = exchanges_heads or (config.method == "auto" and (q.is_cuda or config.ranks.inner is not None))
     declared_q, declared_kv = lengths or (None, None)
     facts: Facts = {
         "batch_size": q.size(0),
@@ -139,17 +139,17 @@ def facts_of_call(
         "dtype": str(q.dtype),
         "mask": repr(mask),
         "attn_mask": modifiers.described(q),
-        "sinks": modifiers.described_sinks(values=settings.debug),
+        "sinks": modifiers.described_sinks(values=config.debug),
         "dropout_p": float(modifiers.dropout_p),
         "scale": scale,
-        **_facts_of(settings),
-        "deterministic": is_deterministic(q, allowed_backends(), settings.deterministic),
+        **_facts_of(config),
+        "deterministic": is_deterministic(q, allowed_backends(), config.deterministic),
         "requires_grad": torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         "declared_q": declared_q,
         "declared_kv": declared_kv,
         # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.
         "returns_lse": gives_lse and may_exchange,
-        "in_context": settings.lengths_vary,
+        "in_context": config.lengths_vary,
         "compiled": compiled,
         # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then.
         "attn_mask_has_rows": modifiers.has_rows and exchanges_heads,
@@ -188,12 +188,12 @@ def refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
     raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(found.values())}")
 
 
-def refuse_equal_rows(modifiers: Modifiers, settings: AttentionConfig, fewest: int) -> None:
+def refuse_equal_rows(modifiers: Modifiers, config: AttentionConfig, fewest: int) -> None:
     """Refuses an attn_mask whose rows are equal on all ranks and differ from query to query; on every rank alike."""
     bias = modifiers.bias
-    if bias is None or settings.ranks.size == 1 or fewest < 2 or not modifiers.has_rows:
+    if bias is None or config.ranks.size == 1 or fewest < 2 or not modifiers.has_rows:
         return
-    if _are_equal_and_vary(settings.ranks, bias, bias):
+    if _are_equal_and_vary(config.ranks, bias, bias):
         raise ValueError(
             f"attn_mask {tuple(bias.shape)} is equal on all ranks, although its rows differ and each rank has other "
             "queries: expected this rank's query rows, context_parallel_shard(mesh, [attn_mask], [-2]) of the whole"
@@ -201,7 +201,7 @@ def refuse_equal_rows(modifiers: Modifiers, settings: AttentionConfig, fewest: i
 
 
 def refuse_equal_shards(
-    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers
 ) -> None:
     """Refuses q, k and v that are equal on all ranks: each has the whole tensors. Once for each kind of call,
     with `debug` always.
@@ -209,7 +209,7 @@ def refuse_equal_shards(
     The arguments but their values must be equal on all ranks, so that these agree about what is the first call. Without
     a mask, whole tensors give right results, n times the work on each of n ranks: a warning.
     """
-    ranks = settings.ranks
+    ranks = config.ranks
     masked = mask != Full() or modifiers.bias is not None
     kind = (ranks.inner, type(mask), masked, q.size(1), k.size(1), q.size(3), v.size(3), q.dtype)
 
@@ -229,7 +229,7 @@ def refuse_equal_shards(
             raise ValueError(text)
         warnings.warn(text, stacklevel=2)
 
-    if settings.debug:
+    if config.debug:
         compare()
     else:
         _compared.get(ranks.outer, kind, compare)

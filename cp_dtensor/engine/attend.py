@@ -1,4 +1,4 @@
-"""Entry of the engine: attention of checked local shards, which every front end calls exactly once."""
+"""Entries of the engine, one of which each front end calls once: attention of checked local shards, eager or traced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import joined_rows, split_rows
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec
+from cp_dtensor.engine.compiled_spec import CallKeys, keys_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
     check_batch_size,
@@ -19,9 +19,9 @@ from cp_dtensor.engine.config import (
     positive_scale,
     softmax_scale,
 )
-from cp_dtensor.engine.custom_op import CuSeqlens, keys_of, traced_attention
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.named_masks import named_mask
+from cp_dtensor.engine.operators import CuSeqlens
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Mask, mask_intersection
@@ -51,14 +51,12 @@ def attend(
         needs_lse: False if lse may be empty.
         mask_name: names one more mask (`named_masks`), which is found when the call runs.
     """
-    q, scale = positive_scale(q, softmax_scale(q, scale))
     if _torch.is_traced(q):
-        call_spec = CompiledCallSpec.of(config)
-        if config.mask is not None and not call_spec.reads_context:
-            mask = mask_intersection(config.mask, mask)
-        keys = keys_of(call_spec, mask)
-        found = None if mask_name is None else (mask_name, None)
-        return traced_attention(q, k, v, modifiers.drawn(q.device), keys, scale, lengths, needs_lse, found)
+        return attend_traced(
+            q, k, v, keys_of(config, mask), scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse,
+            mask_name=mask_name,
+        )  # fmt: skip
+    q, scale = positive_scale(q, softmax_scale(q, scale))
     if mask_name is not None:
         mask = mask_intersection(named_mask(mask_name).mask_for(config), mask)
     if config.mask is not None:
@@ -72,6 +70,35 @@ def attend(
     out, lse, _ = Attention.apply(
         q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse, modifiers.up
     )
+    return out, lse
+
+
+def attend_traced(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: CallKeys,
+    *,
+    scale: float | None,
+    modifiers: Modifiers = NO_MODIFIERS,
+    lengths: tuple[int, int] | None = None,
+    needs_lse: bool = False,
+    mask_name: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` in a program that is being captured, as one operator whose constants are `keys`.
+
+    With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
+    """
+    q, scale = positive_scale(q, softmax_scale(q, scale))
+    modifiers = modifiers.drawn(q.device)
+    spec_key, backends, mask, reads_more = keys
+    overloads = torch.ops.cp_dtensor.attention
+    out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
+        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, modifiers.up, *(cu_seqlens or (mask_name, None)),
+        spec_key, backends, mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale,
+        *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
+    )  # fmt: skip
     return out, lse
 
 
@@ -95,9 +122,7 @@ def attend_packed(
     """
     if _torch.is_traced(q):
         checked_lengths(config.declared_lengths)
-        keys = keys_of(CompiledCallSpec.of(config), within)
-        q, scale = positive_scale(q, softmax_scale(q, scale))
-        return traced_attention(q, k, v, NO_MODIFIERS, keys, scale, None, True, cu_seqlens)
+        return attend_traced(q, k, v, keys_of(config, within), scale=scale, needs_lse=True, cu_seqlens=cu_seqlens)
     edges = PackedEdges.of(*cu_seqlens)
     rows, lengths = edges.rows_and_lengths(config.declared_lengths)
     q, k, v = (split_rows(x, rows) for x in (q, k, v))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import split_rows
+from cp_dtensor.attention.backends.select import allowed_backends
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.config import AttentionConfig, check_batch_size, check_bias
@@ -275,7 +276,7 @@ class CompiledCallSpec:
         the mask inside of each document. `named` is one more mask.
         """
         if self.fixed.placed is not None and known is not None:
-            return known, RuntimeValues(mask)
+            return known, RuntimeValues(self.with_own_mask(mask))
         context = active = None
         reads_lengths = edges is not None and self.fixed.declared_lengths is None
         if known is None or self.reads_context or reads_lengths:
@@ -293,7 +294,7 @@ class CompiledCallSpec:
             rows, known = edges.rows_and_lengths(config.declared_lengths)
             mask = packed_mask(edges, rows, known, within=mask)
             q, k, v = (split_rows(x, rows) for x in (q, k, v))
-            mask = mask if self.fixed.mask is None else mask_intersection(self.fixed.mask, mask)
+        mask = self.with_own_mask(mask)
         if named is not None:
             mask = mask_intersection(named.mask_for(config), mask)
         if context is not None and context.mask is not None:
@@ -303,6 +304,10 @@ class CompiledCallSpec:
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks)
         return lengths, RuntimeValues(mask, context, rows)
 
+    def with_own_mask(self, mask: Mask) -> Mask:
+        """The mask of a call together with that of the configuration."""
+        return mask if self.fixed.mask is None else mask_intersection(self.fixed.mask, mask)
+
     def config(self, context: ContextValues | None = None) -> AttentionConfig:
         """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""
         ranks = SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
@@ -311,10 +316,21 @@ class CompiledCallSpec:
         return replace(self.fixed, ranks=ranks, layout=context.layout, declared_lengths=context.lengths)
 
 
-_OPERATORS = 9
+_OPERATORS = 10
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
-_call_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
-key_of, call_spec_of = _call_specs.key_of, _call_specs.value_of
+_compiled_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
+key_of, compiled_spec_of = _compiled_specs.key_of, _compiled_specs.value_of
+
+
+CallKeys = tuple[str, str, str, bool]
+"""Keys of call spec, backends and mask; and True if each run reads the open context or compares values of the ranks."""
+
+
+def keys_of(config: AttentionConfig, mask: Mask) -> CallKeys:
+    """The keys of a call, which are constants of compiled code; `mask` is that of the call alone."""
+    spec = CompiledCallSpec.of(config)
+    backends = repr(tuple(allowed_backends()))  # Dynamo recompiles on a change
+    return key_of(spec), backends, mask_keys.key_of(mask), spec.reads_context or spec.fixed.debug
 
 
 def _values_of(active: ActiveConfig | None) -> ContextValues:

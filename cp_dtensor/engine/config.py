@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -17,7 +18,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
-from cp_dtensor.spec.layouts import HeadTail, Layout
+from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import Causal, Full, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
@@ -139,6 +140,13 @@ def checked_layout(layout: Layout | None) -> Layout:
     return layout
 
 
+def checked_deterministic(deterministic: object) -> bool:
+    """Returns `deterministic`; refuses anything but a bool."""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
+    return deterministic
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Partition of a sequence, and the method and KV transport of its ranks."""
@@ -173,7 +181,7 @@ class AttentionConfig:
         """The configuration of public arguments, which are checked."""
         ranks, method = ranks_and_method(mesh, method)
         transport = transport_by_name(rotate_method)
-        return cls(ranks, checked_layout(layout), method, transport, bool(deterministic), debug)
+        return cls(ranks, checked_layout(layout), method, transport, checked_deterministic(deterministic), debug)
 
     def partition(self, lengths: tuple[int, int], batch_size: int) -> SequencePartition:
         """The partition of a call with these global (queries, keys)."""
@@ -265,6 +273,17 @@ def checked_length(length: int, what: str = "seq_len") -> int:
     if not is_integer(length) or length < 0:
         raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
     return length
+
+
+def checked_lengths_of(layout: Layout, seq_len: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Returns the global lengths that `seq_len` declares, ascending; refuses those that `layout` does not divide."""
+    several: Any = () if seq_len is None else seq_len
+    if not isinstance(several, Iterable) or isinstance(several, torch.Tensor):
+        several = (several,)
+    lengths = {checked_length(length) for length in several}
+    for length in lengths:
+        refuse_other_lengths(layout, length, "seq_len")
+    return tuple(sorted(lengths))
 
 
 # Masks, dropout and sinks
@@ -360,7 +379,7 @@ def check_bias(
         )
     if layout is None or ranks is None or bias.size(0) > 1 or len(layout.batch_groups(q.size(0))) == 1:
         return
-    local = [layout.local_length(q_len, rank, ranks.size) for rank in range(ranks.size)]
+    local = shard_lengths(layout, q_len, ranks.size)
     most_rows = bias.size(2)
     if min(local) <= 1 < q_len:
         # If no rank has more than one query, no rank can tell: refused.
@@ -373,8 +392,12 @@ def check_bias(
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
-    """Returns the factor of the logits; 1 / sqrt(D) if None."""
-    return 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
+    """Returns the factor of the logits; 1 / sqrt(D) if None. Refuses NaN and infinity."""
+    if scale is None:
+        return 1.0 / math.sqrt(q.size(3))
+    if not abs(scale) < math.inf:
+        raise ValueError(f"expected a finite scale, got {scale}")
+    return float(scale)
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:

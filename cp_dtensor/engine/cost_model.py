@@ -66,7 +66,7 @@ class Estimate:
 
 
 def estimates(
-    shape: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
+    spec: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
     """Returns an estimate for each method that the axes allow; the first is preferred if times are equal.
 
@@ -75,46 +75,46 @@ def estimates(
     """
     if inner is None:
         found = {
-            "ring": ring_estimate(shape, outer, transport_method),
-            "ulysses": ulysses_estimate(shape, outer, None, transport_method),
+            "ring": ring_estimate(spec, outer, transport_method),
+            "ulysses": ulysses_estimate(spec, outer, None, transport_method),
         }
     else:
         places = sorted({0, outer.size - 1})
-        nested = (nested_ring_estimate(shape, outer, inner, transport_method, place) for place in places)
+        nested = (nested_ring_estimate(spec, outer, inner, transport_method, place) for place in places)
         found = {
-            "hybrid": ulysses_estimate(shape, inner, outer, transport_method),
+            "hybrid": ulysses_estimate(spec, inner, outer, transport_method),
             "ring": max(nested, key=lambda estimate: estimate.seconds),
         }
-    if shape.latent_dims is not None:
-        expanding = _expanding(rows_in_order(shape.partition.groups()[0].kv_by_rank).longest, shape, outer)
-        for name, each in estimates(expanded(shape), outer, inner, transport_method).items():
+    if spec.latent_dims is not None:
+        expanding = _expanding(rows_in_order(spec.partition.groups()[0].kv_by_rank).longest, spec, outer)
+        for name, each in estimates(expanded(spec), outer, inner, transport_method).items():
             forward, backward = each.forward + expanding, each.backward + 2 * expanding
             found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
     return found
 
 
-def expanded(shape: CallSpec) -> CallSpec:
+def expanded(spec: CallSpec) -> CallSpec:
     """Returns the shape of attention to K/V, as tiles compute it, of the shape of attention to K/V or latents."""
-    return shape if shape.latent_dims is None else replace(shape, kv_heads=shape.q_heads, latent_dims=None)
+    return spec if spec.latent_dims is None else replace(spec, kv_heads=spec.q_heads, latent_dims=None)
 
 
-def _expanding(rows: int, shape: CallSpec, axis: Axis) -> float:
+def _expanding(rows: int, spec: CallSpec, axis: Axis) -> float:
     """Returns seconds to expand latents of some rows; 0 if keys and values travel. Each product of backward is alike.
 
     The product, and the copies of its result and of the rotary keys next to one another.
     """
-    if shape.latent_dims is None:
+    if spec.latent_dims is None:
         return 0.0
-    latent, rotary = shape.latent_dims
-    tokens = float(rows * shape.batch_size * shape.q_heads)
-    flops = 2 * tokens * latent * (shape.head_dim - rotary + shape.v_head_dim)
-    moved = 3 * tokens * (shape.head_dim + shape.v_head_dim) * shape.itemsize
+    latent, rotary = spec.latent_dims
+    tokens = float(rows * spec.batch_size * spec.q_heads)
+    flops = 2 * tokens * latent * (spec.head_dim - rotary + spec.v_head_dim)
+    moved = 3 * tokens * (spec.head_dim + spec.v_head_dim) * spec.itemsize
     return flops / axis.hardware.flops + moved / axis.hardware.memory_speed
 
 
-def _expanding_in(plans: Iterable[TilePlan], shape: CallSpec, axis: Axis) -> float:
+def _expanding_in(plans: Iterable[TilePlan], spec: CallSpec, axis: Axis) -> float:
     """Returns seconds to expand what the slowest of some ranks sees in forward; backward takes three times as many."""
-    return _expanding(max(sum(map(_rows_read, plan.forward)) for plan in plans), shape, axis)
+    return _expanding(max(sum(map(_rows_read, plan.forward)) for plan in plans), spec, axis)
 
 
 def _rows_read(step: Step) -> int:
@@ -127,28 +127,28 @@ def fastest(found: dict[str, Estimate]) -> str:
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
-def ring_estimate(shape: CallSpec, axis: Axis, transport_method: TransportMethod) -> Estimate:
+def ring_estimate(spec: CallSpec, axis: Axis, transport_method: TransportMethod) -> Estimate:
     """A ring over one axis."""
-    transport = _transport(transport_method, shape, axis)
-    forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, shape, axis))
-    plans = plans_of_some_ranks(transport, shape, axis.size)
-    expanding = _expanding_in(plans, shape, axis)
+    transport = _transport(transport_method, spec, axis)
+    forward, backward = (seconds + _begun(axis) for seconds in _passes(transport, spec, axis))
+    plans = plans_of_some_ranks(transport, spec, axis.size)
+    expanding = _expanding_in(plans, spec, axis)
     return Estimate(
         method="ring",
         transport=transport.name,
         forward=forward + expanding,
         backward=backward + 3 * expanding,
-        outer_bytes=max(_received(plan, shape) for plan in plans),
+        outer_bytes=max(_received(plan, spec) for plan in plans),
         inner_bytes=0.0,
-        memory=max(_ring_memory(plan, shape, transport) for plan in plans),
+        memory=max(_ring_memory(plan, spec, transport) for plan in plans),
     )
 
 
-def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
+def ulysses_estimate(spec: CallSpec, inner: Axis, outer: Axis | None, transport_method: TransportMethod) -> Estimate:
     """By heads over the inner axis, as a ring over the outer one if there is one."""
-    stages = head_stages(shape, inner.size, publishes=outer is None and inner.shares_memory)
-    heads = partition_call(shape, inner.size, stages)
-    merged = replace(shape, partition=MergedPartition(shape.partition, inner.size))
+    stages = head_stages(spec, inner.size, publishes=outer is None and inner.shares_memory)
+    heads = partition_call(spec, inner.size, stages)
+    merged = replace(spec, partition=MergedPartition(spec.partition, inner.size))
     # Of the first rank, which has the most heads.
     by_stage = [with_heads(merged, heads, heads.kv_groups(0, stage)) for stage in range(heads.stages)]
     around = Axis(1, inner.hardware, shares_memory=True) if outer is None else outer
@@ -159,8 +159,8 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
     if outer is None and heads.stages > 1 and inner.shares_memory:  # stages overlap
         together = _passes(ring, with_heads(merged, heads, heads.kv_groups(0)), around)
         computed = [(together[0] / heads.stages, together[1] / heads.stages)] * heads.stages
-    exchanged = _exchanged(shape, heads)
-    hides = hides_exchanges(shape, inner.shares_memory)
+    exchanged = _exchanged(spec, heads)
+    hides = hides_exchanges(spec, inner.shares_memory)
     times = []
     for index, (towards_heads, towards_rows) in enumerate(exchanged):
         arriving, leaving = (_exchange_seconds(size / heads.stages, inner) for size in (towards_heads, towards_rows))
@@ -185,20 +185,20 @@ def ulysses_estimate(shape: CallSpec, inner: Axis, outer: Axis | None, transport
 
 
 def nested_ring_estimate(
-    shape: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod, outer_rank: int
+    spec: CallSpec, outer: Axis, inner: Axis, transport_method: TransportMethod, outer_rank: int
 ) -> Estimate:
     """A ring over the outer axis of rings over the inner one, on the ranks with that outer rank."""
-    tiling = replace(shape, partition=OuterPartition(shape.partition, inner.size, 0)).tiling
-    plan = ring_plan(tiling, outer_rank, shape.kv_heads)
+    tiling = replace(spec, partition=OuterPartition(spec.partition, inner.size, 0)).tiling
+    plan = ring_plan(tiling, outer_rank, spec.kv_heads)
     forward = backward = _begun(inner)
     received = memory = 0.0
     name = "-"
-    for step, partition in zip(plan.forward, inner_partitions(shape.partition, plan, inner.size), strict=True):
-        within = replace(shape, partition=partition)
+    for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.size), strict=True):
+        within = replace(spec, partition=partition)
         transport = _transport(transport_method, within, inner)
         arriving = 0.0
         if step.transfer is not None:
-            arriving = transfer_bytes(step.transfer, plan, shape) / outer.hardware.link_speed
+            arriving = transfer_bytes(step.transfer, plan, spec) / outer.hardware.link_speed
         seconds, backward_seconds = _passes(transport, within, inner)
         forward += max(seconds, arriving)
         backward += max(backward_seconds, 2 * arriving)
@@ -213,70 +213,70 @@ def nested_ring_estimate(
         transport=name,
         forward=forward,
         backward=backward,
-        outer_bytes=_received(plan, shape),
+        outer_bytes=_received(plan, spec),
         inner_bytes=received,
-        memory=memory + _ring_memory(plan, shape, OUTER_TRANSPORT),
+        memory=memory + _ring_memory(plan, spec, OUTER_TRANSPORT),
     )
 
 
-def _transport(transport_method: TransportMethod, shape: CallSpec, axis: Axis) -> KVTransport:
+def _transport(transport_method: TransportMethod, spec: CallSpec, axis: Axis) -> KVTransport:
     """Returns the KV transport that the method takes on an axis, without a collective."""
     needs_memory = isinstance(transport_method, SymmetricMemory)
     if axis.size == 1 or (needs_memory and not axis.shares_memory):
         return AllGather()
     if isinstance(transport_method, KVTransport):
         return transport_method
-    return choose(shape, axis.size, axis.hardware, axis.shares_memory)
+    return choose(spec, axis.size, axis.hardware, axis.shares_memory)
 
 
-def _passes(transport: KVTransport, shape: CallSpec, axis: Axis) -> tuple[float, float]:
+def _passes(transport: KVTransport, spec: CallSpec, axis: Axis) -> tuple[float, float]:
     """Returns seconds of forward and of backward."""
-    forward = slowest_seconds(transport, shape, axis.size, axis.hardware, backward=False)
-    return forward, slowest_seconds(transport, shape, axis.size, axis.hardware, backward=True) - forward
+    forward = slowest_seconds(transport, spec, axis.size, axis.hardware, backward=False)
+    return forward, slowest_seconds(transport, spec, axis.size, axis.hardware, backward=True) - forward
 
 
 def _begun(axis: Axis) -> float:
     return _CALL_LAUNCHES * axis.hardware.launch
 
 
-def _received(plan: TilePlan, shape: CallSpec) -> float:
+def _received(plan: TilePlan, spec: CallSpec) -> float:
     """Returns received bytes: K/V in forward, K/V and their gradients in backward."""
     forward, backward = (
-        sum(transfer_bytes(step.transfer, plan, shape) for step in steps if step.transfer is not None)
+        sum(transfer_bytes(step.transfer, plan, spec) for step in steps if step.transfer is not None)
         for steps in (plan.forward, plan.backward)
     )
     return float(forward + 2 * backward)
 
 
-def _ring_memory(plan: TilePlan, shape: CallSpec, transport: KVTransport) -> float:
+def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
     """Returns the bytes of a ring's buffers.
 
     These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
     this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
     """
     group = 0.0
-    if shape.latent_dims is not None:  # K/V of a group of heads, their gradients, and these side by side
-        row = shape.batch_size * shape.q_heads * (shape.head_dim + shape.v_head_dim) * shape.itemsize
+    if spec.latent_dims is not None:  # K/V of a group of heads, their gradients, and these side by side
+        row = spec.batch_size * spec.q_heads * (spec.head_dim + spec.v_head_dim) * spec.itemsize
         group = 3.0 * min(EXPANDED_BYTES, row * max(map(_rows_read, plan.backward)))
     transfers = [step.transfer for step in plan.backward if step.transfer is not None]
     if not transfers:
         return group
     all_heads = isinstance(transport, SymmetricMemory)
-    packed = shape.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
-    own = plan.rows.longest * shape.head_bytes * packed
+    packed = spec.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
+    own = plan.rows.longest * spec.head_bytes * packed
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
-    return group + float(own + held * max(buffer_bytes(transfer, plan, shape) for transfer in transfers))
+    return group + float(own + held * max(buffer_bytes(transfer, plan, spec) for transfer in transfers))
 
 
-def _exchanged(shape: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
+def _exchanged(spec: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
     """Returns bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
-    group = shape.partition.groups()[0]
+    group = spec.partition.groups()[0]
     queries, keys = (
-        rows_in_order(by_rank).longest * shape.batch_size * shape.itemsize
+        rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
         for by_rank in (group.q_by_rank, group.kv_by_rank)
     )
-    q, out = (float(queries * shape.q_heads * dim) for dim in (shape.head_dim, shape.v_head_dim))
-    kv = float(keys * heads.kv_group_count * sum(shape.kv_dims))
+    q, out = (float(queries * spec.q_heads * dim) for dim in (spec.head_dim, spec.v_head_dim))
+    kv = float(keys * heads.kv_group_count * sum(spec.kv_dims))
     return (q + kv, out), (out, q + kv)
 
 

@@ -23,12 +23,12 @@ from cp_dtensor.engine.agreement import (
 )
 from cp_dtensor.engine.config import AttentionConfig, refuse_other_lengths
 from cp_dtensor.spec.cache import lru_cached
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.layouts import Layout, shard_lengths
 from cp_dtensor.spec.masks import Mask
 
 
 def global_lengths(
-    q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, mask: Mask, modifiers: Modifiers,
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, *, gives_lse: bool = False, compiled: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
     """Returns the global lengths of queries and keys.
@@ -39,37 +39,37 @@ def global_lengths(
     Refuses `lengths` of the caller that do not fit the local shards; and, on every rank alike, calls that differ
     between ranks. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
     """
-    layout, rank, world_size = settings.layout, settings.ranks.rank, settings.ranks.size
-    if not settings.debug:
+    layout, rank, world_size = config.layout, config.ranks.rank, config.ranks.size
+    if not config.debug:
         if lengths is not None:
             _check_local_lengths(q.size(2), k.size(2), lengths, layout, rank, world_size)
             return lengths
-        declared = settings.declared_lengths or ()
+        declared = config.declared_lengths or ()
         known_q = known_length(q.size(2), declared, layout, rank, world_size)
         # Where queries are exchanged, so are keys: an undeclared length is not refused on some ranks only.
         known_kv = None if known_q is None else known_length(k.size(2), declared, layout, rank, world_size)
         if known_q is not None and known_kv is not None:
             return known_q, known_kv
-    facts = facts_of_call(q, k, v, settings, mask, modifiers, scale, lengths, gives_lse, compiled)
+    facts = facts_of_call(q, k, v, config, mask, modifiers, scale, lengths, gives_lse, compiled)
     # Readable facts travel only where their hashes differ.
-    gathered = settings.ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
+    gathered = config.ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
     local_q, local_kv, hashes = map(list, zip(*gathered, strict=True))
     if len({*hashes}) > 1:
-        gathered_facts = settings.ranks.gather_objects(facts, q.device)
+        gathered_facts = config.ranks.gather_objects(facts, q.device)
         refuse_masks_of_local_keys(gathered_facts, local_kv)
         refuse_disagreement(gathered_facts, has_single_query=1 in local_q)
     found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
-    declared = settings.declared_lengths or ()
-    if lengths is None and settings.lengths_vary and found[0] not in declared:
+    declared = config.declared_lengths or ()
+    if lengths is None and config.lengths_vary and found[0] not in declared:
         _refuse_whole_queries(local_q, found[0], declared)
         _refuse_single_queries(local_q, local_kv, found[0])
         # Ranks whose facts and lengths are equal agree about what is the first call of a kind.
         if not compiled and len({*hashes}) == len({*local_q}) == len({*local_kv}) == 1:
-            refuse_equal_shards(q, k, v, settings, mask, modifiers)
-    if settings.debug:
-        refuse_equal_rows(modifiers, settings, min(local_q))
+            refuse_equal_shards(q, k, v, config, mask, modifiers)
+    if config.debug:
+        refuse_equal_rows(modifiers, config, min(local_q))
     return found
 
 
@@ -80,7 +80,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
     """Returns the global length that a layout divides into these local `lengths`; refused on every rank if none."""
     world_size = len(lengths)
     total = sum(lengths) if layout.only_length is None else layout.only_length
-    expected = [layout.local_length(total, rank, world_size) for rank in range(world_size)]
+    expected = list(shard_lengths(layout, total, world_size))
     if lengths != expected:
         raise ValueError(
             f"the ranks' {what} lengths are not those of {layout}: got {lengths} on ranks 0 to {world_size - 1}, "
@@ -134,7 +134,7 @@ def known_length(
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
     """Returns the smallest and the largest global length whose shard on some rank is as long as that of `length`."""
-    local = [layout.local_length(length, rank, world_size) for rank in range(world_size)]
+    local = shard_lengths(layout, length, world_size)
     spans = [_lengths_with_share(each, layout, rank, world_size) for rank, each in enumerate(local)]
     return min(span[0] for span in spans), max(span[-1] for span in spans)
 
@@ -150,6 +150,18 @@ def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size
         beyond *= 2
     lengths = range(beyond + 1)
     return range(bisect_left(lengths, local_length, key=share), bisect_right(lengths, local_length, key=share))
+
+
+def longest_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
+    """The longest global length of which `rank` owns `local_length` tokens.
+
+    >>> from cp_dtensor.spec.layouts import HeadTail
+    >>> longest_length(2, HeadTail(), 0, 2)  # of 4 tokens rank 0 has 1 + 1, of 5 it has 2 + 1
+    4
+    """
+    if layout.only_length is not None:
+        return layout.only_length
+    return _lengths_with_share(local_length, layout, rank, world_size).stop - 1
 
 
 def _refuse_whole_queries(local: list[int], found: int, declared: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import Part, gradient_accumulator, output_accumulator, place_sums, with_sinks
 from cp_dtensor.attention.modifiers import Modifiers, bias_part
@@ -238,14 +237,14 @@ class RingPlan(Ring):
 
     @property
     def computes_delta(self) -> bool:
-        return isinstance(self.backend, IntervalAttention)
+        return self.backend.takes_modifiers
 
     def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
         backend, parts = self.backend, []
         for tile in step.tiles:
             tile_q = cut(of.q, tile.batch, heads, tile.q)
             tile_k, tile_v = cut(k, tile.batch, None, tile.kv), cut(v, tile.batch, None, tile.kv)
-            if isinstance(self.backend, IntervalAttention):
+            if self.backend.takes_modifiers:
                 backend = _with_modifiers(self.backend, tile, heads, of)
             with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
                 partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, of.scale)
@@ -263,12 +262,11 @@ class RingPlan(Ring):
                 cut(k, batch, None, tile.kv), cut(v, batch, None, tile.kv),
                 cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, of.scale,
             )  # fmt: skip
-            if isinstance(self.backend, IntervalAttention):
+            if self.backend.takes_modifiers:
                 backend = _with_modifiers(self.backend, tile, heads, of)
             with label("backward of tile {} x {}, heads {}", span, tile.kv, heads):
                 grads = backend.backward(*inputs)
                 if of.grad_bias is not None:
-                    assert isinstance(backend, IntervalAttention)
                     backend.add_bias_gradient(bias_part(of.grad_bias, batch, heads, span), *inputs)
             parts_q.append(Part(batch, span, grads[:1]))
             parts_k.append(Part(batch, tile.kv, grads[1:2]))
@@ -276,8 +274,8 @@ class RingPlan(Ring):
         return parts_q, parts_k, parts_v
 
 
-def _with_modifiers(backend: IntervalAttention, tile: Tile, heads: Span, of: Pass) -> IntervalAttention:
-    """The backend of interval-masked tiles, with the modifiers and the delta of one tile."""
+def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, of: Pass) -> AttentionBackend:
+    """The backend, with the modifiers and the delta of one tile."""
     modifiers = of.modifiers.part(tile.batch, heads, tile.q) if of.modifiers.concern_tiles else of.modifiers
     delta = None if of.delta is None else cut(of.delta, tile.batch, heads, tile.q)
-    return replace(backend, modifiers=modifiers, delta=delta)
+    return backend.with_modifiers(modifiers, delta)

@@ -52,9 +52,7 @@ class Hardware:
     """Seconds of host time for a tile in forward."""
 
 
-def predicted_seconds(
-    plan: TilePlan, shape: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool
-) -> float:
+def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
     """Returns the time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
 
     With `slows_compute`, transfers are kernels, which take multiprocessors and another launch.
@@ -63,7 +61,7 @@ def predicted_seconds(
     arrivals = [step.transfer for step in steps if step.transfer is not None]
 
     def transfer_seconds(transfer: Transfer) -> float:
-        return hardware.link_latency + transfer_bytes(transfer, plan, shape) / hardware.link_speed
+        return hardware.link_latency + transfer_bytes(transfer, plan, spec) / hardware.link_speed
 
     host = gpu = sending = 0.0
     link = transfer_seconds(arrivals[0]) if arrivals else 0.0
@@ -77,7 +75,7 @@ def predicted_seconds(
             arrivals.pop(0)
             if arrivals:
                 link = start + transfer_seconds(arrivals[0])
-        compute = _compute_seconds(step, plan, shape, hardware, backward)
+        compute = _compute_seconds(step, plan, spec, hardware, backward)
         if slows_compute:
             compute += TRANSFER_TAX * min(compute, max(link - start, 0.0))
         gpu = start + compute
@@ -91,27 +89,27 @@ def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
     return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
 
 
-def _compute_seconds(step: Step, plan: TilePlan, shape: CallSpec, hardware: Hardware, backward: bool) -> float:
-    heads = (step.heads[1] - step.heads[0]) * shape.q_heads // max(shape.kv_heads, 1)  # DTensor shards may have none
-    seconds = sum(_tile_seconds(tile, heads, shape, hardware, backward) for tile in step.tiles)
+def _compute_seconds(step: Step, plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool) -> float:
+    heads = (step.heads[1] - step.heads[0]) * spec.q_heads // max(spec.kv_heads, 1)  # DTensor shards may have none
+    seconds = sum(_tile_seconds(tile, heads, spec, hardware, backward) for tile in step.tiles)
     if step.transfer is None:
         return seconds
     # Merging reads the partial result of the step, and reads and writes the sum, in float32 or narrower.
     rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
-    per_element = shape.itemsize + (2 * shape.itemsize if step.is_last else 8)
-    moved = rows * heads * shape.v_head_dim * per_element
+    per_element = spec.itemsize + (2 * spec.itemsize if step.is_last else 8)
+    moved = rows * heads * spec.v_head_dim * per_element
     if backward:
-        moved += 4 * _transfer_rows(step.transfer, plan) * _row_bytes(step.heads, shape)
+        moved += 4 * _transfer_rows(step.transfer, plan) * _row_bytes(step.heads, spec)
     return seconds + moved / hardware.memory_speed
 
 
-def _tile_seconds(tile: Tile, heads: int, shape: CallSpec, hardware: Hardware, backward: bool) -> float:
+def _tile_seconds(tile: Tile, heads: int, spec: CallSpec, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
     if isinstance(tile.mask, IntervalMask):
         pairs = _INTERVALS_TIME * tile.mask.pairs
     else:
         pairs = rows * columns * (1.0 if tile.mask.is_full else 0.53)
-    flops = 2.0 * batch * heads * pairs * (shape.head_dim + shape.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
+    flops = 2.0 * batch * heads * pairs * (spec.head_dim + spec.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
     blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
     waves = blocks / hardware.multiprocessors
     if not waves:
@@ -121,14 +119,14 @@ def _tile_seconds(tile: Tile, heads: int, shape: CallSpec, hardware: Hardware, b
     return flops / hardware.flops * idle + _KERNEL
 
 
-def transfer_bytes(transfer: Transfer, plan: TilePlan, shape: CallSpec) -> int:
+def transfer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
     """Returns the bytes of K/V that a rank receives or sends, whichever are more."""
-    return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, shape)
+    return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, spec)
 
 
-def buffer_bytes(transfer: Transfer, plan: TilePlan, shape: CallSpec) -> int:
+def buffer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
     """Returns the bytes of the buffer that a transfer of K/V fills."""
-    return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, shape)
+    return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, spec)
 
 
 def _transfer_rows(transfer: Transfer, plan: TilePlan) -> int:
@@ -140,8 +138,8 @@ def _transfer_rows(transfer: Transfer, plan: TilePlan) -> int:
     return max(incoming, outgoing)
 
 
-def _row_bytes(heads: Span, shape: CallSpec) -> int:
-    return (heads[1] - heads[0]) * shape.head_bytes
+def _row_bytes(heads: Span, spec: CallSpec) -> int:
+    return (heads[1] - heads[0]) * spec.head_bytes
 
 
 def _length(span: Span) -> int:

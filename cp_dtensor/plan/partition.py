@@ -348,11 +348,11 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
     return HeadPartition(q_heads, kv_heads, world_size, replication, stages)
 
 
-def partition_call(shape: CallSpec, world_size: int, stages: int) -> HeadPartition:
+def partition_call(spec: CallSpec, world_size: int, stages: int) -> HeadPartition:
     """Returns `partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
-    if shape.latent_dims is None:
-        return partition_heads(shape.q_heads, shape.kv_heads, world_size, stages)
-    return HeadPartition(shape.q_heads, 1, world_size, replication=min(world_size, shape.q_heads), stages=1)
+    if spec.latent_dims is None:
+        return partition_heads(spec.q_heads, spec.kv_heads, world_size, stages)
+    return HeadPartition(spec.q_heads, 1, world_size, replication=min(world_size, spec.q_heads), stages=1)
 
 
 _MORE_UNHIDDEN = 3.0
@@ -360,30 +360,30 @@ _MORE_UNHIDDEN = 3.0
 
 
 def head_stages(
-    shape: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.3e12, most: int = 4
+    spec: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.3e12, most: int = 4
 ) -> int:
     """Returns the number of stages of Ulysses that are worthwhile and divide a rank's query heads.
 
     Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
     `flops_per_stage` FLOPs of a rank (half a millisecond on an H200).
     """
-    groups = shape.partition.groups()
-    least = flops_per_stage * (1.0 if hides_exchanges(shape, publishes) else _MORE_UNHIDDEN)
-    worthwhile = int(shape.flops(groups) / groups[0].world_size / least)
-    heads = max(shape.q_heads // world_size, 1)
+    groups = spec.partition.groups()
+    least = flops_per_stage * (1.0 if hides_exchanges(spec, publishes) else _MORE_UNHIDDEN)
+    worthwhile = int(spec.flops(groups) / groups[0].world_size / least)
+    heads = max(spec.q_heads // world_size, 1)
     return next(count for count in range(max(1, min(most, worthwhile)), 0, -1) if heads % count == 0)
 
 
-def hides_exchanges(shape: CallSpec, publishes: bool) -> bool:
+def hides_exchanges(spec: CallSpec, publishes: bool) -> bool:
     """True if exchanges of heads overlap attention.
 
     Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
     it no multiprocessors; cuDNN's causal kernels do towards their end (measured on H200s).
     """
-    return shape.masking is Masking.BY_SHAPE or not publishes
+    return spec.masking is Masking.BY_SHAPE or not publishes
 
 
-def with_heads(shape: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
+def with_heads(spec: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
     """Returns the shape of attention with some KV-head groups only."""
     first, last = heads.query_heads(kv_groups)
-    return replace(shape, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])
+    return replace(spec, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from cp_dtensor.spec.cache import lru_cached
+
 Span = tuple[int, int]
 """A half-open range, `(start, stop)`."""
 
@@ -141,6 +143,16 @@ class Layout(ABC):
         It is a constant of the layout: 1 if it would depend on the length or on the number of ranks.
         """
         return 1
+
+
+@lru_cached
+def shard_lengths(layout: Layout, seq_len: int, world_size: int) -> tuple[int, ...]:
+    """The number of tokens of each rank.
+
+    >>> shard_lengths(HeadTail(), 5, world_size=2)
+    (3, 2)
+    """
+    return tuple(layout.local_length(seq_len, rank, world_size) for rank in range(world_size))
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class Address:
         return self.device
 
 
-def launch_of(events: list[Any], grid: tuple[int, int, int] = (3, 2, 1), compiles: bool = True) -> Any:
-    return launching.Launch(Recorded(events, compiles=compiles), grid, (5, 0.5), {"num_warps": 4, "BLOCK": 16})
+def launch_of(events: list[Any], programs: int = 3, compiles: bool = True) -> Any:
+    return launching.Launch(Recorded(events, compiles=compiles), programs, (5, 0.5), {"num_warps": 4, "BLOCK": 16})
 
 
 def test_the_compiled_form_takes_all_arguments_in_order() -> None:
@@ -51,8 +51,8 @@ def test_the_compiled_form_takes_all_arguments_in_order() -> None:
     launch(Address(32), Address(64))
     launch(Address(48), Address(80))
     assert events == [
-        ("kernel", (3, 2, 1), (Address(32), Address(64), 5, 0.5), {"num_warps": 4, "BLOCK": 16}),
-        ("form 1", (3, 2, 1), (Address(48), Address(80), 5, 0.5, 16), {}),
+        ("kernel", (3, 1, 1), (Address(32), Address(64), 5, 0.5), {"num_warps": 4, "BLOCK": 16}),
+        ("form 1", (3, 1, 1), (Address(48), Address(80), 5, 0.5, 16), {}),
     ]
 
 
@@ -77,9 +77,9 @@ def test_the_interpreter_compiles_nothing() -> None:
     assert [event[0] for event in events] == ["kernel"] * 3
 
 
-def test_a_grid_without_programs() -> None:
+def test_no_programs() -> None:
     events: list[Any] = []
-    launch_of(events, (0, 2, 1))(Address(32), Address(64))
+    launch_of(events, 0)(Address(32), Address(64))
     assert events == []
 
 

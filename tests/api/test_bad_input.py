@@ -95,6 +95,11 @@ BAD: dict[str, Bad] = {
     "layout name": ({"layout": "headtail"}, TypeError, "expected layout to be a Layout.*got 'headtail'"),
     "negative length": ({"seq_len": -1}, ValueError, "expected seq_len to be a length >= 0 or a pair.*got -1"),
     "three lengths": ({"seq_len": (8, 8, 8)}, ValueError, r"expected seq_len.*got \(8, 8, 8\)"),
+    "deterministic is a number": (
+        {"deterministic": 1},
+        TypeError,
+        "expected deterministic to be True or False, got 1",
+    ),
     "a broken length": ({"seq_len": (8, 8.0)}, ValueError, r"expected seq_len.*got \(8, 8.0\)"),
 }
 

@@ -36,6 +36,7 @@ from cp_dtensor import (
     context_parallel_flex_attention,
     context_parallel_shard,
     context_parallel_unshard,
+    explain,
     local_positions,
     ring_attention,
     ulysses_attention,
@@ -151,6 +152,23 @@ def test_packed_documents_have_masks_of_their_own() -> None:
             torch.testing.assert_close(packed(case.q, case.k, case.v)[0], alone[0], rtol=0, atol=1e-10)
 
     run_ranks(RANKS, body)
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    def predicted(**options: Any) -> str:
+        return str(explain(dist.group.WORLD, seq_len=LENGTH, q_heads=4, **options))
+
+    def body(rank: int) -> None:
+        layout = Balanced(MASK, LENGTH)
+        outside, given = predicted(), predicted(layout=layout, mask=MASK)
+        with context_parallel(dist.group.WORLD, layout=layout, mask=MASK):
+            assert predicted() == given != outside
+            assert predicted(layout=HeadTail(), mask=Causal()) == outside
+        with context_parallel(dist.new_group([rank], use_local_synchronization=True), mask=MASK):
+            assert predicted() == outside
+
+    run_ranks(RANKS, body)
+    capsys.readouterr()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

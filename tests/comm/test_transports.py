@@ -91,8 +91,8 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
 )
 def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: Stages, backward: Stages) -> None:
     """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
-    shape = CallSpec(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, "float64")
-    assert staging.stages(shape) == (forward, backward)
+    spec = CallSpec(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, "float64")
+    assert staging.stages(spec) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)
     with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)), recorded_collectives() as collectives:
         run_ranks(2, attend, 2, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": "allgather"})
@@ -104,9 +104,9 @@ def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: St
 def test_stages_of_interval_masked_tiles_have_many_blocks() -> None:
     """Rank 1 of 2 attends to the last 40 of rank 0's keys, of 4 heads: 160 rows."""
     window = SlidingWindow(40, 0)
-    shape = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, "float64", Masking.INTERVALS)
+    spec = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, "float64", Masking.INTERVALS)
     for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
-        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(shape)
+        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(spec)
         assert stages == (Stages(1, count), Stages(count, count))
 
 
@@ -170,12 +170,12 @@ def test_rows_that_travel_directly_between_their_places(is_causal: bool, layout:
 
 def test_large_shards_go_around_by_groups_of_heads() -> None:
     """64 tokens a rank of 8 heads of K and V, 8 elements of 8 bytes each: 8 KiB a head."""
-    shape = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, "float64")
+    spec = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, "float64")
     for limits, groups in (((1 << 20, 1 << 20), (1, 1)), ((32 << 10, 16 << 10), (2, 4)), ((1, 1), (4, 4))):
-        plan = AllToAll(*limits, flops_per_hop=1.0).plan(shape, 0)
+        plan = AllToAll(*limits, flops_per_hop=1.0).plan(spec, 0)
         assert tuple(len({step.heads for step in steps}) for steps in (plan.forward, plan.backward)) == groups
-    few_operations = AllToAll(1, 1, flops_per_hop=shape.flops(shape.partition.groups()) / 4 / 3)
-    assert len({step.heads for step in few_operations.plan(shape, 0).backward}) == 3
+    few_operations = AllToAll(1, 1, flops_per_hop=spec.flops(spec.partition.groups()) / 4 / 3)
+    assert len({step.heads for step in few_operations.plan(spec, 0).backward}) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

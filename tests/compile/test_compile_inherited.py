@@ -33,6 +33,7 @@ from cp_dtensor import (
     context_parallel_shard,
     local_positions,
 )
+from cp_dtensor.api.extension import attention_of_shards
 
 RANKS, LENGTH = 2, 12
 FIRST, SECOND = Documents([0, 5, 12], within=Causal()), Documents([0, 2, 9, 12])
@@ -135,6 +136,31 @@ def modules_in_modules(_rank: int) -> None:
         check(parallelize_module(Outer(inner), world, style), mask, Contiguous())
 
 
+class ProviderAttention(nn.Module):
+    """Attention by the function that models of transformers call with attn_implementation="cp_dtensor"."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = attention_of_shards(q * 1.0, k, v)
+        assert out is not None
+        return out * 1.0
+
+
+def providers(_rank: int) -> None:
+    """The mask of the module holds in the attention of providers, as in SDPA."""
+    for mask in (FIRST, SECOND):
+        for around in (None, context(), context(mask=Causal())):
+            fresh()
+            style = ContextParallel(layout=Contiguous(), mask=mask)
+            check(
+                compiled(parallelize_module(ProviderAttention(), dist.group.WORLD, style)), mask, Contiguous(), around
+            )
+    fresh()
+    attend = compiled(parallelize_module(ProviderAttention(), dist.group.WORLD, ContextParallel()))
+    check(attend, Full(), HeadTail())
+    for mask in (FIRST, SECOND):
+        check(attend, mask, Striped(1), context(mask=mask, layout=Striped(1)))
+
+
 def positions(rank: int) -> None:
     """Between graphs; each run has those of its context."""
     fresh()
@@ -151,6 +177,6 @@ def positions(rank: int) -> None:
             equal(attend(whole), 3 * shard(whole, layout, rank, RANKS, seq_dim=0), layout)
 
 
-@pytest.mark.parametrize("check_on_rank", [calls, refusals, modules_in_modules, positions])
+@pytest.mark.parametrize("check_on_rank", [calls, refusals, modules_in_modules, providers, positions])
 def test_inherited(two_processes: Processes, check_on_rank: Callable[[int], None]) -> None:
     two_processes.run(check_on_rank)

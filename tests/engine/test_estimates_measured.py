@@ -84,8 +84,8 @@ def test_times_under_masks_are_near_what_was_measured(
     partition = LayoutPartition(
         Balanced(mask, length) if layout == "Balanced" else HeadTail(), length, length, 1, ranks
     )
-    shape = CallSpec(partition, mask, 1, 32, 8, 128, 128, "bfloat16", Masking.INTERVALS)
-    found = estimates(shape, Axis(ranks, H200, shares_memory=True), None, ROTATE_METHODS["auto"])
+    spec = CallSpec(partition, mask, 1, 32, 8, 128, 128, "bfloat16", Masking.INTERVALS)
+    found = estimates(spec, Axis(ranks, H200, shares_memory=True), None, ROTATE_METHODS["auto"])
     baselines = {"ring": "ours-symm_mem", "ulysses": "ours-ulysses"}
     suffix = " Balanced" if layout == "Balanced" else ""
     times = {

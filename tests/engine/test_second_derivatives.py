@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
-from cp_dtensor.api.flex_gather_kv import GatherKV, KVGather
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.gather_kv import GatherKV, KVGather
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -138,6 +138,8 @@ OF_RANK: dict[str, Bad] = {
     "other heads": ({"attn_mask": torch.ones(2, 8, 24)}, ValueError, rf"{NO_FIT}.*\(2, 8, 24\).*16\)$"),
     "dropout above 1": ({"dropout_p": 1.5}, ValueError, "expected dropout_p between 0 and 1, got 1.5"),
     "dropout below 0": ({"dropout_p": -0.1}, ValueError, "expected dropout_p between 0 and 1, got -0.1"),
+    "scale NaN": ({"scale": float("nan")}, ValueError, "expected a finite scale, got nan"),
+    "scale infinite": ({"scale": float("-inf")}, ValueError, "expected a finite scale, got -inf"),
     "dropout NaN": ({"dropout_p": float("nan")}, ValueError, "expected dropout_p between 0 and 1, got nan"),
 }
 

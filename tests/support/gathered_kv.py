@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import BalancedBlocks, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.api.flex_gather_kv import KVGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.engine.gather_kv import KVGather
 from support.problems import shard
 
 LENGTH = 29

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from cp_dtensor.comm.head_exchange import CollectiveHeads
-from cp_dtensor.engine import custom_op as kept_rows
+from cp_dtensor.engine import operators as kept_rows
 
 Rows = list[weakref.ref[torch.Tensor]]
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from cp_dtensor.api import flex_block_mask as flex_rows
-from cp_dtensor.api import flex_block_mask as flex_tables
+from cp_dtensor.api import flex_block_mask
 from cp_dtensor.attention.backends import interval
+from cp_dtensor.engine import gather_kv
 
 
 def cold_caches() -> None:
@@ -21,8 +21,8 @@ def cold_caches() -> None:
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
     interval._cached_rows.clear()
-    flex_rows._cache.clear()
-    flex_tables.table_cache = flex_tables._TableCache()
+    gather_kv._cache.clear()
+    flex_block_mask.table_cache = flex_block_mask._TableCache()
 
 
 def thread_state() -> list[object]:

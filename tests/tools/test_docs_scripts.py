@@ -52,9 +52,9 @@ def test_schedules_by_rank_and_step(transport: str, _title: str, layout: Layout,
 
 def test_positions_of_keys_in_a_gathered_buffer() -> None:
     """Shards 0 1 14 15, 2 3 12 13, 4 5 10 11 and 6 7 8 9 stand in the order of positions."""
-    shape = CallSpec(LayoutPartition(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS), Full(), 1, 1, 1, 1, 1, "float32")
-    plan = AllGather().plan(shape, 0)
-    (group,) = shape.partition.groups()
+    spec = CallSpec(LayoutPartition(HeadTail(), SEQ_LEN, SEQ_LEN, 1, RANKS), Full(), 1, 1, 1, 1, 1, "float32")
+    plan = AllGather().plan(spec, 0)
+    (group,) = spec.partition.groups()
     tile = Tile(None, (0, 1), (0, 4), (0, 4), FULL_TILE)
     assert key_positions(tile, plan, group).tolist() == list(range(SEQ_LEN))
 

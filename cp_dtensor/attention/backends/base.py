@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import wide_dtype
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import TileMask
 
@@ -18,6 +19,9 @@ class AttentionBackend(ABC):
     h // (H / Hkv). S, T >= 1; scale > 0, since kernels mask before they scale. The last dim is contiguous; other
     strides are free. Implementations are stateless and do not inherit from each other.
     """
+
+    takes_modifiers = False
+    """True if tiles may have bias and dropout; the ring then calls `with_modifiers` for each tile."""
 
     @property
     @abstractmethod
@@ -46,6 +50,17 @@ class AttentionBackend(ABC):
         With P = exp(scale q k^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
         dK = scale dS^T Q. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
         """
+
+    def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> AttentionBackend:
+        """This backend for one tile with bias and dropout; `delta` (B, H, S) is that of its rows, in backward."""
+        raise NotImplementedError(f"{self.name} does not take modifiers")
+
+    def add_bias_gradient(
+        self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: TileMask, scale: float,
+    ) -> None:  # fmt: skip
+        """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
+        raise NotImplementedError(f"{self.name} does not take modifiers")
 
 
 def expand_kv_heads(kv: Tensor, q_heads: int) -> Tensor:

@@ -108,6 +108,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> t
     planned = planned_tile(mask, Geometry.of(q, k, v))
     if planned is None:
         return None
+    k, v = tile_rows(mask, q.device).without_hidden(k, v)
     out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
     inputs = tuple(aligned(x, 16).transpose(1, 2) for x in (q, k, v))
     kernel = planned.forward_kernel(*inputs, out.transpose(1, 2), lse)
@@ -124,6 +125,7 @@ def _backward(
     planned = planned_tile(mask, Geometry.of(q, k, v))
     if planned is None:
         return None
+    k, v = tile_rows(mask, q.device).without_hidden(k, v)
     width = 128 if q.size(3) == v.size(3) == 256 else 16
     inputs = *(aligned(x, width).transpose(1, 2) for x in (q, k, v, out, grad_out)), unit_stride(lse)
     dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))

@@ -36,31 +36,37 @@ class IntervalAttention(AttentionBackend):
     """(B, H, S), for backward: the delta of the tile's rows. All tiles of a row share it, so the ring computes it."""
 
     name = "INTERVALS"
+    takes_modifiers = True
 
     def refusal(self, spec: CallSpec) -> str | None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         rows, options = self._tile(mask, q.device)
+        k, v = rows.without_hidden(k, v)
         return attention_forward(q, k, v, rows.mask, scale, **options)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, options = self._tile(mask, q.device)
+        k, v = rows.without_hidden(k, v)
         return attention_backward(grad_out, q, k, v, out, lse, rows.mask, scale, delta=self.delta, **options)
 
     def add_bias_gradient(
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
-        """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
         rows, options = self._tile(mask, q.device)
+        k, v = rows.without_hidden(k, v)
         assert self.delta is not None
         share = attention_bias_gradient(
             grad_out, q, k, v, lse, rows.mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
         )
         rows.add_to_bias_columns(total, share)
+
+    def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> IntervalAttention:
+        return IntervalAttention(modifiers, delta)
 
     def _tile(self, mask: TileMask, device: torch.device) -> tuple[TileRows, dict[str, Any]]:
         """The cached rows of a tile, and its bias and dropout as arguments of `attention_forward`."""
@@ -81,7 +87,7 @@ class TileRows:
     def __init__(self, tile: IntervalMask, device: torch.device) -> None:
         self._tile, self._device = tile, device
         # Made outside of CUDA graph capture where possible, so that later calls share the tables cached in the mask.
-        self.mask = _torch.prepared(self._row_mask)
+        self.mask, self._hidden = _torch.prepared(self._tables)
 
     @cached_property
     def positions(self) -> tuple[Tensor, Tensor, bool]:
@@ -93,6 +99,14 @@ class TileRows:
             return queries, keys, all(map(are_in_runs, both))
 
         return _torch.prepared(made)
+
+    def without_hidden(self, *of_columns: Tensor) -> tuple[Tensor, ...]:
+        """K and V with 0 in the columns that no row sees: kernels multiply them by weights of 0, and 0 NaN is NaN.
+
+        Few tiles have such columns (those of batch rows with different masks), of others nothing is copied.
+        """
+        hidden = self._hidden
+        return of_columns if hidden is None else tuple(x.masked_fill(hidden, 0) for x in of_columns)
 
     def bias_columns(self, bias: Tensor) -> Tensor:
         """The tile's columns of a bias (..., key positions or 1); a view if their positions are evenly spaced."""
@@ -127,10 +141,17 @@ class TileRows:
         queries = positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
         return queries, positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
 
-    def _row_mask(self) -> RowMask:
+    def _tables(self) -> tuple[RowMask, Tensor | None]:
+        """The row mask, and the columns that no row sees, (1 or B, 1, T, 1) boolean; None if there are none."""
         queries, keys = self._on_host()
-        lo, hi = zip(*(_intervals(bands, queries, keys) for bands in self._tile.interval_sets), strict=True)
-        return RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
+        both = torch.stack([_intervals(bands, queries, keys) for bands in self._tile.interval_sets])
+        lo, hi = both.unbind(1)
+        # Rows that see a column: those that begin before its end, less those that end before.
+        edges = both.new_zeros(len(both), len(keys) + 1)
+        edges.scatter_add_(1, lo, torch.ones_like(lo)).scatter_add_(1, hi, -torch.ones_like(hi))
+        hidden = (edges.cumsum(1)[:, :-1] == 0)[:, None, :, None]
+        mask = RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
+        return mask, hidden.to(self._device) if hidden.any() else None
 
     def _on_device(self, *of_batch: Tensor) -> Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)

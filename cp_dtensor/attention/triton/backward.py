@@ -30,6 +30,7 @@ from cp_dtensor.attention.triton.common import (
     load_rows,
     mask_arguments,
     modifier_arguments,
+    place_of_program,
     seeing_rows,
     seen_columns,
     which_are_kept,
@@ -43,16 +44,17 @@ _ROWS_BLOCK = 4096
 """Rows of a program of `attention_rows_kernel`."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads"])
 def attention_delta_kernel(
-    delta_ptr, out_ptr, grad_ptr, rows,
+    delta_ptr, out_ptr, grad_ptr, rows, heads,
     delta_stride_b, delta_stride_h, out_stride_b, out_stride_h, out_stride_s,
     grad_stride_b, grad_stride_h, grad_stride_s,
     V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: delta of BLOCK_ROWS rows of one (batch, head)."""
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    block, head, batch = place_of_program(tl.cdiv(rows, BLOCK_ROWS), heads)
+    head, batch = head.to(tl.int64), batch.to(tl.int64)
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     v_dim = tl.arange(0, BLOCK_V)
     in_tile = (row < rows)[:, None] & (v_dim < V_DIM)[None, :]
     out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)
@@ -75,16 +77,16 @@ def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
     block_rows = 4096 // block_v
     return Launch(
         attention_delta_kernel,
-        (triton.cdiv(rows, block_rows), heads, batch),
-        (rows, *delta.strides[:2], *out.strides[:3], *grad_out.strides[:3]),
+        triton.cdiv(rows, block_rows) * heads * batch,
+        (rows, heads, *delta.strides[:2], *out.strides[:3], *grad_out.strides[:3]),
         {"V_DIM": v_dim, "BLOCK_ROWS": block_rows, "BLOCK_V": block_v},
     )
 
 
-@triton.jit(do_not_specialize=["rows", "padded_rows"])
+@triton.jit(do_not_specialize=["rows", "padded_rows", "heads"])
 def attention_rows_kernel(
     shift_ptr, padded_delta_ptr, lse_ptr, delta_ptr,
-    rows, padded_rows, log_scale, kept_share, lse_stride_b, lse_stride_h, delta_stride_b, delta_stride_h,
+    rows, padded_rows, heads, log_scale, kept_share, lse_stride_b, lse_stride_h, delta_stride_b, delta_stride_h,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes LSE (in units of log 2) and delta of each (batch, head) as lines of `padded_rows` numbers.
@@ -92,15 +94,16 @@ def attention_rows_kernel(
     The LSE of rows without keys, and of padding, is infinity: every weight is exp2(x - inf) = 0. Dropout's scale s is
     folded into both, since P (s dP - delta) = s P (dP - delta / s): `log_scale` is log2(s), `kept_share` is 1 / s.
     """
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    block, head, batch = place_of_program(tl.cdiv(padded_rows, BLOCK_ROWS), heads)
+    head, batch = head.to(tl.int64), batch.to(tl.int64)
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     lse_ptrs = lse_ptr + batch * lse_stride_b + head * lse_stride_h + row
     delta_ptrs = delta_ptr + batch * delta_stride_b + head * delta_stride_h + row
     lse = tl.load(lse_ptrs, mask=row < rows, other=float("-inf")).to(tl.float32)
     delta = tl.load(delta_ptrs, mask=row < rows, other=0.0).to(tl.float32)
-    at = (batch * tl.num_programs(1) + head) * padded_rows + row
+    at = (batch * heads + head) * padded_rows + row
     shift = lse * LOG2_E - log_scale
-    tl.store(shift_ptr + at, tl.where(lse > float("-inf"), shift, float("inf")), mask=row < padded_rows)
+    tl.store(shift_ptr + at, tl.where(lse == float("-inf"), float("inf"), shift), mask=row < padded_rows)
     tl.store(padded_delta_ptr + at, delta * kept_share, mask=row < padded_rows)
 
 
@@ -108,7 +111,7 @@ def attention_rows_kernel(
 def attention_dq_kernel(
     dq_ptr, grad_ptr, q_ptr, k, v, shift_ptr, delta_ptr, lo_ptr, hi_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
-    rows, columns, offset, scale_log2, scale, group, padded_rows,
+    rows, columns, offset, scale_log2, scale, heads, group, padded_rows,
     dq_stride_b, dq_stride_h, dq_stride_s, grad_stride_b, grad_stride_h, grad_stride_s,
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
@@ -120,10 +123,11 @@ def attention_dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they attend to."""
-    head, batch = tl.program_id(0), tl.program_id(2)
+    row_blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head, row_block, batch = place_of_program(heads, row_blocks)
     head_64, batch_64 = head.to(tl.int64), batch.to(tl.int64)
     kv_head = head // group
-    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS  # the most work first, as in forward
+    first_row = (row_blocks - 1 - row_block) * BLOCK_ROWS  # the most work first, as in forward
     row = first_row + tl.arange(0, BLOCK_ROWS)
     in_rows = row < rows
     dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
@@ -136,7 +140,7 @@ def attention_dq_kernel(
     grad_ptrs = addresses(grad_ptr, batch, head, row, v_dim, grad_stride_b, grad_stride_h, grad_stride_s)
     q = tl.load(q_ptrs, mask=in_q, other=0.0)
     grad = tl.load(grad_ptrs, mask=in_rows[:, None] & (v_dim < V_DIM)[None, :], other=0.0)
-    at = (batch_64 * tl.num_programs(0) + head_64) * padded_rows + row.to(tl.int64)
+    at = (batch_64 * heads + head_64) * padded_rows + row.to(tl.int64)
     shift = tl.load(shift_ptr + at)
     delta = tl.load(delta_ptr + at)
     if DROPOUT:
@@ -185,7 +189,7 @@ def attention_dq_kernel(
 def attention_dkv_kernel(
     dk_ptr, dv_ptr, grad, q, k_ptr, v_ptr, shift, delta, lo, hi, ranges_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
-    rows, columns, offset, scale_log2, scale, group, padded_rows,
+    rows, columns, offset, scale_log2, scale, heads, group, padded_rows,
     dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
     grad_stride_b, grad_stride_h, grad_stride_s, q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
@@ -201,9 +205,9 @@ def attention_dkv_kernel(
 
     Logits are transposed, (columns, rows): each thread then has the operands of the next product.
     """
-    kv_head, batch = tl.program_id(0), tl.program_id(2)
+    kv_head, column_block, batch = place_of_program(heads // group, tl.cdiv(columns, BLOCK_COLUMNS))
     batch_64 = batch.to(tl.int64)
-    first_column = tl.program_id(1) * BLOCK_COLUMNS  # under a causal mask, the first columns have the most work
+    first_column = column_block * BLOCK_COLUMNS  # under a causal mask, the first columns have the most work
     column = first_column + tl.arange(0, BLOCK_COLUMNS)
     dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
     in_k = (column < columns)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -221,13 +225,12 @@ def attention_dkv_kernel(
         kv_position_ptr += batch_64 * kv_position_stride_b
         kv_position = load_positions(kv_position_ptr, first_column, columns, BLOCK_COLUMNS, IN_RUNS, 8)
     first, blocks, before, whole = seeing_rows(
-        ranges_ptr + batch_64 * ranges_stride_b + tl.program_id(1), ranges_stride,
+        ranges_ptr + batch_64 * ranges_stride_b + column_block, ranges_stride,
         first_column, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK,
     )  # fmt: skip
 
     grad_k = tl.zeros([BLOCK_COLUMNS, BLOCK_DIM], tl.float32)
     grad_v = tl.zeros([BLOCK_COLUMNS, BLOCK_V], tl.float32)
-    heads = tl.num_programs(0) * group
     # Two loops, without a mask one: whole blocks come last. Each runs over all heads, so that loads stay ahead from
     # head to head.
     for MASKED in tl.static_range(1 if MASK != FULL else 0, -1, -1):
@@ -337,7 +340,7 @@ def _launches(
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride, *ranges_strides = mask
     bias_kind, has_dropout, in_runs, dropout_scale = kinds
-    numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads // kv_heads, padded_rows)
+    numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads, heads // kv_heads, padded_rows)
     strides = (*grad_out.strides[:3], *q.strides[:3], *k.strides[:3], *v.strides[:3], intervals_stride)
     constants = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
     constants |= {"MASK": mask_kind, "BIAS": bias_kind, "DROPOUT": has_dropout, "IN_RUNS": in_runs}
@@ -347,7 +350,7 @@ def _launches(
     interval_line = line if mask_kind == INTERVALS.value else None
     launch_dkv = Launch(
         attention_dkv_kernel,
-        (kv_heads, triton.cdiv(columns, cut.block_columns), batch),
+        kv_heads * triton.cdiv(columns, cut.block_columns) * batch,
         (*numbers, *dk.strides[:3], *dv.strides[:3], *strides, *ranges_strides, *modifiers),
         constants | cut.constants(),
         (
@@ -360,7 +363,7 @@ def _launches(
     cut = config.dq
     launch_dq = Launch(
         attention_dq_kernel,
-        (heads, triton.cdiv(rows, cut.block_rows), batch),
+        heads * triton.cdiv(rows, cut.block_rows) * batch,
         (*numbers, *dq.strides[:3], *strides, *modifiers),
         constants | cut.constants(),
         (
@@ -371,8 +374,8 @@ def _launches(
     )
     launch_rows = Launch(
         attention_rows_kernel,
-        (triton.cdiv(padded_rows, _ROWS_BLOCK), heads, batch),
-        (rows, padded_rows, math.log2(dropout_scale), 1 / dropout_scale, *lse.strides[:2], *delta.strides[:2]),
+        triton.cdiv(padded_rows, _ROWS_BLOCK) * heads * batch,
+        (rows, padded_rows, heads, math.log2(dropout_scale), 1 / dropout_scale, *lse.strides[:2], *delta.strides[:2]),
         {"BLOCK_ROWS": _ROWS_BLOCK},
     )
     return launch_rows, launch_dkv, launch_dq

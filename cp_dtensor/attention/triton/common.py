@@ -45,8 +45,8 @@ _QUARTER_RUN = tl.constexpr(RUN // 4)
 attention_kernel = triton.jit(
     # Triton does not specialise on these, so that tiles with other numbers share the compiled code.
     do_not_specialize=[
-        "rows", "columns", "offset", "group", "padded_rows", "intervals_stride_b", "ranges_stride", "ranges_stride_b",
-        "q_position_stride_b", "kv_position_stride_b", "first_batch", "first_head", "dropout_limit",
+        "rows", "columns", "offset", "heads", "group", "padded_rows", "intervals_stride_b", "ranges_stride",
+        "ranges_stride_b", "q_position_stride_b", "kv_position_stride_b", "first_batch", "first_head", "dropout_limit",
     ],
     do_not_specialize_on_alignment=[
         "lse_ptr", "lse_stride_b", "lse_stride_h", "lo_ptr", "hi_ptr", "lo", "hi",
@@ -54,6 +54,18 @@ attention_kernel = triton.jit(
     ],
 )  # fmt: skip
 """Decorator of the forward, dQ and dK/dV kernels."""
+
+
+@triton.jit
+def place_of_program(first, second):
+    """The place of a program among `first` x `second` x any number, the first counting fastest.
+
+    Axis x of the grid has all programs, since CUDA limits the other axes to 65,535: one tile has more blocks of rows.
+
+    Example: program 7 among 2 x 3 x 4 is at (1, 0, 1).
+    """
+    program = tl.program_id(0)
+    return program % first, program // first % second, program // first // second
 
 
 @triton.jit

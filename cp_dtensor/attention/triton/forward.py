@@ -28,6 +28,7 @@ from cp_dtensor.attention.triton.common import (
     load_rows,
     mask_arguments,
     modifier_arguments,
+    place_of_program,
     seen_columns,
     which_are_kept,
 )
@@ -40,7 +41,7 @@ from cp_dtensor.attention.triton.row_mask import RowMask
 def attention_forward_kernel(
     out_ptr, lse_ptr, q_ptr, k, v, lo_ptr, hi_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
-    rows, columns, offset, scale_log2, group,
+    rows, columns, offset, scale_log2, heads, group,
     out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
@@ -55,11 +56,12 @@ def attention_forward_kernel(
 
     Example, head dim 1, scale 1: q 0 attends to keys with values 1 and 3: out 2, lse log 2.
     """
-    head, batch = tl.program_id(0), tl.program_id(2)
+    row_blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head, row_block, batch = place_of_program(heads, row_blocks)
     head_64, batch_64 = head.to(tl.int64), batch.to(tl.int64)
     kv_head = head // group
     # Under a causal mask the last rows have the most work: they start first.
-    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS
+    first_row = (row_blocks - 1 - row_block) * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS)
     in_rows = row < rows
     dim, v_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V)
@@ -123,7 +125,7 @@ def attention_forward_kernel(
             acc = tl.dot(weights.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
             largest = new_largest
 
-    safe_total = tl.where(total > 0.0, total, 1.0)  # of a row without keys, acc is 0 and largest -inf
+    safe_total = tl.where(total == 0.0, 1.0, total)  # of a row without keys, acc is 0 and largest -inf; NaN stays
     out = acc * ((dropout_scale if DROPOUT else 1.0) / safe_total)[:, None]
     lse = (largest + tl.math.log2(safe_total)) * LN_2
     out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)
@@ -171,7 +173,7 @@ def _launch(
     mask_kind, offset, intervals_stride = mask
     bias_kind, has_dropout, in_runs, dropout_scale = kinds
     numbers = (
-        rows, columns, offset, scale * math.log2(math.e), heads // k.shape[1],
+        rows, columns, offset, scale * math.log2(math.e), heads, heads // k.shape[1],
         *out.strides[:3], *lse.strides[:2], *q.strides[:3], *k.strides[:3], *v.strides[:3],
         intervals_stride, *modifiers, dropout_scale,
     )  # fmt: skip
@@ -184,5 +186,5 @@ def _launch(
         blocks_of_rows(k, config.block_columns, block_dim, config.tma),
         blocks_of_rows(v, config.block_columns, block_v, config.tma),
     )
-    grid = (heads, triton.cdiv(rows, config.block_rows), batch)
-    return Launch(attention_forward_kernel, grid, numbers, constants, blocks)
+    programs = heads * triton.cdiv(rows, config.block_rows) * batch
+    return Launch(attention_forward_kernel, programs, numbers, constants, blocks)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
-from cp_dtensor.attention.triton.common import addresses
+from cp_dtensor.attention.triton.common import addresses, place_of_program
 from cp_dtensor.spec.layouts import Span
 
 _SPANS = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
@@ -19,20 +19,20 @@ _COUNTS = [f"count{part}" for part in range(MAX_PARTS)]
 
 
 @triton.jit
-def _tile(rows, head_dim, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def _tile(rows, head_dim, heads, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Row, dim, batch and head of a program, with masks of rows, of dims and of both."""
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    block, head, batch = place_of_program(tl.cdiv(rows, BLOCK_ROWS), heads)
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     in_rows, in_dims = row < rows, dim < head_dim
-    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    return row, dim, batch, head, in_rows, in_dims, in_rows[:, None] & in_dims[None, :]
+    return row, dim, batch.to(tl.int64), head.to(tl.int64), in_rows, in_dims, in_rows[:, None] & in_dims[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", *_SPANS])
+@triton.jit(do_not_specialize=["rows", "heads", *_SPANS])
 def lse_merge_kernel(
     out_ptr, lse_ptr, base_ptr, base_lse_ptr,
     part0_ptr, part0_lse_ptr, part1_ptr, part1_lse_ptr,
-    rows, head_dim,
+    rows, head_dim, heads,
     out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
     base_stride_b, base_stride_h, base_stride_s, base_lse_stride_b, base_lse_stride_h,
     start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h,
@@ -43,7 +43,7 @@ def lse_merge_kernel(
 
     Example, one row of head dim 1: base (1, log 1) and a part (5, log 3) become out 4, lse log 4.
     """
-    row, dim, batch, head, in_rows, in_dims, in_tile = _tile(rows, head_dim, BLOCK_ROWS, BLOCK_DIM)
+    row, dim, batch, head, in_rows, in_dims, in_tile = _tile(rows, head_dim, heads, BLOCK_ROWS, BLOCK_DIM)
     base_lse_ptrs = base_lse_ptr + batch * base_lse_stride_b + head * base_lse_stride_h + row.to(tl.int64)
     lse = tl.load(base_lse_ptrs, mask=in_rows, other=float("-inf")).to(tl.float32)
     base_ptrs = addresses(base_ptr, batch, head, row, dim, base_stride_b, base_stride_h, base_stride_s)
@@ -60,8 +60,8 @@ def lse_merge_kernel(
         ptrs = addresses(ptr, batch, head, row - start, dim, stride_b, stride_h, stride_s)
         part = tl.load(ptrs, mask=in_part[:, None] & in_dims[None, :], other=0.0).to(tl.float32)
         largest = tl.maximum(lse, part_lse)
-        seen = largest > float("-inf")
-        shift = tl.where(seen, largest, 0.0)  # -inf - -inf would be NaN
+        seen = (lse != float("-inf")) | (part_lse != float("-inf"))  # also of NaN, which `maximum` ignores
+        shift = tl.where(largest > float("-inf"), largest, 0.0)  # -inf - -inf would be NaN
         weight = tl.exp(lse - shift)
         part_weight = tl.exp(part_lse - shift)
         total = weight + part_weight
@@ -99,10 +99,10 @@ def _merge_launch(
     return _launch_of(lse_merge_kernel, out, strides, sizes)
 
 
-@triton.jit(do_not_specialize=["rows", *_SPANS, *_COUNTS])
+@triton.jit(do_not_specialize=["rows", "heads", *_SPANS, *_COUNTS])
 def part_sum_kernel(
     out_ptr, base_ptr, part0_ptr, part1_ptr,
-    rows, head_dim,
+    rows, head_dim, heads,
     out_stride_b, out_stride_h, out_stride_s, base_stride_b, base_stride_h, base_stride_s,
     count0, start0, stop0, p0_n, p0_b, p0_h, p0_s,
     count1, start1, stop1, p1_n, p1_b, p1_h, p1_s,
@@ -112,7 +112,7 @@ def part_sum_kernel(
 
     Example, one row of head dim 1: base 1 and a stack of 2 and 3 become 6.
     """
-    row, dim, batch, head, _, in_dims, in_tile = _tile(rows, head_dim, BLOCK_ROWS, BLOCK_DIM)
+    row, dim, batch, head, _, in_dims, in_tile = _tile(rows, head_dim, heads, BLOCK_ROWS, BLOCK_DIM)
     base_ptrs = addresses(base_ptr, batch, head, row, dim, base_stride_b, base_stride_h, base_stride_s)
     total = tl.load(base_ptrs, mask=in_tile, other=0.0).to(tl.float32)
     parts = (
@@ -152,7 +152,7 @@ def _launch_of(kernel: Any, out: Facts, strides: tuple[int, ...], sizes: Sequenc
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
     return Launch(
         kernel,
-        (triton.cdiv(rows, block_rows), heads, batch),
-        (rows, head_dim, *strides, *sum(sizes, ()), *(0,) * 7 * (MAX_PARTS - len(sizes))),
+        triton.cdiv(rows, block_rows) * heads * batch,
+        (rows, head_dim, heads, *strides, *sum(sizes, ()), *(0,) * 7 * (MAX_PARTS - len(sizes))),
         {"PARTS": len(sizes), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
     )

@@ -10,14 +10,14 @@ from unittest import mock
 import torch
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor.api import flex_gather_kv as gather_kv
-from cp_dtensor.api.flex_gather_kv import KVGather
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.engine import gather_kv
 from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.gather_kv import KVGather
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
@@ -76,7 +76,7 @@ class Tiles(AttentionBackend):
         return tuple(map(torch.zeros_like, (q, k, v)))
 
 
-def shape_of(ranks: int, layout: Layout, mask: Mask) -> CallSpec:
+def spec_of(ranks: int, layout: Layout, mask: Mask) -> CallSpec:
     length = 8 * ranks
     masking = Masking.BY_SHAPE if is_plain(mask, length, length) else Masking.INTERVALS
     partition = LayoutPartition(layout, length, length, 1, ranks)
@@ -92,12 +92,12 @@ def tensors(rank: Rank, count: int) -> list[torch.Tensor]:
 def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
     def program(rank: Rank) -> None:
         ranks = rank.size()
-        shape = shape_of(ranks, Contiguous(), Full())
-        heads = partition_heads(shape.q_heads, shape.kv_heads, ranks, stages)
+        spec = spec_of(ranks, Contiguous(), Full())
+        heads = partition_heads(spec.q_heads, spec.kv_heads, ranks, stages)
         assert heads.stages == stages
-        kinds = exchange_stages(heads, MergedPartition(shape.partition, ranks), 0)
-        assert obstacle_to_shared_memory(shape, rank, torch.device("cpu")) is None
-        exchange = shared_memory_heads(shape, kinds)
+        kinds = exchange_stages(heads, MergedPartition(spec.partition, ranks), 0)
+        assert obstacle_to_shared_memory(spec, rank, torch.device("cpu")) is None
+        exchange = shared_memory_heads(spec, kinds)
         inner = tuple(Stage(rank) for _ in range(stages))
         plan = UlyssesPlan(heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
         group: Any = rank
@@ -115,11 +115,11 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
 
 def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
     def program(rank: Rank) -> None:
-        shape = shape_of(rank.size(), layout, mask)
+        spec = spec_of(rank.size(), layout, mask)
         by_heads = Stages(1, stages)
-        plan = gathered_plan(shape.tiling, rank.rank(), shape.kv_heads, by_heads, by_heads)
+        plan = gathered_plan(spec.tiling, rank.rank(), spec.kv_heads, by_heads, by_heads)
         tiles = Tiles(rank)
-        ring = RingPlan(plan, shape, SymmetricMemory(), tiles, torch.float32, tiles)
+        ring = RingPlan(plan, spec, SymmetricMemory(), tiles, torch.float32, tiles)
         group: Any = rank
         one_axis = SequenceRanks(group)
         q, k, v, grad_out = tensors(rank, 4)

@@ -3,44 +3,35 @@
 K/V are gathered in one of two ways. Where GPUs have peer access, and every shard is a few contiguous ranges over one
 mesh axis, one kernel reads all shards from symmetric memory. Otherwise the ranks all-gather their shards, padded to one
 length, and select rows by an index. Gradients are selected by an index, exchanged in one all-to-all per axis, and
-summed in float32. Compiled code gathers by the operator `flex_keys`; FlexAttention itself is captured as torch does it.
+summed in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
-from cp_dtensor.api.flex_block_mask import (
-    LocalRows,
-    cached,
-    check_mask_lengths,
-    config_of,
-    defined,
-    found_in,
-    layout_is_found,
-    longest_seq_len,
-    shard_lengths,
-)
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
 from cp_dtensor.comm.select import gathers_by_symm_mem
 from cp_dtensor.comm.transport import TransportMethod
-from cp_dtensor.engine.compiled_spec import call_spec_of, pending_backwards, runtime_numbers
 from cp_dtensor.plan.tiling import rows_in_order
-from cp_dtensor.spec.cache import lru_cached
-from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Full, Mask
+from cp_dtensor.spec.cache import LRUCache, lru_cached
+from cp_dtensor.spec.layouts import Layout, shard_lengths
 
+T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V or their gradients: (B, Hkv, T, D) and (B, Hkv, T, Dv)."""
 
@@ -187,7 +178,8 @@ def _exchange(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-to-all of (ranks, ...): block i goes to rank i, and block i of the result comes from rank i."""
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
-    dist.all_to_all_single(received.flatten(), blocks.flatten(), group=group)
+    with peer_errors(group, "an exchange of dK/dV"):
+        dist.all_to_all_single(received.flatten(), blocks.flatten(), group=group)
     return received
 
 
@@ -204,108 +196,17 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
     return HeadRows(rows_in_order(shards), ((0, 1),) * world_size)
 
 
-# K/V in compiled code
+# Small tensors on devices
 
 
-def check_context_mask(mask: Mask | None) -> None:
-    """Refuses contexts with a mask."""
-    if mask is not None:
-        raise NotImplementedError(
-            f"FlexAttention does not take the mask of its context, got {mask!r}: give flex_attention a block_mask, "
-            "in a context without a mask"
-        )
+def cached(make: Callable[..., T], *key: Any) -> T:
+    """`make(*key)`, small tensors, from an LRU cache; a graph that is being captured computes what is not there."""
+    value = _cache.get((make, *key))
+    if value is None:
+        if capturing():
+            return make(*key)
+        value = _cache.add((make, *key), _torch.prepared(lambda: make(*key)))
+    return value  # type: ignore[return-value]
 
 
-def _keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, q_len: int, kv_len: int, declared: bool,
-    scale: float, needs_backward: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Lengths are -1 where they are known only when the code runs, and `declared` if the caller passed them."""
-    known, call_spec = (q_len, kv_len) if q_len >= 0 else None, call_spec_of(token)
-    compared = known if declared or call_spec.fixed.debug else None  # debugging, ranks compare the lengths of masks
-    lengths, found = call_spec.resolve(q, k, v, Full(), NO_MODIFIERS, scale, compared)
-    check_mask_lengths(lengths, known)
-    if found.context is not None:
-        check_context_mask(found.context.mask)
-    config = call_spec.config(found.context)
-    ranks, layout = config.ranks, config.layout
-    if call_spec.reads_context and len(layout.batch_groups(q.size(0))) > 1:
-        raise NotImplementedError(
-            "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
-            f"{layout}"
-        )
-    rows = lengths[1] if known else longest_seq_len(layout, k.size(2), ranks.rank, ranks.size)
-    keys, values = KVGather(ranks, layout, lengths[1], rows, config.transport).gather(k, v)
-    positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
-    # Backward gets these numbers, so it needs neither the context nor communication.
-    if call_spec.reads_context:
-        begun_in = pending_backwards.begin(found, needs_backward)
-        numbers = torch.tensor([lengths[1], runtime_numbers.number_of(found), begun_in], device="cpu")
-    else:
-        numbers = q.new_empty(0, dtype=torch.int64) if known else torch.tensor([lengths[1]], device="cpu")
-    return keys, values, positions.clone(), q.new_full((1,), lengths[1], dtype=torch.int32), numbers
-
-
-def _fake_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: str, q_len: int, kv_len: int, *_: Any
-) -> tuple[torch.Tensor, ...]:
-    config, is_found = config_of(token), layout_is_found(token)
-    ranks, layout = config.ranks, config.layout
-    rows = kv_len if kv_len >= 0 else longest_seq_len(layout, int(k.size(2)), ranks.rank, ranks.size)
-    per_row = () if is_found or len(layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
-    numbers = 3 if is_found else 0 if q_len >= 0 else 1
-    return (
-        k.new_empty(*k.shape[:2], rows, k.size(3)),
-        v.new_empty(*v.shape[:2], rows, v.size(3)),
-        q.new_empty(*per_row, q.size(2), dtype=torch.int32),
-        q.new_empty(1, dtype=torch.int32),
-        torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device),
-    )
-
-
-def _keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, numbers: torch.Tensor, token: str, kv_len: int, local: int
-) -> Pair:
-    found = found_in(numbers)
-    if found is not None:
-        pending_backwards.end(found, int(numbers[2]))
-    config, seq_len = config_of(token, numbers), int(numbers[0]) if kv_len < 0 else kv_len
-    gather = KVGather(config.ranks, config.layout, seq_len, grad_k.size(2), config.transport)
-    return gather.reduce_gradients(grad_k, grad_v, local)
-
-
-def _fake_keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, _numbers: torch.Tensor, _token: str, _kv_len: int, local: int
-) -> tuple[torch.Tensor, ...]:
-    return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, token, _, kv_len, *_ = inputs
-    *_, positions, total, numbers = output
-    ctx.save_for_backward(numbers)
-    ctx.settings = token, kv_len, k.size(2)
-    ctx.mark_non_differentiable(positions, total, numbers)
-
-
-@differentiated_once
-def _gradients(
-    ctx: Any, saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *saved, *ctx.settings)
-    return None, *grads, *[None] * 6
-
-
-_keys_library = defined(
-    "flex_keys(Tensor q, Tensor k, Tensor v, str token, int q_len, int kv_len, bool declared, float scale, "
-    "bool needs_backward) -> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor numbers)",
-    _keys, _fake_keys,
-)  # fmt: skip
-_backward_library = defined(
-    "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor numbers, str token, int kv_len, SymInt local) "
-    "-> (Tensor grad_k, Tensor grad_v)",
-    _keys_backward, _fake_keys_backward,
-)  # fmt: skip
-torch.library.register_autograd(
-    "cp_dtensor::flex_keys", _gradients, setup_context=_save_for_backward, lib=_keys_library
-)
+_cache = LRUCache[object](pins=capturing)

@@ -19,14 +19,12 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows, wide_dtype
-from cp_dtensor.attention.backends.select import Allowed, allowed_backends
+from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, zeros_for_sums
 from cp_dtensor.engine.compiled_spec import (
-    CompiledCallSpec,
     RuntimeValues,
-    call_spec_of,
-    key_of,
+    compiled_spec_of,
     mask_keys,
     pending_backwards,
     runtime_numbers,
@@ -68,8 +66,6 @@ Optional = Tensor | None
 """An argument that a call may lack."""
 CuSeqlens = tuple[Tensor, Tensor]
 """Integers: the edges of packed documents among queries and among keys."""
-MaskName = tuple[Tensor, None]
-"""The name of a mask (`named_masks`), in the place of the edges of documents."""
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +76,7 @@ def _backends(key: str) -> Allowed:
 class _Constants(NamedTuple):
     """Arguments of the operators that are constants of compiled code, in the order of the schema."""
 
-    call_spec: str
+    spec_key: str
     backends: str
     mask: str
     dropout_p: float
@@ -91,59 +87,37 @@ class _Constants(NamedTuple):
     """Global number of queries; -1 if it is known only when the code runs."""
     kv_len: int
 
+    @property
+    def mask_value(self) -> Mask:
+        """The mask of the call alone."""
+        return mask_keys.value_of(self.mask)
+
     def modifiers(self, bias: Optional, seed: Optional, sinks: Optional, up: Optional) -> Modifiers:
         return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, up)
 
     def found_at_run_time(self, cu_seq_q: Tensor | None) -> bool:
         """True if lengths or mask are known only when the code runs."""
         unknown = isinstance(self.q_len, int) and self.q_len < 0  # a symbol of Dynamo is a known length
-        return cu_seq_q is not None or unknown or call_spec_of(self.call_spec).reads_context
-
-
-CallKeys = tuple[str, str, str, bool]
-"""Keys of call spec, backends and mask; and True if each run reads the open context or compares values of the ranks."""
-
-
-def keys_of(call_spec: CompiledCallSpec, mask: Mask) -> CallKeys:
-    """The keys of a call, which are constants of compiled code."""
-    backends = repr(tuple(allowed_backends()))  # Dynamo recompiles on a change
-    return key_of(call_spec), backends, mask_keys.key_of(mask), call_spec.reads_context or call_spec.fixed.debug
-
-
-def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, keys: CallKeys, scale: float,
-    lengths: tuple[int, int] | None, needs_lse: bool, cu_seqlens: CuSeqlens | MaskName | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of checked local shards in a program that is being captured; lse may be empty unless needed.
-
-    With `cu_seqlens`, of packed tokens or with a named mask: see `CompiledCallSpec.resolve`.
-    """
-    call_spec, backends, mask, reads_more = keys
-    q_len, kv_len = (-1, -1) if lengths is None else lengths
-    overloads = torch.ops.cp_dtensor.attention
-    out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
-        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, modifiers.up, *(cu_seqlens or (None, None)),
-        call_spec, backends, mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale, q_len,
-        kv_len, needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
-    )  # fmt: skip
-    return out, lse
+        return cu_seq_q is not None or unknown or compiled_spec_of(self.spec_key).reads_context
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional, seed: Optional, sinks: Optional, up: Optional,
     cu_seq_q: Optional, cu_seq_k: Optional, *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Results of a call; `cu_seq_q` without `cu_seq_k` names a mask (`named_masks`)."""
     *constants, needs_lse, needs_backward = others
     constant = _Constants(*constants)
-    spec, scale, backends = call_spec_of(constant.call_spec), constant.scale, _backends(constant.backends)
+    spec, scale, backends = compiled_spec_of(constant.spec_key), constant.scale, _backends(constant.backends)
     known = None if constant.q_len < 0 else (constant.q_len, constant.kv_len)
     modifiers = constant.modifiers(bias, seed, sinks, up)
     edges = None if cu_seq_q is None or cu_seq_k is None else PackedEdges.of(cu_seq_q, cu_seq_k)
     named = named_mask(cu_seq_q) if cu_seq_q is not None and cu_seq_k is None else None
     # Also where rows are saved: all ranks send LSE, and a single rank may lose its saved rows before backward.
     gives_lse = needs_lse or needs_backward
-    mask = mask_keys.value_of(constant.mask)
-    lengths, found = spec.resolve(q, k, v, mask, modifiers, scale, known, edges, named, gives_lse=gives_lse)
+    lengths, found = spec.resolve(
+        q, k, v, constant.mask_value, modifiers, scale, known, edges, named, gives_lse=gives_lse
+    )
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
     with no_autocast(q), _torch.below_autograd(), call:
@@ -180,7 +154,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *constants, needs_grad_bias, needs_grad_sinks, needs_grad_up = others
     constant = _Constants(*constants)
-    lengths, found = (constant.q_len, constant.kv_len), RuntimeValues(mask_keys.value_of(constant.mask))
+    spec = compiled_spec_of(constant.spec_key)
+    lengths, found = (constant.q_len, constant.kv_len), RuntimeValues(spec.with_own_mask(constant.mask_value))
     if numbers.numel():
         *lengths_of_forward, number, begun_in = numbers.tolist()
         lengths, found = tuple(lengths_of_forward), runtime_numbers.of(number)
@@ -193,7 +168,7 @@ def _backward(
     from_forward: SavedCall = getattr(numbers.untyped_storage(), _ATTRIBUTE, SavedCall())
     call = from_forward.call
     if call is None:  # the same as in forward, and found without communication
-        config, backends = call_spec_of(constant.call_spec).config(found.context), _backends(constant.backends)
+        config, backends = spec.config(found.context), _backends(constant.backends)
         call = bound_call(q, k, v, config, lengths, found.mask, modifiers, constant.scale, backends)
     grad_bias = zeros_for_sums(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd(), call:
@@ -248,7 +223,7 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
 def _defined() -> torch.library.Library:
     modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks, Tensor? up"
-    constants = "str call_spec, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
+    constants = "str spec_key, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
     constants += "float scale, SymInt q_len, SymInt kv_len"
     forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {constants}, "
     forward += "bool needs_lse, bool needs_backward) -> (Tensor out, Tensor lse, Tensor numbers)"
