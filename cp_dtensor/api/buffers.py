@@ -149,7 +149,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
 
 
 def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
-    """What must be equal on all ranks of the buffers of a context; reads all of them."""
+    """Facts of the buffers of a context that must be equal on all ranks; reads all buffers."""
     facts: dict[str, object] = {"the number of buffers": len(buffers)}
     for index, buffer in enumerate(buffers):
         tensor = buffer.tensor
