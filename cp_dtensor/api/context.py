@@ -86,13 +86,13 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query sees which key in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A key
-            is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has this
-            rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of their positions;
+        mask: the keys that each query sees in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A
+            key is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has
+            this rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of positions;
             it may be one of `buffers`. None: no mask.
-        layout: which rank owns which tokens; None is `HeadTail()`. Functions and modules of this package inside, over
+        layout: the tokens of each rank; None is `HeadTail()`. Functions and modules of this package inside, over
             the same ranks, take mask and layout over where they have `mask=None` (`Full()`: no mask) or `layout=None`.
-        rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
+        rotate_method: the KV transport of rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); None is the process default.
         seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
         sinks: (H,), any floating dtype: a logit of each of this rank's query heads that counts in the softmax
