@@ -146,3 +146,14 @@ def in_main_thread() -> bool:
 def in_autograd_thread() -> bool:
     """True in a thread of autograd (in which CUDA backwards run), during a backward."""
     return current_backward() is not None and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+@contextmanager
+def autograd_recorded() -> Iterator[None]:
+    """Context in which autograd records operations, also inside of an operator's implementation."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name, key in vars(torch._C.DispatchKey).items():
+        if name.startswith(("Autograd", "ADInplaceOrView")):
+            exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield

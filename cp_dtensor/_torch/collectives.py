@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import broadcast
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 from cp_dtensor._torch.cache import GroupCache
 
@@ -93,6 +93,18 @@ def group_of_name(name: str) -> dist.ProcessGroup:
     """The group with this name that this thread's rank is part of."""
     resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
     return resolve(name)
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store through which the ranks of a group have met; keys of other groups are not seen."""
+    store: dist.Store = _world.pg_map[group][1]
+    return store
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The seconds after which a collective of tensors on `device` fails in this group."""
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from cp_dtensor._torch import label, prepared
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
+from cp_dtensor.comm.flags import Flag
 from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Kinds, Tensors
-from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.plan.partition import CallSpec
 
 if TRITON_AVAILABLE:
@@ -213,7 +214,7 @@ class _ReadHeads(Arrivals):
         self._workspace = workspace
         stream = current_stream(tensors[0].device)
         with label("write heads"):
-            workspace.follow(stream)
+            workspace.follow(stream, "heads", tensors[0])
             workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
             _write(tensors, workspace.kv_address(workspace.rank), offsets(self._stages[0], True), stream)
             workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
@@ -260,7 +261,7 @@ class _ReadRows(Departure):
         current = current_stream(tensors[0].device)
         overlaps = not is_last  # with the next stage, on another stream perhaps
         with label("write rows"):
-            workspace.follow(current)
+            workspace.follow(current, "rows", tensors[0])
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
             _write(tensors, workspace.grads_address(workspace.rank), offsets(written, False), current)
         stream = workspace.grad_stream if overlaps else current

@@ -18,7 +18,8 @@ from support.stream_model.interleavings import run
 from support.stream_model.programs import Program, gathered_kv, ring, ulysses
 from support.stream_model.recording import Group, Rank, Stream
 
-from cp_dtensor.comm.symm_mem_workspace import Flag, Flags, Workspace
+from cp_dtensor.comm.flags import Flag, Flags
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.spec.balanced_layouts import BalancedBlocks
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
@@ -195,9 +196,9 @@ def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[P
 def test_writes_wait_for_earlier_writes_in_graphs_too(ranks: int) -> None:
     follow = Workspace.follow
 
-    def unless_capturing(workspace: Workspace, stream: Any) -> None:
+    def unless_capturing(workspace: Workspace, stream: Any, *call: Any) -> None:
         if not stream.is_capturing:
-            follow(workspace, stream)
+            follow(workspace, stream, *call)
 
     with mock.patch.object(Workspace, "follow", unless_capturing):
         check_that_it_goes_wrong(ranks, in_graphs(ulysses(4, True, backward=False)))

@@ -156,11 +156,11 @@ class Inputs:
     grad_out: torch.Tensor
 
     def contiguous(self) -> Inputs:
-        """The same numbers in (B, heads, S, D) memory."""
+        """These numbers in (B, heads, S, D) memory."""
         return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
 
     def with_expanded_kv(self) -> Inputs:
-        """The same problem without GQA: each K/V head repeated for the query heads that read it."""
+        """This problem without GQA: each K/V head repeated for the query heads that read it."""
         group = self.q.size(1) // self.k.size(1)
         k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
         return Inputs(self.q, k, v, self.grad_out)

@@ -16,9 +16,10 @@ from unittest import mock
 import torch
 
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver
-from cp_dtensor.comm import head_exchange_symm_mem, symm_mem
+from cp_dtensor.comm import flags, head_exchange_symm_mem, symm_mem
 from cp_dtensor.comm import symm_mem_workspace as workspaces
-from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+from cp_dtensor.comm.flags import Flag
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 
 Op = tuple[Any, ...]
 """An operation and its arguments, which `interleavings` executes."""
@@ -189,7 +190,9 @@ class Group:
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
                 (workspaces, "probe_p2p", lambda *_: None),
-                (workspaces, "flag_launch", self._flag_launch),
+                (flags, "flag_launch", self._flag_launch),
+                (workspaces, "_Waits", lambda *_: None),
+                (workspaces, "watch", lambda _: None),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem.HeadBlocks, "write", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
@@ -227,8 +230,9 @@ class Group:
         self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
 
-    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
-        ops = [("set", signalled, 1), ("wait", awaited, 1), ("set", awaited, 0)]
+    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
+        waits = status[:1]
+        ops = [("set", signalled, 1), ("set", waits, 1), ("wait", awaited, 1), ("set", awaited, 0), ("set", waits, 0)]
 
         def launch() -> None:
             for op, addresses, value in ops:
@@ -239,7 +243,9 @@ class Group:
         return launch
 
     def _count_signals(self, raised: list[int]) -> None:
-        flags_raised = {self.place(address)[2] // (4 * len(self.ranks)) for address in raised}
+        flags_raised = {
+            self.place(address)[2] // (4 * len(self.ranks)) for address in raised if address not in self._statuses()
+        }
         self.active.signalled["kv"] += Flag.KV_READY in flags_raised
         self.active.signalled["grads"] += Flag.GRAD_READY in flags_raised
 
@@ -280,11 +286,14 @@ class Group:
         return get
 
     def first_flags(self) -> dict[int, int]:
-        """Returns the initial flags of the workspaces, by address."""
+        """Returns the initial flags of the workspaces, and the words that tell who waits, by address."""
         assert self.buffer is not None
         count = len(Flag) * len(self.ranks)
-        return {
+        return dict.fromkeys(self._statuses(), 0) | {
             address + 4 * index: word
             for address, memory in zip(self.workspaces[0].addresses, self.buffer.bytes_of, strict=True)
             for index, word in enumerate(memory[: 4 * count].view(torch.int32).tolist())
         }
+
+    def _statuses(self) -> set[int]:
+        return {workspace.flags.status.addresses(flag)[0] for workspace in self.workspaces for flag in Flag}
