@@ -219,7 +219,7 @@ class _Place:
         if (
             not axes
             or len(axes) > 2
-            or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419
+            or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419, for Dynamo
         ):
             raise ValueError(
                 f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one or two mesh axes; "
