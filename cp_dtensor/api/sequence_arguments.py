@@ -216,8 +216,11 @@ class _Place:
             raise ValueError(f"{owner} expects seq_len to be None or that of the DTensor, {length}, got {seq_len}")
         axes = tuple([axis for axis, each in enumerate(x.placements) if isinstance(each, Shard) and each.dim == dim])
         ranks = math.prod([x.device_mesh.size(axis) for axis in axes])
-        others = [each for each in x.placements if not isinstance(each, (Shard, Replicate, Partial))]
-        if not axes or len(axes) > 2 or others:
+        if (
+            not axes
+            or len(axes) > 2
+            or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419, for Dynamo
+        ):
             raise ValueError(
                 f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one or two mesh axes; "
                 f"got {x.placements}"

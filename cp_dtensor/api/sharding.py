@@ -16,8 +16,9 @@ from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.agreement import odd_ones
 from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
-from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
+from cp_dtensor.engine.lengths import checked_only_length, global_length
 from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import cut
+from cp_dtensor._torch.tensors import content_hash, cut
 from cp_dtensor.spec.layouts import Span
 
 
@@ -85,8 +84,7 @@ class Modifiers:
         kind = f"{str(self.sinks.dtype).removeprefix('torch.')} {tuple(self.sinks.shape)}{' grad' * self.need_lse}"
         if not values:
             return kind
-        elements = self.sinks.detach().cpu().contiguous().view(torch.uint8)
-        return f"{kind} {zlib.crc32(bytes(elements.tolist())):08x}"
+        return f"{kind} {content_hash(self.sinks) % (1 << 32):08x}"
 
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Head dim of the output."""
