@@ -199,7 +199,7 @@ class context_parallel(ContextDecorator):
         self._entered_before = True
 
     def _compare_ranks(self) -> None:
-        """Refuses configurations and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
+        """Refuses options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
         tensors = [each.tensor for each in self._buffers]
         if capturing() or any(map(_torch.is_traced, tensors)):
             return
