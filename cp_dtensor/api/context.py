@@ -96,13 +96,13 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query sees which key in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A key
-            is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has this
-            rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of their positions;
+        mask: the keys that each query sees in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A
+            key is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has
+            this rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of positions;
             it may be one of `buffers`. None: no mask.
-        layout: which rank owns which tokens; None is `HeadTail()`. Functions and modules of this package inside, over
+        layout: the tokens of each rank; None is `HeadTail()`. Functions and modules of this package inside, over
             the same ranks, take mask and layout over where they have `mask=None` (`Full()`: no mask) or `layout=None`.
-        rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
+        rotate_method: the KV transport of rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); None is the process default.
         seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
         sinks: (H,), any floating dtype: a logit of each of this rank's query heads that counts in the softmax
@@ -111,13 +111,13 @@ class context_parallel(ContextDecorator):
             refused.
         deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn` (see
             `context_parallel_attention`).
-        debug: True: on every entry the ranks compare settings and buffers, and at every attention call what must
+        debug: True: on every entry the ranks compare configuration and buffers, and at every attention call what must
             agree; a disagreement names the rank. False: at the first entry of each kind of context over a group (its
-            settings, and the dtypes and sequence dims of its buffers), and at calls that exchange lengths.
+            configuration, and the dtypes and sequence dims of its buffers), and at calls that exchange lengths.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
-            settings and buffers that differ between ranks, on every rank alike.
+            configurations and buffers that differ between ranks, on every rank alike.
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
             `torch.compile`d function; on exit, out of order.
 
@@ -199,7 +199,7 @@ class context_parallel(ContextDecorator):
         self._entered_before = True
 
     def _compare_ranks(self) -> None:
-        """Refuses settings and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
+        """Refuses options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
         tensors = [each.tensor for each in self._buffers]
         if capturing() or any(map(_torch.is_traced, tensors)):
             return

@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def checked_number(owner: str, name: str, value: Any, *, least: int | None = None) -> int:
-    """Returns an integer argument; refuses anything else, and numbers below `least`."""
+    """An integer argument; refuses anything else, and numbers below `least`."""
     if not is_integer(value) or (least is not None and value < least):
         at_least = "" if least is None else f" >= {least}"
         raise ValueError(f"{owner} expects {name} to be an integer{at_least}, got {value!r}")

@@ -32,7 +32,7 @@ def context_parallel_shard(
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         buffer_seq_dims: the sequence dim of each, negative counts from the end.
-        layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
+        layout: the tokens of each rank. None takes the layout of the context (or module) around the call, if that
             is over these ranks, else `HeadTail()`. With `MirroredBatch`, dim 0 is the batch.
 
     Returns:

@@ -37,7 +37,7 @@ class Modifiers:
         cls, bias: Tensor | None, dropout_p: float, seed: Tensor | None, first_batch: int, first_head: int,
         sinks: Tensor | None, up: Tensor | None = None,
     ) -> Modifiers:  # fmt: skip
-        """Returns the modifiers; without any, the object `NO_MODIFIERS`."""
+        """The modifiers; without any, the object `NO_MODIFIERS`."""
         if bias is None and not dropout_p and sinks is None and up is None:
             return NO_MODIFIERS
         return cls(bias, dropout_p, seed, first_batch, first_head, sinks, up)

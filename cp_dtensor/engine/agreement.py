@@ -34,7 +34,7 @@ def hash_of(facts: object) -> int:
 
 
 def odd_ones(values: list[int]) -> str:
-    """Returns the ranks whose value is not that of most ranks, "" if there are none.
+    """The ranks whose value is not that of most ranks, "" if there are none.
 
     >>> odd_ones([7, 7, 8, 7, 9])
     '2, 4'
@@ -104,8 +104,8 @@ def compare_contexts(
     if config.debug:
         compare()
     else:
-        of_settings = config.method, config.transport.name, type(config.layout), type(config.mask)
-        _compared.get(ranks.outer, (ranks.inner, *of_settings, config.deterministic, kind), compare)
+        of_config = config.method, config.transport.name, type(config.layout), type(config.mask)
+        _compared.get(ranks.outer, (ranks.inner, *of_config, config.deterministic, kind), compare)
 
 
 def _facts_of(config: AttentionConfig) -> Facts:
@@ -246,6 +246,6 @@ def _are_equal_and_vary(ranks: SequenceRanks, rows: Tensor, *tensors: Tensor) ->
 
 
 def _without_gradients(facts: Facts) -> Facts:
-    """Returns the facts without those about gradients, which compiled code does not have."""
+    """The facts without those about gradients, which compiled code does not have."""
     without = {name: str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks", "up")}
     return {**facts, "requires_grad": False, **without}

@@ -26,11 +26,11 @@ class SequenceLayer(ABC):
 
     @abstractmethod
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
-        """Returns the output of this rank's tokens and, if asked for, the final state; differentiable."""
+        """The output of this rank's tokens and, if asked for, the final state; differentiable."""
 
     @abstractmethod
     def shapes(self, tensors: Tensors, documents: int) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Returns the shapes of both results."""
+        """The shapes of both results."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def global_lengths(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, *, gives_lse: bool = False, compiled: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
-    """Returns the global lengths of queries and keys.
+    """The global lengths of queries and keys.
 
     Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except in
     debug mode.
@@ -77,7 +77,7 @@ def global_lengths(
 
 
 def global_length(lengths: list[int], layout: Layout, what: str) -> int:
-    """Returns the global length that a layout divides into these local `lengths`; refused on every rank if none."""
+    """The global length that a layout divides into these local `lengths`; refused on every rank if none."""
     world_size = len(lengths)
     total = sum(lengths) if layout.only_length is None else layout.only_length
     expected = list(shard_lengths(layout, total, world_size))
@@ -90,7 +90,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 
 def checked_only_length(local_length: int, layout: Layout, rank: int, world_size: int) -> int:
-    """Returns the only length of a layout; refuses a shard of this rank that does not fit it."""
+    """The only length of a layout; refuses a shard of this rank that does not fit it."""
     assert layout.only_length is not None
     expected = layout.local_length(layout.only_length, rank, world_size)
     if local_length != expected:
@@ -106,7 +106,7 @@ def checked_only_length(local_length: int, layout: Layout, rank: int, world_size
 def known_length(
     local_length: int, declared: tuple[int, ...], layout: Layout, rank: int, world_size: int
 ) -> int | None:
-    """Returns the declared global length that fits this rank's shard, or None if the ranks have to exchange lengths.
+    """The declared global length that fits this rank's shard, or None if the ranks have to exchange lengths.
 
     All ranks must return the same, each from its own local length. So the result is None if there is a length that
     fits one declared length on one rank and another declared length on another rank. A shard of an undeclared length is
@@ -133,14 +133,14 @@ def known_length(
 
 
 def _look_alikes(length: int, layout: Layout, world_size: int) -> tuple[int, int]:
-    """Returns the smallest and the largest global length whose shard on some rank is as long as that of `length`."""
+    """The smallest and the largest global length whose shard on some rank is as long as that of `length`."""
     local = shard_lengths(layout, length, world_size)
     spans = [_lengths_with_share(each, layout, rank, world_size) for rank, each in enumerate(local)]
     return min(span[0] for span in spans), max(span[-1] for span in spans)
 
 
 def _lengths_with_share(local_length: int, layout: Layout, rank: int, world_size: int) -> range:
-    """Returns the global lengths of which `rank` owns `local_length` tokens; shards grow with the global length."""
+    """The global lengths of which `rank` owns `local_length` tokens; shards grow with the global length."""
 
     def share(length: int) -> int:
         return layout.local_length(length, rank, world_size)

@@ -39,7 +39,7 @@ class SequenceCall:
         return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
 
     def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> int:
-        """Returns the global length; ranks exchange their local lengths if nothing else determines it.
+        """The global length; ranks exchange their local lengths if nothing else determines it.
 
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
