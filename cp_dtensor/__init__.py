@@ -7,8 +7,10 @@ from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
+from cp_dtensor.api.sequence import causal_conv1d, halo, relayout, shift
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import varlen_attention
+from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.select import set_rotate_method
 from cp_dtensor.engine.operators import ATTENTION_OPS
 from cp_dtensor.plan.cost import Hardware
@@ -34,10 +36,12 @@ __all__ = [
     "Layout",
     "Mask",
     "MirroredBatch",
+    "PeerError",
     "PerDocument",
     "PrefixLM",
     "SlidingWindow",
     "Striped",
+    "causal_conv1d",
     "context_parallel",
     "context_parallel_attention",
     "context_parallel_flex_attention",
@@ -47,10 +51,13 @@ __all__ = [
     "disable_context_parallel_dispatcher",
     "enable_context_parallel_dispatcher",
     "explain",
+    "halo",
     "imbalance",
     "local_positions",
+    "relayout",
     "ring_attention",
     "set_rotate_method",
+    "shift",
     "ulysses_attention",
     "varlen_attention",
 ]

@@ -41,7 +41,7 @@ class ActiveContext(ActiveConfig):
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
     seen: set[str] = field(default_factory=set)
-    """Kinds of calls inside: "model" of transformers, "attention"."""
+    """Kinds of calls inside: "model" of transformers, "attention", "sdpa" of plain tensors."""
 
 
 def open_local_sdpa(context: ActiveContext) -> bool | None:
@@ -104,13 +104,6 @@ def checked_context_sinks(sinks: Any) -> torch.Tensor:
             f"expected sinks of a floating dtype and shape (query heads,), got {sinks.dtype} {tuple(sinks.shape)}"
         )
     return sinks
-
-
-def checked_deterministic(deterministic: Any) -> bool:
-    """Returns `deterministic`, which must be a bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
-    return deterministic
 
 
 def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:

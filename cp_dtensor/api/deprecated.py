@@ -22,7 +22,7 @@ def renamed_keywords(**names: str) -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for old, new in names.items():
                 if old in kwargs:
-                    owner = function.__qualname__.removesuffix(".__init__")
+                    owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
                     if new in kwargs:
                         raise TypeError(f"{owner} got {new}= and its old spelling {old}=: pass {new}= only")
                     warnings.warn(f"{owner}: {old}= is now {new}=", DeprecationWarning, stacklevel=2)

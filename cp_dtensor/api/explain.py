@@ -6,20 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.config import (
-    Mesh,
-    axis_names,
-    checked_layout,
-    checked_mask,
-    checked_seq_len,
-    ranks_and_method,
-    sequence_ranks,
-)
+from cp_dtensor.api.active_context import with_inherited
+from cp_dtensor.engine.config import AttentionConfig, Mesh, axis_names, checked_mask, checked_seq_len, sequence_ranks
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
 from cp_dtensor.engine.planner import axes_of, call_spec
 from cp_dtensor.plan.cost import Hardware
-from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
@@ -82,9 +73,11 @@ def explain(
         q_heads, kv_heads: query heads, and key/value heads (None: as many).
         head_dim, batch_size, dtype: of queries, keys and values.
         is_causal: True: query i sees keys j <= i only. None is True without a mask, False with one.
-        mask: which query sees which key, such as `Documents(cu_seqlens)`; combined with `is_causal`.
-        layout: which rank owns which tokens; None is `HeadTail()`.
-        rotate_method: how K/V travel in rings; None is the process default.
+        mask: the keys that each query sees, such as `Documents(cu_seqlens)`; combined with `is_causal`. None takes that
+            of the context around the call, if that is over these ranks; `Full()` takes none.
+        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
+            these ranks, else `HeadTail()`.
+        rotate_method: the KV transport of rings; None is the process default.
         v_head_dim: of values; None is `head_dim`.
         latent_dims: R and Dr of `context_parallel_mla`; `head_dim` is Dn + Dr then, and `kv_heads` None.
         hardware: a `Hardware` of every rank. None takes the mesh's GPUs, whose links are measured once (a collective);
@@ -123,12 +116,14 @@ def explain(
         raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    layout, transport_method = checked_layout(layout), transport_by_name(rotate_method)
-    names, all_axes, (ranks, _) = axis_names(mesh), sequence_ranks(mesh), ranks_and_method(mesh, "auto")
+    config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=False)
+    config = with_inherited("explain", config, layout=layout is None, mask=mask is None)
+    mask = config.mask if mask is None else mask
+    names, all_axes, ranks = axis_names(mesh), sequence_ranks(mesh), config.ranks
     if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
         names = names[:1] if all_axes.inner.size() == 1 else names[1:]
     lengths = checked_seq_len(seq_len)
-    partition = LayoutPartition(layout, *lengths, batch_size, ranks.size)
+    partition = config.partition(lengths, batch_size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
     k_dim, v_dim = latent_dims or (head_dim, v_head_dim)
     of_keys = kv_heads if latent_dims is None else 1
@@ -151,13 +146,13 @@ def explain(
         groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
         axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
         assumption = "assumed: " + ("the hardware that was passed" if hardware else "NVIDIA H200s that share NVLink")
-    found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, transport_method)
+    found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, config.transport)
     dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {dims}{latents}, batch {batch_size}, "
-        f"{_described(shown, *lengths)}, {dtype}, {_short(layout)}",
+        f"{_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
         assumption, names, found, fastest(found),
     )  # fmt: skip
     if ranks.rank == 0:

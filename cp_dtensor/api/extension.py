@@ -12,6 +12,7 @@ from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
+from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards, softcapped_attention
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
@@ -46,7 +47,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "Mesh", "sequence_ranks", "default_rotate_method", "Segment", "CachedHash", "take_shard",
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
-    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
+    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa", "renamed_keywords",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
@@ -60,13 +61,13 @@ __all__ = [  # noqa: RUF022, grouped by purpose
 
 
 def ranks_of_context() -> SequenceRanks | None:
-    """Returns the ranks of the innermost open context of this thread; None outside of contexts."""
+    """The ranks of the innermost open context of this thread; None outside of contexts."""
     context = innermost_context()
     return None if context is None else context.config.ranks
 
 
 def default_rotate_method() -> str:
-    """Returns the KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
+    """The KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
     return transport_by_name(None).name
 
 
@@ -123,7 +124,7 @@ def _ring_call(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
     scale: float | None, seq_len: tuple[int, int],
 ) -> tuple[torch.Tensor, BoundCall]:  # fmt: skip
-    """Returns the queries, multiplied so that the scale is positive, and the planned call."""
+    """The queries, multiplied so that the scale is positive, and the planned call."""
     check_qkv(q, k, v, enable_gqa=True)
     config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
     q, scale = positive_scale(q, softmax_scale(q, scale))

@@ -34,6 +34,7 @@ from cp_dtensor.api.flex_block_mask import (
 from cp_dtensor.api.flex_operators import TableCall, check_context_mask, layout_is_found, traced_tables
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of, made_of, parts_of
 from cp_dtensor.engine.config import (
     AttentionConfig,
@@ -56,8 +57,8 @@ ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 def context_parallel_flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-    layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None, return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
+    layout: Layout | None = None, rotate_method: str | None = None, seq_len: int | tuple[int, int] | None = None,
+    return_lse: bool = False, kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlexAttention of a sequence that is sharded over the ranks of `mesh`.
 
@@ -78,6 +79,8 @@ def context_parallel_flex_attention(
         block_mask: `create_block_mask(mask_mod, B, H, global S, global T)` with any block size, where B and H may be
             None; None lets every query see every key. The block mask of local rows is cached as long as it exists.
         scale, enable_gqa, layout, seq_len, return_lse, debug: as for `context_parallel_attention`.
+        rotate_method: "auto" and "symm_mem" read K/V from symmetric memory where the ranks share it (see
+            `set_rotate_method`), the others all-gather them; None is the process default.
         kernel_options: as `flex_attention` takes them.
         compiled: True: call `torch.compile(flex_attention)`, which makes one kernel; uncompiled, FlexAttention holds
             the logits of all local queries and global keys in memory.
@@ -107,9 +110,10 @@ def context_parallel_flex_attention(
         {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None},
     )  # fmt: skip
     if traced:
-        result = _traced_flex(call, _spec_key(mesh, parts_of(layout), debug), lengths)
+        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
+        result = _traced_flex(call, _spec_key(mesh, parts_of(layout), rotate_method, debug), lengths)
     else:
-        config = AttentionConfig.of(mesh, "auto", layout, None, debug=debug)
+        config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=debug)
         config = with_inherited("context_parallel_flex_attention", config, layout=layout is None, mask=False)
         result = _flex_of_shards(call, config, lengths)
     return (result[0], result[1].lse) if return_lse else result
@@ -261,8 +265,8 @@ def _compiled() -> Callable[..., Any]:
 
 
 @_torch.constant_in_trace
-def _spec_key(mesh: Mesh, layout: Any, debug: bool) -> str:
-    config = AttentionConfig.of(mesh, "auto", made_of(layout), None, debug=debug)
+def _spec_key(mesh: Mesh, layout: Any, rotate_method: str, debug: bool) -> str:
+    config = AttentionConfig.of(mesh, "auto", made_of(layout), rotate_method, debug=debug)
     config = with_inherited_in_trace("context_parallel_flex_attention", config, layout=layout is None, mask=False)
     return key_of(CompiledCallSpec.of(config))
 

@@ -18,7 +18,6 @@ from cp_dtensor.api.active_context import (
     CAPTURED_BEFORE,
     ActiveContext,
     checked_context_sinks,
-    checked_deterministic,
     current_context,
     innermost_context,
     refuse_sinks,
@@ -33,11 +32,11 @@ from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, 
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
+    checked_deterministic,
     checked_layout,
-    checked_length,
+    checked_lengths_of,
     checked_mask,
     checked_method,
-    refuse_other_lengths,
 )
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -55,16 +54,16 @@ class ContextParallel(ParallelStyle):
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query sees which key in all attention inside, by global position, combined with the `is_causal` and
-            `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
+        mask: the keys that each query sees in all attention inside, by global position, combined with the `is_causal`
+            and `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
             around the call, if that is over these ranks; `Full()` takes none.
-        layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
+        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
             these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
             `torch.utils.checkpoint` may run after that context.
-        rotate_method: how K/V travel in rings (see `set_rotate_method`); None takes the process default at the time of
-            parallelize_module.
-        seq_len: global number of tokens, if it is always the same. It is not checked. On GPUs, without it or for other
-            lengths, the ranks exchange their local lengths in one small collective per call; on CPUs they always do.
+        rotate_method: the KV transport of rings (see `set_rotate_method`); None takes the process default when
+            parallelize_module is called.
+        seq_len: the global length that attention runs over, or a tuple of several; trusted, as those of a context are.
+            The ranks exchange their local lengths at every call of another length, in one small collective.
         sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
             name of the module's attribute that is read at each call: `sinks="sinks"` for
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
@@ -84,8 +83,8 @@ class ContextParallel(ParallelStyle):
 
     def __init__(
         self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
-        rotate_method: str | None = None, seq_len: int | None = None, sinks: torch.Tensor | str | None = None,
-        deterministic: bool = False, debug: bool = False,
+        rotate_method: str | None = None, seq_len: int | tuple[int, ...] | None = None,
+        sinks: torch.Tensor | str | None = None, deterministic: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
@@ -94,13 +93,10 @@ class ContextParallel(ParallelStyle):
             deterministic=checked_deterministic(deterministic),
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
-        layout = checked_layout(layout)
         self._mask = None if mask is None else checked_mask(mask, False)
         transport_by_name(rotate_method)
-        self._lengths = None if seq_len is None else (checked_length(seq_len),)
+        self._lengths = checked_lengths_of(checked_layout(layout), seq_len) or None
         self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
-        if seq_len is not None:
-            refuse_other_lengths(layout, seq_len, "seq_len")
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _ContextForward):

@@ -151,7 +151,7 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, bias: Tensor | None, dropout: Dropout | None
 ) -> Dropout | None:
-    """Returns the dropout, None if it drops nothing (kernels without dropout are faster).
+    """The dropout, None if it drops nothing (kernels without dropout are faster).
 
     Raises:
         ValueError: the arguments do not fit each other.

@@ -112,7 +112,7 @@ class Attention(torch.autograd.Function):
         needs_lse: bool,
         up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns out, lse and `origin`. `bias`, `sinks` and `up` are those of `modifiers`, for autograd to see."""
+        """`out`, `lse` and `origin`. `bias`, `sinks` and `up` are those of `modifiers`, for autograd to see."""
         # The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the opposite values.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if modifiers.bias is not None and modifiers.bias.is_neg():

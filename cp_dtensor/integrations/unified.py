@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Contiguous, Layout, context_parallel, ring_attention, ulysses_attention
-from cp_dtensor.api.extension import Mesh, local_sdpa
+from cp_dtensor.api.extension import Mesh, local_sdpa, renamed_keywords
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 
 __all__ = [
@@ -47,29 +47,30 @@ __all__ = [
 class _AttnMode(context_parallel):
     """Base of the modes."""
 
+    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh | None = None,
         *,
         layout: Layout | None = None,
         rotate_method: str | None = None,
-        seq_lens: Collection[int] = (),
+        seq_len: int | tuple[int, ...] | None = None,
         debug: bool = False,
     ) -> None:
         axes, method = self._axes_and_method(group_or_default(mesh))
         super().__init__(
-            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_len=tuple(seq_lens),
+            axes, method=method, layout=layout or Contiguous(), rotate_method=rotate_method, seq_len=seq_len,
             debug=debug,
         )  # fmt: skip
 
     @staticmethod
     @abstractmethod
     def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
-        """Returns the axes of a mode and its method, an argument of `context_parallel`."""
+        """The axes of a mode and its method, an argument of `context_parallel`."""
 
     @staticmethod
     def replicated_keys() -> AbstractContextManager[None]:
-        """Returns a context manager for queries that are shards and keys and values that every rank has whole.
+        """A context manager for queries that are shards and keys and values that every rank has whole.
 
         Attention inside is local. It holds for the mode around it; outside of modes it changes nothing. `attn_mask` has
         the rows of the local queries. Gradients of keys and values are the share of this rank's queries: sum them over
@@ -79,7 +80,7 @@ class _AttnMode(context_parallel):
 
     @staticmethod
     def disable() -> AbstractContextManager[None]:
-        """Returns a context manager in which q, k and v are whole, and SDPA is torch's own: for a text encoder, say.
+        """A context manager in which q, k and v are whole, and SDPA is torch's own: for a text encoder, say.
 
         It holds for the mode around it; outside of modes it changes nothing. Modes entered inside hold there.
         FlexAttention, and calls that modes refuse, are refused.
@@ -93,10 +94,9 @@ class UnifiedAttnMode(_AttnMode):
     Args:
         mesh: a DeviceMesh with one of the axes or both; other axes, such as "batch", are not used. A process group is
             a Ulysses axis; the default group if None.
-        layout: which rank owns which tokens, `Contiguous()` if None.
+        layout: the tokens of each rank, `Contiguous()` if None.
         rotate_method: KV transport of the ring (see `set_rotate_method`); the process default if None.
-        seq_lens: global sequence lengths, as for `context_parallel`. On GPUs, ranks exchange other lengths at every
-            call.
+        seq_len: a global length or a tuple of several, as for `context_parallel`. Ranks exchange others at every call.
         debug: True to compare, at every attention call, the arguments that must agree between ranks.
 
     Raises:
@@ -128,7 +128,7 @@ class RingAttnMode(_AttnMode):
 
     Args:
         mesh: a DeviceMesh of one dim or a process group, the default group if None.
-        layout, rotate_method, seq_lens, debug: as for `UnifiedAttnMode`. Raises as well.
+        layout, rotate_method, seq_len, debug: as for `UnifiedAttnMode`. Raises as well.
     """
 
     @staticmethod
@@ -141,18 +141,19 @@ class UlyssesAttnMode(_AttnMode):
 
     Args:
         mesh: a DeviceMesh of one dim or a process group, the default group if None.
-        layout, seq_lens, debug: as for `UnifiedAttnMode`. Raises as well.
+        layout, seq_len, debug: as for `UnifiedAttnMode`. Raises as well.
     """
 
+    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh | None = None,
         *,
         layout: Layout | None = None,
-        seq_lens: Collection[int] = (),
+        seq_len: int | tuple[int, ...] | None = None,
         debug: bool = False,
     ) -> None:
-        super().__init__(mesh, layout=layout, seq_lens=seq_lens, debug=debug)
+        super().__init__(mesh, layout=layout, seq_len=seq_len, debug=debug)
 
     @staticmethod
     def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
@@ -184,7 +185,7 @@ class _AttnFunc:
             attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
             dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
             mesh: the context-parallel axis, the default group if None.
-            layout: which rank owns which tokens, `Contiguous()` if None.
+            layout: the tokens of each rank, `Contiguous()` if None.
 
         Returns:
             (B, H, S, Dv).

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
 
-from cp_dtensor import context_parallel, context_parallel_shard, context_parallel_unshard, varlen_attention
+from cp_dtensor import Striped, context_parallel, context_parallel_shard, context_parallel_unshard, varlen_attention
+from cp_dtensor.integrations.unified import UlyssesAttnMode
 
 RANKS, LENGTH = 2, 8
 
@@ -21,6 +22,12 @@ def in_context(**options: Any) -> torch.Tensor:
     with context_parallel(dist.group.WORLD, **options):
         (shard,) = context_parallel_shard(dist.group.WORLD, [x], [2])
         return F.scaled_dot_product_attention(shard, shard, shard, is_causal=True)
+
+
+def in_a_mode(**options: Any) -> torch.Tensor:
+    x = torch.arange(LENGTH, dtype=torch.float64).view(1, 1, LENGTH, 1)[:, :, dist.get_rank() :: RANKS]
+    with UlyssesAttnMode(layout=Striped(1), **options):
+        return F.scaled_dot_product_attention(x, x, x)
 
 
 def packed(**options: Any) -> torch.Tensor:
@@ -42,6 +49,7 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any], dict[str, An
         {"buffer_seq_dims": [0]},
     ),
     "context": (in_context, {"seq_lens": [LENGTH]}, {"seq_len": LENGTH}),
+    "mode": (in_a_mode, {"seq_lens": [LENGTH]}, {"seq_len": LENGTH}),
     "varlen": (packed, {"window": (1, None)}, {"window_size": (1, -1)}),
 }
 

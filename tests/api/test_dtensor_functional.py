@@ -137,6 +137,8 @@ def test_deterministic_and_functions_of_one_method() -> None:
             q, k, v = distributed(whole[:3], mesh, ((CP,),) * 3)
             out = function(q, k, v, is_causal=True, deterministic=True, layout=Contiguous(), seq_len=12, mesh=mesh)
             compare("out", out, expected, function)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="expected deterministic to be True or False, got 1"):
+                function(q, k, v, is_causal=True, deterministic=1)  # type: ignore[arg-type]
 
     run_ranks(2, body)
 

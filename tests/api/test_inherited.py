@@ -36,6 +36,7 @@ from cp_dtensor import (
     context_parallel_flex_attention,
     context_parallel_shard,
     context_parallel_unshard,
+    explain,
     local_positions,
     ring_attention,
     ulysses_attention,
@@ -153,6 +154,23 @@ def test_packed_documents_have_masks_of_their_own() -> None:
     run_ranks(RANKS, body)
 
 
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    def predicted(**options: Any) -> str:
+        return str(explain(dist.group.WORLD, seq_len=LENGTH, q_heads=4, **options))
+
+    def body(rank: int) -> None:
+        layout = Balanced(MASK, LENGTH)
+        outside, given = predicted(), predicted(layout=layout, mask=MASK)
+        with context_parallel(dist.group.WORLD, layout=layout, mask=MASK):
+            assert predicted() == given != outside
+            assert predicted(layout=HeadTail(), mask=Causal()) == outside
+        with context_parallel(dist.new_group([rank], use_local_synchronization=True), mask=MASK):
+            assert predicted() == outside
+
+    run_ranks(RANKS, body)
+    capsys.readouterr()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention() -> None:
     def body(rank: int) -> None:
@@ -193,7 +211,7 @@ def test_lengths_that_the_layout_does_not_divide_are_refused_alone() -> None:
 
     with recorded_collectives() as calls:
         run_ranks(RANKS, body)
-    assert kinds(calls) == []
+    assert kinds(calls) == ["AllGather"]  # the ranks compare their contexts on entry
 
 
 def test_modules_inside_of_modules() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.collectives import recorded_collectives
 from support.parallel_style_checks import (
     GRAD_OUT,
     LAYOUTS,
@@ -28,6 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_dtensor import (
+    Balanced,
+    Causal,
     ContextParallel,
     Contiguous,
     HeadTail,
@@ -105,16 +108,25 @@ def test_arguments_that_do_not_fit_are_refused_at_once() -> None:
         ContextParallel(rotate_method="ring")
     with pytest.raises(TypeError, match="layout"):
         ContextParallel(layout=HeadTail)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seq_len"):
-        ContextParallel(seq_len=-1)
+    for length in (-1, (LENGTH, -1), 8.0):
+        with pytest.raises(ValueError, match="expected seq_len to be an integer >= 0"):
+            ContextParallel(seq_len=length)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seq_len: got 5 tokens, but this Balanced divides sequences of 8 tokens only"):
+        ContextParallel(seq_len=(8, 5), layout=Balanced(Causal(), 8))
 
 
-def test_a_length_that_is_not_the_declared_one() -> None:
-    def body(rank: int) -> None:
-        style = ContextParallel(seq_len=LENGTH + 9)  # which no rank's shard could be of
+def test_declared_lengths_are_not_exchanged_and_others_are() -> None:
+    def body(rank: int, seq_len: Any) -> None:
+        style = ContextParallel(seq_len=seq_len, rotate_method="allgather")
         check_forward(parallelize_module(Attention(), init_device_mesh("cpu", (WORLD,)), style), HeadTail(), rank)
 
-    run_ranks(WORLD, body)
+    def exchanges(seq_len: Any) -> int:
+        with recorded_collectives() as collectives:
+            run_ranks(WORLD, body, seq_len)
+        return len(collectives)
+
+    other = LENGTH + 9  # which no rank's shard could be of
+    assert exchanges(LENGTH) == exchanges((other, LENGTH)) < exchanges(other) == exchanges(None)
 
 
 def test_sdpa_outside_of_the_module_is_untouched() -> None:

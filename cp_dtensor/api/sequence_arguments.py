@@ -1,0 +1,291 @@
+"""Arguments of sequence operations: local tensors or DTensors, the context around a call, eager or compiled code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor.api.active_context import config_around
+from cp_dtensor.api.dtensor_attention import from_local
+from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
+from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, sequence_ranks
+from cp_dtensor.engine.layers import traced_layer
+from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
+from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.layouts import Contiguous, Layout, TorchChunk
+from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def checked_number(owner: str, name: str, value: Any, *, least: int | None = None) -> int:
+    """An integer argument; refuses anything else, and numbers below `least`."""
+    if not is_integer(value) or (least is not None and value < least):
+        at_least = "" if least is None else f" >= {least}"
+        raise ValueError(f"{owner} expects {name} to be an integer{at_least}, got {value!r}")
+    return index(value)
+
+
+def checked_tensor(owner: str, name: str, value: Any) -> None:
+    """Refuses other types than tensors."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{owner} expects {name} to be a torch.Tensor, got {type(value).__name__}")
+
+
+def moved_rows(
+    owner: str, x: torch.Tensor, dim: int, operation: Parts, mesh: Mesh | None, layout: Layout | None,
+    cu_seqlens: Any, seq_len: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """The result of a public function, `owner`; `operation` is the class of a row map and its fields."""
+    checked_tensor(owner, "x", x)
+    if x.is_nested:
+        raise TypeError(f"{owner} expects a tensor whose sequence is one dim, got a nested tensor")
+    if not is_integer(dim) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{owner} expects dim to be one of the dims of x {tuple(x.shape)}, got {dim!r}")
+    dim %= x.dim()
+    place = _Place.of(owner, x, dim, mesh, layout, seq_len)
+    local, rows = place.local(x), -1
+    if torch.compiler.is_dynamo_compiling():
+        key, rows = _traced_call(owner, place, operation, cu_seqlens is None, dim == 0)
+        known = -1 if place.seq_len is None else place.seq_len
+        out = traced_moved(key, local, _edges_in_trace(cu_seqlens), dim, known, rows)
+    else:
+        call, edges = _call(owner, place, made_of(operation), cu_seqlens, dim == 0)
+        out = moved(call, local, dim, call.length(local, dim, place.seq_len, edges), edges)
+    return place.global_result(out, x, dim, None if operation[0] is Shift else out.size(dim))
+
+
+def layer(
+    owner: str, tensors: Tensors, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
+    cu_seqlens: Any, seq_len: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The output of a layer, and its final state if it has one; `operation` is its class and fields.
+
+    Args:
+        tensors: the first one is (B, this rank's tokens, ...), and so is the output.
+        dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
+    """
+    x = tensors[0]
+    assert x is not None
+    place = _Place.of(owner, x, 1, mesh, layout, seq_len)
+    local = [
+        None if each is None else cast_by_autocast(place.local_beside(owner, x, dims[0], each, letters))
+        for each, letters in zip(tensors, dims, strict=True)
+    ]
+    first = local[0]
+    assert first is not None
+    if torch.compiler.is_dynamo_compiling():
+        key, _ = _traced_call(owner, place, operation, cu_seqlens is None, False)
+        known = -1 if place.seq_len is None else place.seq_len
+        out, state = traced_layer(key, local, _edges_in_trace(cu_seqlens), known)
+        final = state if state.numel() else None
+    else:
+        call, edges = _call(owner, place, made_of(operation), cu_seqlens, False)
+        length = call.length(first, 1, place.seq_len, edges)
+        with no_autocast(first):
+            out, final = call.operation.forward(call, local, length, edges)
+    return place.global_result(out, x, 1, None), final
+
+
+# Ranks, layout and documents
+
+
+def _call(
+    owner: str, place: _Place, operation: Any, cu_seqlens: Any, dim_is_first: bool
+) -> tuple[SequenceCall, tuple[int, ...]]:
+    """The call with what it takes over from the context around it, and the edges of its documents."""
+    ranks, layout, declared = place.ranks(), place.layout, None
+    edges = document_edges(owner, cu_seqlens)
+    around = config_around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
+    if around is not None:
+        layout = around.layout if layout is None else layout
+        declared = around.declared_lengths
+        edges = _documents_of(owner, around.mask) if cu_seqlens is None else edges
+    layout = checked_layout(layout)
+    for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
+        if dim_is_first and len(each.batch_groups(2)) > 1:
+            raise ValueError(
+                f"{owner}: {each} divides rows of the batch (dim 0) differently, so it needs a batch dim before the "
+                "sequence dim; got dim 0"
+            )
+    return SequenceCall(owner, names_of(ranks), layout, operation, declared), edges
+
+
+def _traced_call(
+    owner: str, place: _Place, operation: Parts, inherits_documents: bool, dim_is_first: bool
+) -> tuple[str, int]:
+    """The key of a call in compiled code, and the rows of its result, -1 if these are the rows of its argument."""
+    layout = parts_of(place.layout)
+    return _constants(owner, place.mesh, place.axes, layout, place.seq_len, operation, inherits_documents, dim_is_first)
+
+
+@_torch.constant_in_trace
+def _constants(
+    owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
+    inherits_documents: bool, dim_is_first: bool,
+) -> tuple[str, int]:  # fmt: skip
+    place = _Place(mesh, axes, made_of(layout), seq_len)
+    ranks = place.ranks()
+    around = config_around(owner, ranks, layout=layout is None, mask=inherits_documents)
+    differs = around is not None and CompiledCallSpec.of(around).reads_context
+    if around is not None and differs and (inherits_documents or around.layout.only_length is not None):
+        raise NotImplementedError(
+            f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, takes "
+            "over neither: pass layout= and cu_seqlens= ([0] for one document)"
+        )
+    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), dim_is_first)
+    if len(edges) > 1:
+        raise NotImplementedError(
+            f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
+        )
+    rows = -1
+    if isinstance(call.operation, (Halo, Relayout)):
+        if seq_len is None:
+            raise NotImplementedError(
+                f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
+            )
+        rows = call.operation.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
+    return sequence_calls.key_of(call), rows
+
+
+def _edges_in_trace(cu_seqlens: Any) -> torch.Tensor | None:
+    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
+        return cu_seqlens
+    return torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+
+
+def _documents_of(owner: str, mask: Mask | None) -> tuple[int, ...]:
+    """The edges of the documents in the mask of a context; () if there are none.
+
+    Raises:
+        NotImplementedError: documents that differ by batch row, or that a union of masks joins.
+    """
+    if isinstance(mask, Documents) and mask.cu_seqlens == mask.cu_seqlens_k:
+        return mask.cu_seqlens
+    parts = mask.masks if isinstance(mask, Intersection) else ()
+    found = {_documents_of(owner, part) for part in parts} - {()}
+    if isinstance(mask, (Batched, Union, Documents)) or len(found) > 1:
+        raise NotImplementedError(
+            f"{owner} takes over documents that are the same in all batch rows, got a context with the mask {mask}: "
+            "pass cu_seqlens= ([0] for one document)"
+        )
+    return found.pop() if found else ()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The ranks, the layout and the length of a call's tensors, as far as the arguments have them."""
+
+    mesh: Any
+    axes: tuple[int, ...] | None
+    """Mesh axes over which DTensors are sharded along the sequence; None for local tensors."""
+    layout: Layout | None
+    seq_len: int | None
+
+    @classmethod
+    def of(
+        cls, owner: str, x: torch.Tensor, dim: int, mesh: Mesh | None, layout: Layout | None, seq_len: int | None
+    ) -> _Place:
+        """Refuses arguments that do not fit a DTensor, which knows its mesh, its layout and its length."""
+        if layout is not None:
+            checked_layout(layout)
+        if seq_len is not None:
+            seq_len = index(checked_length(seq_len))
+        if not isinstance(x, DTensor):
+            return cls(mesh, None, layout, seq_len)
+        if mesh is not None and mesh != x.device_mesh:
+            raise ValueError(f"{owner} expects mesh to be None or that of the DTensor, {x.device_mesh}, got {mesh}")
+        if layout not in (None, Contiguous()):
+            raise ValueError(
+                f"{owner} expects layout to be None or Contiguous(), since DTensors are sharded in contiguous chunks, "
+                f"got {layout}"
+            )
+        length = x.size(dim)
+        if seq_len not in (None, length):
+            raise ValueError(f"{owner} expects seq_len to be None or that of the DTensor, {length}, got {seq_len}")
+        axes = tuple([axis for axis, each in enumerate(x.placements) if isinstance(each, Shard) and each.dim == dim])
+        ranks = math.prod([x.device_mesh.size(axis) for axis in axes])
+        if (
+            not axes
+            or len(axes) > 2
+            or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419, for Dynamo
+        ):
+            raise ValueError(
+                f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one or two mesh axes; "
+                f"got {x.placements}"
+            )
+        if len(axes) == 2 and length % ranks:
+            raise NotImplementedError(
+                f"{owner} of a DTensor that is sharded along the sequence over two mesh axes expects a multiple of the "
+                f"{ranks} ranks as length, got {length}"
+            )
+        return cls(x.device_mesh, axes, TorchChunk(), length)
+
+    def ranks(self) -> SequenceRanks:
+        """The ranks that share the sequence."""
+        if self.axes is None:
+            return sequence_ranks(self.mesh)
+        return SequenceRanks.over([self.mesh.get_group(axis) for axis in self.axes])
+
+    def local(self, x: torch.Tensor) -> torch.Tensor:
+        """The local part of x, which has no partial sums."""
+        if not isinstance(x, DTensor):
+            return x
+        placements = _without_partial(x)
+        return x.redistribute(placements=placements).to_local(grad_placements=placements)
+
+    def local_beside(
+        self, owner: str, x: torch.Tensor, dims_of_x: str, tensor: torch.Tensor, dims: str
+    ) -> torch.Tensor:
+        """The local part of a tensor whose dims are those of x by their letters.
+
+        Its gradient is a share of this rank wherever x is sharded along a dim that the tensor does not have.
+        """
+        if not isinstance(x, DTensor):
+            if isinstance(tensor, DTensor):
+                raise TypeError(f"{owner} expects all tensors to be plain or all to be DTensors, got both")
+            return tensor
+        if not isinstance(tensor, DTensor):
+            if any(isinstance(each, Shard) and dims_of_x[each.dim] in dims for each in x.placements):
+                raise TypeError(
+                    f"{owner} expects a DTensor for each tensor with a dim along which x is sharded, x placed "
+                    f"{x.placements}; got a plain tensor of shape {tuple(tensor.shape)}"
+                )
+            return tensor
+        if tensor.device_mesh != x.device_mesh:
+            raise ValueError(f"{owner} expects DTensors on one mesh, got {x.device_mesh} and {tensor.device_mesh}")
+        placements: list[Placement] = []
+        of_grad: list[Placement] = []
+        for placement in x.placements:
+            letter = dims_of_x[placement.dim] if isinstance(placement, Shard) else ""
+            here: Placement = Shard(dims.index(letter)) if letter and letter in dims else Replicate()
+            placements.append(here)
+            of_grad.append(Partial() if letter and letter not in dims else here)
+        return tensor.redistribute(placements=placements).to_local(grad_placements=of_grad)
+
+    def global_result(self, out: torch.Tensor, x: torch.Tensor, dim: int, rows: int | None) -> torch.Tensor:
+        """A result as a DTensor placed as x, if x is one. `rows` are those of every rank, None for those of x."""
+        if not isinstance(x, DTensor):
+            return out
+        shape = list(out.shape)
+        for placement in x.placements:
+            if isinstance(placement, Shard):
+                shape[placement.dim] = x.size(placement.dim)
+        if rows is not None:
+            shape[dim] = rows * math.prod([x.device_mesh.size(axis) for axis in self.axes or ()])
+        return from_local(out, x.device_mesh, _without_partial(x), tuple(shape))
+
+
+def _without_partial(x: DTensor) -> list[Placement]:
+    return [Replicate() if isinstance(each, Partial) else each for each in x.placements]

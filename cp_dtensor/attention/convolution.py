@@ -1,0 +1,37 @@
+"""Causal depthwise convolution of one device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_dtensor.spec.layouts import Span
+
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def causal_convolution(
+    extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
+
+    Args:
+        extended: (B, E, C), rows with at least K - 1 rows before each of `tokens`.
+        tokens: ranges of rows of `extended`.
+        weight: (C, K).
+        bias: (C,) or None.
+        activation: one of `ACTIVATIONS`; "swish" is "silu".
+
+    Returns:
+        (B, rows of all ranges, C).
+    """
+    before = weight.size(1) - 1
+    rows = torch.cat([torch.arange(start - before, stop - before, device=extended.device) for start, stop in tokens])
+    if not rows.numel():  # torch refuses fewer rows than K; the gradients are zeros
+        out = extended[:, :0] * weight[:, 0]
+        return out if bias is None else out + bias
+    out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
+    if out.size(1) > rows.numel():
+        out = out.index_select(1, rows)
+    return out if activation is None else F.silu(out)

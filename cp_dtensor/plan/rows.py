@@ -1,0 +1,232 @@
+"""Routes of sequence rows between ranks: halos, shifts and changes of layout, as integers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from cp_dtensor.spec.cache import lru_cached
+from cp_dtensor.spec.layouts import CachedHash, Layout, Span
+
+Edges = tuple[int, ...]
+"""Ascending positions where documents begin and end; () for one document."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout(CachedHash):
+    """A sequence of known length in a layout, for one group of batch rows."""
+
+    layout: Layout
+    seq_len: int
+    world_size: int
+    group: int = 0
+    edges: Edges = ()
+    __hash__ = CachedHash.__hash__
+
+    def document(self, position: int) -> Span:
+        """The ends of the document of a position. Tokens outside of all documents are one more on each side."""
+        index = bisect_right(self.edges, position)
+        start = self.edges[index - 1] if index else 0
+        return start, self.edges[index] if index < len(self.edges) else max(self.seq_len, start)
+
+    def runs(self, rank: int) -> list[Span]:
+        """The longest ranges of consecutive positions of a rank, in local order.
+
+        A rank without tokens has one empty run, (0, 0), so that every rank has at least one.
+
+        >>> from cp_dtensor.spec.layouts import HeadTail
+        >>> [SequenceLayout(HeadTail(), 8, 2).runs(rank) for rank in range(2)]
+        [[(0, 2), (6, 8)], [(2, 6)]]
+        """
+        found: list[Span] = []
+        for segment in self.layout.segments(self.seq_len, rank, self.world_size, self.group):
+            for start, stop in segment.spans():
+                if found and found[-1][1] == start:
+                    found[-1] = found[-1][0], stop
+                elif start < stop:
+                    found.append((start, stop))
+        return found or [(0, 0)]
+
+    def pieces(self, rank: int) -> list[Span]:
+        """The runs of a rank, cut where documents begin and end.
+
+        >>> from cp_dtensor.spec.layouts import HeadTail
+        >>> SequenceLayout(HeadTail(), 8, 2, edges=(0, 3, 3, 8)).pieces(1)
+        [(2, 3), (3, 6)]
+        """
+        found: list[Span] = []
+        for start, stop in self.runs(rank):
+            inner = self.edges[bisect_right(self.edges, start) : bisect_left(self.edges, stop)]
+            ends = [start, *dict.fromkeys(inner), stop]
+            found += pairwise(ends)
+        return found
+
+
+class RowMap(ABC):
+    """The position that each row of a result comes from. Its `repr` names it in compiled code."""
+
+    @abstractmethod
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        """Yields ranges of positions, in the order of the rank's result. Rows of (-n, 0) are n rows of zeros."""
+
+    def rows_out(self, sequence: SequenceLayout, rank: int) -> int:
+        """The number of rows of the rank's result."""
+        return sum(stop - start for start, stop in self.rows(sequence, rank))
+
+
+def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
+    """The `left` positions before a position, zeros before its document."""
+    inside = min(left, position - sequence.document(position)[0])
+    yield inside - left, 0
+    yield position - inside, position
+
+
+@dataclass(frozen=True)
+class Halo(RowMap):
+    """The `left` rows before each run."""
+
+    left: int
+
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        for start, _ in sequence.runs(rank):
+            yield from _rows_before(sequence, start, self.left)
+
+
+@dataclass(frozen=True)
+class Extended(RowMap):
+    """Each run within a document, after the `left` rows before it."""
+
+    left: int
+
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        for start, stop in sequence.pieces(rank):
+            yield from _rows_before(sequence, start, self.left)
+            yield start, stop
+
+    def tokens(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        """Yields the ranges of the result that have the rank's own tokens."""
+        first = 0
+        for start, stop in sequence.pieces(rank):
+            first += self.left
+            yield first, first + stop - start
+            first += stop - start
+
+
+@dataclass(frozen=True)
+class Shift(RowMap):
+    """Token i gets token i - by of its document, zeros where there is none."""
+
+    by: int
+
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        for start, stop in sequence.pieces(rank):
+            first, last = sequence.document(start)
+            lo, hi = (min(max(end - self.by, first), last) for end in (start, stop))
+            length = stop - start
+            before = min(max(first - (start - self.by), 0), length)
+            yield -before, 0
+            yield lo, hi
+            yield -(length - before - (hi - lo)), 0
+
+
+@dataclass(frozen=True)
+class Relayout(RowMap):
+    """The rank's tokens in another layout."""
+
+    target: Layout
+    group: int = 0
+    """Of batch rows, in the other layout."""
+
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        of_target = SequenceLayout(self.target, sequence.seq_len, sequence.world_size, self.group)
+        yield from of_target.runs(rank)
+
+
+class Copy(NamedTuple):
+    """Rows of one rank's shard that are rows of another rank's result."""
+
+    owner: int
+    source: int
+    """The first row in the owner's shard."""
+    target: int
+    """The first row in the result."""
+    rows: int
+
+
+@dataclass(frozen=True)
+class RowRoute(CachedHash):
+    """One rank's part of an exchange of rows."""
+
+    rows_in: int
+    rows_out: int
+    own: tuple[Copy, ...]
+    """The copies within this rank."""
+    sent: tuple[tuple[Copy, ...], ...]
+    """By rank: the copies to it."""
+    received: tuple[tuple[Copy, ...], ...]
+    """By rank: the copies from it, in the order in which it sends them."""
+    counts: tuple[tuple[int, ...], ...]
+    """Rows from each rank to each other rank: `counts[owner][receiver]`."""
+    __hash__ = CachedHash.__hash__
+
+
+@lru_cached
+def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int) -> RowRoute:
+    """A rank's part of the exchange that gives every rank its result.
+
+    >>> from cp_dtensor.spec.layouts import Contiguous
+    >>> route = row_route(Shift(1), SequenceLayout(Contiguous(), 4, 2), rank=1)
+    >>> route.own, route.received[0]
+    ((Copy(owner=1, source=0, target=1, rows=1),), (Copy(owner=0, source=1, target=0, rows=1),))
+    """
+    ranks = range(sequence.world_size)
+    owners = _owners(sequence)
+    copies = [list(_copies(row_map.rows(sequence, receiver), owners)) for receiver in ranks]
+    counts = [[0 for _ in ranks] for _ in ranks]
+    for receiver in ranks:
+        for copy in copies[receiver]:
+            if copy.owner != receiver:
+                counts[copy.owner][receiver] += copy.rows
+    return RowRoute(
+        sum(stop - start for start, stop in sequence.runs(rank)),
+        row_map.rows_out(sequence, rank),
+        _from(rank, copies[rank]),
+        tuple(_from(rank, copies[other]) if other != rank else () for other in ranks),
+        tuple(_from(other, copies[rank]) if other != rank else () for other in ranks),
+        tuple(map(tuple, counts)),
+    )
+
+
+def _from(owner: int, copies: Iterable[Copy]) -> tuple[Copy, ...]:
+    return tuple(copy for copy in copies if copy.owner == owner)
+
+
+def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:
+    """`(first position, stop, rank, first local row)` of all runs, by position."""
+    found = []
+    for rank in range(sequence.world_size):
+        row = 0
+        for start, stop in sequence.runs(rank):
+            if start < stop:
+                found.append((start, stop, rank, row))
+            row += stop - start
+    return sorted(found)
+
+
+def _copies(wanted: Iterable[Span], owners: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
+    """The copies that bring wanted rows to their places, in the order of the result."""
+    target = 0
+    for start, stop in wanted:
+        if start < 0:  # zeros
+            target += stop - start
+            continue
+        index = bisect_right(owners, (start, float("inf"))) - 1
+        while start < stop:
+            first, last, rank, row = owners[index]
+            count = min(last, stop) - start
+            yield Copy(rank, row + start - first, target, count)
+            start, target, index = start + count, target + count, index + 1

@@ -1,0 +1,302 @@
+"""Halos, shifts, changes of layout and convolutions along sharded sequences, on ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.ranks import run_ranks
+from support.sequences import LAYOUTS, Sequence, convolved, halos, sequences, shifted
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cp_dtensor import (
+    Causal,
+    Contiguous,
+    Documents,
+    HeadTail,
+    Layout,
+    Striped,
+    causal_conv1d,
+    context_parallel,
+    halo,
+    relayout,
+    shift,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def check_rows(
+    sequence: Sequence, operation: Callable[[torch.Tensor], torch.Tensor],
+    expected: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:  # fmt: skip
+    """Compares results and gradients of a linear operation on shards with those of the whole sequence."""
+    whole = normal(sequence.batch, sequence.length, 2).requires_grad_()
+    wanted = [expected(whole, rank) for rank in range(sequence.ranks)]
+    grads = [normal(*each.shape, seed=1 + rank) for rank, each in enumerate(wanted)]
+    (whole_grad,) = torch.autograd.grad(wanted, whole, grads)
+
+    def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = sequence.shard(whole.detach(), rank).requires_grad_()
+        out = operation(x)
+        return out.detach(), torch.autograd.grad(out, x, grads[rank])[0]
+
+    for rank, (out, grad) in enumerate(run_ranks(sequence.ranks, body)):
+        assert out.is_contiguous()
+        equal(out, wanted[rank].detach())
+        equal(grad, sequence.shard(whole_grad, rank))
+
+
+@settings(max_examples=60)
+@given(sequences(), st.integers(-9, 9))
+def test_shift(sequence: Sequence, n: int) -> None:
+    check_rows(
+        sequence,
+        lambda x: shift(x, n, mesh=dist.group.WORLD, dim=1, **sequence.options()),  # type: ignore[arg-type]
+        lambda whole, rank: sequence.shard(shifted(sequence, whole, n), rank),
+    )
+
+
+@settings(max_examples=60)
+@given(sequences(), st.integers(0, 7))
+def test_halo(sequence: Sequence, left: int) -> None:
+    check_rows(
+        sequence,
+        lambda x: halo(x, left, mesh=dist.group.WORLD, dim=-2, **sequence.options()),  # type: ignore[arg-type]
+        lambda whole, rank: halos(sequence, whole, left, rank),
+    )
+
+
+@settings(max_examples=60)
+@given(sequences(), st.sampled_from(LAYOUTS))
+def test_relayout(sequence: Sequence, target: Layout) -> None:
+    in_target = Sequence(sequence.length, sequence.ranks, target, sequence.batch)
+    seq_len = sequence.length if sequence.declared else None
+    check_rows(
+        sequence,
+        lambda x: relayout(x, sequence.layout, target, mesh=dist.group.WORLD, dim=1, seq_len=seq_len),
+        lambda whole, rank: in_target.shard(whole, rank),
+    )
+
+
+@settings(max_examples=60)
+@given(sequences(), st.integers(1, 5), st.booleans(), st.sampled_from([None, "silu", "swish"]))
+def test_causal_conv1d(sequence: Sequence, width: int, has_bias: bool, activation: str | None) -> None:
+    leaves = [normal(sequence.batch, sequence.length, 3), normal(3, width, seed=1), normal(3, seed=2)]
+    whole, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    used = [whole, weight, bias] if has_bias else [whole, weight]
+    wanted = convolved(sequence, whole, weight, bias if has_bias else None, activation)
+    grad_out = normal(*wanted.shape, seed=3)
+    expected = torch.autograd.grad(wanted, used, grad_out, materialize_grads=True)
+
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        x = sequence.shard(whole.detach(), rank).requires_grad_()
+        mine = [x, *[each.detach().clone().requires_grad_() for each in used[1:]]]
+        out = causal_conv1d(*mine, mesh=dist.group.WORLD, activation=activation, **sequence.options())  # type: ignore[arg-type]
+        return out.detach(), *torch.autograd.grad(out, mine, sequence.shard(grad_out, rank))
+
+    results = run_ranks(sequence.ranks, body)
+    for rank, (out, grad, *_) in enumerate(results):
+        equal(out, sequence.shard(wanted.detach(), rank))
+        equal(grad, sequence.shard(expected[0], rank))
+    for of_all, of_ranks in zip(expected[1:], zip(*[each[2:] for each in results], strict=True), strict=True):
+        equal(sum(of_ranks, torch.zeros_like(of_all)), of_all)
+
+
+def test_one_exchange_each() -> None:
+    def body(rank: int) -> None:
+        x = torch.ones(2, 4, 3)
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": Striped(1), "seq_len": 16}
+        shift(x, -1, dim=1, **options)
+        halo(x, 3, dim=1, **options)
+        causal_conv1d(x, torch.ones(3, 4), **options)
+        relayout(x, Striped(1), Contiguous(), mesh=dist.group.WORLD, dim=1, seq_len=16)
+
+    with recorded_collectives() as collectives:
+        run_ranks(4, body)
+    assert len(kinds(collectives)) == 4
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)])
+def test_two_axes(shape: tuple[int, int]) -> None:
+    length = 17
+    sequence = Sequence(length, shape[0] * shape[1], HeadTail(), 2, (0, 5, 6, 17))
+    whole = normal(2, length, 3).requires_grad_()
+    wanted = shifted(sequence, whole, -2)
+    grad_out = normal(2, length, 3, seed=1)
+    (expected,) = torch.autograd.grad(wanted, whole, grad_out)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+        x = sequence.shard(whole.detach(), rank).requires_grad_()
+        out = shift(x, -2, mesh=mesh, dim=1, **sequence.options())  # type: ignore[arg-type]
+        equal(out.detach(), sequence.shard(wanted.detach(), rank))
+        equal(torch.autograd.grad(out, x, sequence.shard(grad_out, rank))[0], sequence.shard(expected, rank))
+
+    run_ranks(sequence.ranks, body)
+
+
+def test_second_derivatives() -> None:
+    """The gradient of a gradient of a linear operation is the operation."""
+
+    def body(rank: int) -> None:
+        x = normal(1, 4, 2, seed=rank).requires_grad_()
+        y = shift(x**3, 1, mesh=dist.group.WORLD, dim=1, layout=HeadTail())
+        (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        inner = shift(torch.ones_like(x), -1, mesh=dist.group.WORLD, dim=1, layout=HeadTail())
+        equal(second, 30 * x.detach() ** 4 * inner)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8])
+def test_dtypes_and_first_dims(dtype: torch.dtype) -> None:
+    whole = (torch.arange(11) % 2).to(dtype)
+    sequence = Sequence(11, 3, Striped(2))
+
+    def body(rank: int) -> None:
+        x = sequence.shard(whole[None], rank)[0]
+        got = shift(x, 1, mesh=dist.group.WORLD, dim=0, layout=Striped(2))
+        assert torch.equal(got, sequence.shard(shifted(sequence, whole[None], 1), rank)[0])
+
+    run_ranks(3, body)
+
+
+# DTensors
+
+
+@pytest.mark.parametrize("length", [8, 5, 1])
+def test_dtensors(length: int) -> None:
+    sequence = Sequence(length, 4, Contiguous(), 2, (0, length // 2, length))
+    whole, weight = normal(2, length, 6), normal(6, 3, seed=1)
+    grad_out = normal(2, length, 6, seed=2)
+    leaves = [whole.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = convolved(sequence, leaves[0], leaves[1], None, "silu")
+    expected = torch.autograd.grad(wanted, leaves, grad_out)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "tp"))
+        x = distribute_tensor(whole, mesh, [Shard(1), Shard(2)]).requires_grad_()
+        w = distribute_tensor(weight, mesh, [Replicate(), Shard(0)]).requires_grad_()
+        out = causal_conv1d(x, w, activation="silu", cu_seqlens=sequence.edges)
+        assert isinstance(out, DTensor)
+        assert tuple(out.placements) == (Shard(1), Shard(2))
+        grads = torch.autograd.grad(out, [x, w], distribute_tensor(grad_out, mesh, out.placements))
+        equal(out.full_tensor().detach(), wanted.detach())
+        for got, of_all in zip(grads, expected, strict=True):
+            assert isinstance(got, DTensor)
+            equal(got.full_tensor(), of_all)
+        moved = shift(x, -1, dim=1)
+        equal(moved.full_tensor().detach(), shifted(Sequence(length, 4, Contiguous()), whole, -1))
+        before = halo(x, 2, dim=1)
+        assert before.shape == (2, 8, 6)
+        assert before.to_local().shape == (2, 2, 3)
+
+    run_ranks(8, body)
+
+
+def test_partial_sums_are_reduced_first() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        x = DTensor.from_local(torch.tensor([1.0, 2.0]) + 2 * (rank // 2), mesh, [Shard(0), Partial()])
+        got = shift(x, 1, dim=0)
+        assert got.full_tensor().tolist() == [0, 2, 4, 6]
+
+    run_ranks(4, body)
+
+
+# Contexts
+
+
+def test_layout_documents_and_length_of_the_context() -> None:
+    whole = torch.arange(10.0).view(1, 10, 1)
+    edges = (0, 4, 10)
+    sequence = Sequence(10, 2, Striped(2), 1, edges)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = sequence.shard(whole, rank)
+        with context_parallel(mesh, layout=Striped(2), mask=Documents(edges, within=Causal()), seq_len=10):
+            assert torch.equal(shift(x, 1, mesh=mesh, dim=1), sequence.shard(shifted(sequence, whole, 1), rank))
+            alone = Sequence(10, 2, Striped(2))
+            one = shift(x, 1, mesh=mesh, dim=1, cu_seqlens=[0])
+            assert torch.equal(one, sequence.shard(shifted(alone, whole, 1), rank))
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert kinds(collectives) == ["AllToAllBase", "AllToAllBase"]
+
+
+# Refusals
+
+BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, "expects x to be a torch.Tensor, got list", lambda: shift([1], 1, mesh=dist.group.WORLD, dim=0)),  # type: ignore[arg-type]
+    (ValueError, "expects n to be an integer, got 1.0", lambda: shift(torch.ones(2), 1.0, mesh=None, dim=0)),  # type: ignore[arg-type]
+    (ValueError, "left to be an integer >= 0, got -1", lambda: halo(torch.ones(2), -1, mesh=dist.group.WORLD, dim=0)),
+    (ValueError, "got 2", lambda: shift(torch.ones(2, 2), 1, mesh=dist.group.WORLD, dim=2)),
+    (TypeError, "expected mesh", lambda: shift(torch.ones(2), 1, dim=0)),
+    (
+        ValueError, "ascending",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=[3, 1]),
+    ),
+    (
+        ValueError, r"cu_seqlens up to 9, expected at most the length of the sequence, 4",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=[0, 9], seq_len=4),
+    ),
+    (
+        ValueError, "got 2 local tokens",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, seq_len=400),
+    ),
+    (
+        TypeError, "target to be a Layout",
+        lambda: relayout(torch.ones(2), None, "head", mesh=dist.group.WORLD, dim=0),  # type: ignore[arg-type]
+    ),
+    (
+        ValueError, "weight",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(2, 4), mesh=dist.group.WORLD),
+    ),
+    (
+        ValueError, "activation",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4), mesh=dist.group.WORLD, activation="relu"),
+    ),
+]  # fmt: skip
+
+
+def test_refused_before_any_exchange() -> None:
+    def body(rank: int) -> None:
+        for kind, message, call in BAD:
+            with pytest.raises(kind, match=message):
+                call()
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert not collectives
+
+
+def test_different_calls_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        shift(torch.ones(2, 3), 1 + (rank == 1), mesh=dist.group.WORLD, dim=0)
+
+    errors = errors_by_rank(3, body)
+    assert all(isinstance(error, ValueError) and "the call of rank 1 differs" in str(error) for error in errors)
+
+
+def test_lengths_of_no_sequence_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        shift(torch.ones(2 + 5 * rank), 1, mesh=dist.group.WORLD, dim=0)
+
+    assert all("are not those of HeadTail()" in str(error) for error in errors_by_rank(2, body))

@@ -1,0 +1,98 @@
+"""Sequence operations in compiled code, on real processes with gloo between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.compile_checks import compiled, fresh, no_compilation
+from support.processes import Processes
+from support.sequences import Sequence
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from cp_dtensor import Contiguous, HeadTail, Striped, causal_conv1d, context_parallel, halo, relayout, shift
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _compare(function: Any, make: Any, *, again: Any = None) -> None:
+    """Compares results and gradients of a compiled function with eager ones; `again` must not compile it again."""
+    fresh()
+    in_graph = compiled(function)
+    for inputs in (make, again or make):
+        results: list[Tensors] = []
+        for each in (function, in_graph):
+            leaves = inputs()
+            out = each(*leaves)
+            grads = torch.autograd.grad((out * out).sum(), [x for x in leaves if x.requires_grad])
+            results.append((out.detach(), *grads))
+        for one, other in zip(*results, strict=True):
+            one, other = (x.to_local() if isinstance(x, DTensor) else x for x in (one, other))
+            torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
+    with no_compilation():
+        in_graph(*(again or make)())
+
+
+def _local(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def every(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"mesh": mesh, "layout": Striped(2), "cu_seqlens": cu_seqlens}
+        x = shift(x * 2.0, -1, dim=1, **options)
+        x = x + causal_conv1d(x, weight, activation="silu", **options)
+        x = relayout(x, Striped(2), HeadTail(), mesh=mesh, dim=1, seq_len=11)
+        before = halo(x, 2, mesh=mesh, dim=1, layout=HeadTail(), seq_len=11)
+        return x * before.sum() + 1.0
+
+    def inputs(seed: int = 0, documents: tuple[int, ...] = (0, 4, 11)) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        sequence = Sequence(11, 2, Striped(2))
+        x = sequence.shard(torch.randn(2, 11, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
+        weight = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        return x, weight, torch.tensor(documents)
+
+    _compare(every, inputs, again=lambda: inputs(1, (0, 7, 11)))
+
+
+def _dtensors(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def every(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return causal_conv1d(shift(x * 2.0, 1, dim=1), weight, activation="silu") + 1.0
+
+    def inputs() -> Tensors:
+        x, weight = torch.arange(14.0).view(1, 7, 2).double(), torch.ones(2, 3).double()
+        return (
+            distribute_tensor(x, mesh, [Shard(1)]).requires_grad_(),
+            distribute_tensor(weight, mesh, [Replicate()]).requires_grad_(),
+        )
+
+    _compare(every, inputs)
+
+
+def _in_context(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def labels(x: torch.Tensor) -> torch.Tensor:
+        return shift(x * 2.0, -1, mesh=mesh, dim=1)
+
+    def inputs() -> Tensors:
+        return (torch.arange(1.0, 5.0).view(1, 4).requires_grad_(),)
+
+    for layout in (Contiguous(), HeadTail()):
+        with context_parallel(mesh, layout=layout, seq_len=8):
+            _compare(labels, inputs)
+
+
+def _refusals(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    fresh()
+    with pytest.raises(Exception, match="expects seq_len"):
+        compiled(lambda x: halo(x, 1, mesh=mesh, dim=0))(torch.ones(4))
+
+
+@pytest.mark.parametrize("body", [_local, _dtensors, _in_context, _refusals], ids=lambda body: body.__name__[1:])
+def test_compiled(two_processes: Processes, body: Any) -> None:
+    two_processes.run(body)
