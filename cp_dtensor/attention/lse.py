@@ -17,17 +17,17 @@ from torch import Tensor
 
 
 def empty_lse(like: Tensor, shape: Sequence[int], dtype: torch.dtype, is_split: bool) -> Tensor:
-    """Returns an uninitialised LSE of rows of `shape` (B, H, S)."""
+    """An uninitialised LSE of rows of `shape` (B, H, S)."""
     return like.new_empty((2, *shape), dtype=dtype).movedim(0, -1) if is_split else like.new_empty(shape, dtype=dtype)
 
 
 def is_split(lse: Tensor) -> bool:
-    """Returns True for (B, H, S, 2)."""
+    """True for (B, H, S, 2)."""
     return lse.dim() == 4
 
 
 def rounded_lse(lse: Tensor) -> Tensor:
-    """Returns the LSE as one float, (B, H, S)."""
+    """The LSE as one float, (B, H, S)."""
     return lse[..., 0] if lse.dim() == 4 else lse
 
 
@@ -52,7 +52,7 @@ def store_sum(lse: Tensor, large: Tensor, small: Tensor) -> None:
 
 
 def without(lse: Tensor, of: Tensor) -> Tensor:
-    """Returns of - lse, where `of` broadcasts to (B, H, S, ...), in its dtype and in place; `of` for rows without keys.
+    """`of` - lse for `of` (B, H, S, T), in its dtype and in place; `of` for rows without keys.
 
     >>> without(torch.tensor([[[-1e9, 3.0]]]).unsqueeze(0), torch.full((1, 1, 1, 2), -1e9))
     tensor([[[[-3., -3.]]]])
@@ -63,5 +63,5 @@ def without(lse: Tensor, of: Tensor) -> Tensor:
 
 
 def dense_lse(lse: Tensor) -> Tensor:
-    """Returns the LSE in the memory order of `empty_lse`, without a copy if it has that order."""
+    """The LSE in the memory order of `empty_lse`, without a copy if it has that order."""
     return lse.movedim(-1, 0).contiguous().movedim(0, -1) if is_split(lse) else lse.contiguous()
