@@ -48,6 +48,11 @@ class Modifiers:
         return self.bias is not None or bool(self.dropout_p)
 
     @property
+    def split_lse(self) -> bool:
+        """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
+        return self.bias is not None and self.bias.is_floating_point()
+
+    @property
     def need_lse(self) -> bool:
         """True if backward reads the lse of this rank's rows."""
         return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
