@@ -11,6 +11,7 @@ from cp_dtensor.api.recurrent import gated_delta_rule, kda, linear_attention, ma
 from cp_dtensor.api.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import varlen_attention
+from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.select import set_rotate_method
 from cp_dtensor.engine.operators import ATTENTION_OPS
 from cp_dtensor.plan.cost import Hardware
@@ -36,6 +37,7 @@ __all__ = [
     "Layout",
     "Mask",
     "MirroredBatch",
+    "PeerError",
     "PerDocument",
     "PrefixLM",
     "SlidingWindow",

@@ -50,20 +50,29 @@ class FlagOperations:
             _check(_driver().cuStreamBatchMemOp_v2(stream, len(self._array), self._array, 0), "cuStreamBatchMemOp")
 
 
-def await_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Returns operations that wait until all these local flags are 1, and reset them to 0."""
+def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
+    """Operations that wait until all these local flags are 1, and reset them to 0.
+
+    The word of host memory at `status` is 1 while they wait, and then 0.
+    """
+    begin, end = ((_WRITE_VALUE_32, status, value, _DEFAULT) for value in (1, 0))
     waits = [(_WAIT_VALUE_32, address, 1, _WAIT_EQUAL) for address in addresses]
-    return FlagOperations([*waits, *((_WRITE_VALUE_32, address, 0, _DEFAULT) for address in addresses)])
+    return FlagOperations([begin, *waits, *((_WRITE_VALUE_32, address, 0, _DEFAULT) for address in addresses), end])
 
 
 def raise_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Returns operations that set local or remote flags to 1 when earlier work on the stream is done and visible."""
+    """Operations that set local or remote flags to 1 when earlier work on the stream is done and visible."""
     return FlagOperations([(_WRITE_VALUE_32, address, 1, _DEFAULT) for address in addresses])
 
 
 def copy_bytes(stream: int, target: int, source: int, count: int) -> None:
     """Copies memory of this device or of a peer."""
     _check(_driver().cuMemcpyDtoDAsync_v2(target, source, count, stream), "cuMemcpyDtoDAsync")
+
+
+def fill_bytes(stream: int, target: int, value: int, count: int) -> None:
+    """Sets each byte of memory of this device or of a peer."""
+    _check(_driver().cuMemsetD8Async(target, value, count, stream), "cuMemsetD8Async")
 
 
 def copy_rows(
@@ -78,7 +87,7 @@ def copy_rows(
 
 
 def is_available() -> bool:
-    """Returns True if the CUDA driver is installed and has these calls."""
+    """True if the CUDA driver is installed and has these calls."""
     try:
         _driver()
     except (OSError, AttributeError):
@@ -95,6 +104,7 @@ def _driver() -> ctypes.CDLL:
     ]  # fmt: skip
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     library.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, stream]
+    library.cuMemsetD8Async.argtypes = [address, ctypes.c_ubyte, ctypes.c_size_t, stream]
     return library
 
 

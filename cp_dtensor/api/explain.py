@@ -73,11 +73,11 @@ def explain(
         q_heads, kv_heads: query heads, and key/value heads (None: as many).
         head_dim, batch_size, dtype: of queries, keys and values.
         is_causal: True: query i sees keys j <= i only. None is True without a mask, False with one.
-        mask: which query sees which key, such as `Documents(cu_seqlens)`; combined with `is_causal`. None takes that
+        mask: the keys that each query sees, such as `Documents(cu_seqlens)`; combined with `is_causal`. None takes that
             of the context around the call, if that is over these ranks; `Full()` takes none.
-        layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
+        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
             these ranks, else `HeadTail()`.
-        rotate_method: how K/V travel in rings; None is the process default.
+        rotate_method: the KV transport of rings; None is the process default.
         v_head_dim: of values; None is `head_dim`.
         latent_dims: R and Dr of `context_parallel_mla`; `head_dim` is Dn + Dr then, and `kv_heads` None.
         hardware: a `Hardware` of every rank. None takes the mesh's GPUs, whose links are measured once (a collective);

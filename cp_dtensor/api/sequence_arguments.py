@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def checked_number(owner: str, name: str, value: Any, *, least: int | None = None) -> int:
-    """Returns an integer argument; refuses anything else, and numbers below `least`."""
+    """An integer argument; refuses anything else, and numbers below `least`."""
     if not is_integer(value) or (least is not None and value < least):
         at_least = "" if least is None else f" >= {least}"
         raise ValueError(f"{owner} expects {name} to be an integer{at_least}, got {value!r}")
@@ -222,7 +222,11 @@ class _Place:
             raise ValueError(f"{owner} expects seq_len to be None or that of the DTensor, {length}, got {seq_len}")
         axes = tuple([axis for axis, each in enumerate(x.placements) if isinstance(each, Shard) and each.dim == dim])
         ranks = math.prod([x.device_mesh.size(axis) for axis in axes])
-        if not axes or len(axes) > 2 or not all(isinstance(each, (Shard, Replicate, Partial)) for each in x.placements):
+        if (
+            not axes
+            or len(axes) > 2
+            or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419, for Dynamo
+        ):
             raise ValueError(
                 f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one or two mesh axes; "
                 f"got {x.placements}"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, empty_in_order_of, unit_stride, wide_dtype
+from cp_dtensor.attention.lse import empty_lse, store_sum, without
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
 from cp_dtensor.attention.triton.row_mask import RowMask
@@ -38,7 +39,7 @@ _MASKED_ROWS = 256
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *, bias: Tensor | None = None,
-    dropout: Dropout | None = None,
+    dropout: Dropout | None = None, split_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial result `(out, lse)` of a tile.
 
@@ -51,15 +52,16 @@ def attention_forward(
         bias: broadcasts to (B, H, S, T) and is not expanded in memory: added to the scaled logits (floating), or False
             where a row does not attend (boolean).
         dropout: of the softmax weights, by global positions; the lse is without dropout.
+        split_lse: True for an lse of two floats, for biases with large finite numbers (`attention.lse`).
 
     Returns:
         out: (B, H, S, Dv), in q's dtype; 0 for rows that attend to nothing.
-        lse: (B, H, S), float32 (float64 for float64 inputs); -inf for such rows.
+        lse: (B, H, S) or (B, H, S, 2), float32 (float64 for float64 inputs); -inf for such rows.
     """
     dropout = _checked(q, k, v, mask, scale, bias, dropout)
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     out = empty_in_order_of(q, v.size(3))
-    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    lse = empty_lse(q, q.shape[:3], wide_dtype(q), split_lse)
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
     forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout)
     return out, lse
@@ -76,7 +78,7 @@ def attention_backward(
         grad_out: (B, H, S, Dv), in the dtype of q.
         q, k, v, mask, scale, bias, dropout: as in `attention_forward`.
         out: (B, H, S, Dv); not read if `delta` is passed.
-        lse: (B, H, S).
+        lse: (B, H, S) or (B, H, S, 2).
         delta: (B, H, S), the result of `attention_delta`, minus the gradient of lse if it has one; None: computed here.
         grad_dtype: of dq, dk and dv; None: the dtype of q, k and v.
 
@@ -149,7 +151,7 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, bias: Tensor | None, dropout: Dropout | None
 ) -> Dropout | None:
-    """Returns the dropout, None if it drops nothing (kernels without dropout are faster).
+    """The dropout, None if it drops nothing (kernels without dropout are faster).
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -196,12 +198,15 @@ def attention_forward_reference(
     k, v = k.to(wide), v.to(wide)
     for rows, columns in _blocks(q, k, mask):
         logits = _logits(q, k, mask, scale, rows, columns, bias)
-        block_lse = logits.logsumexp(-1) if len(columns) else logits.new_full(logits.shape[:3], float("-inf"))
-        weights = _weights(logits, block_lse)
+        largest = logits.amax(-1) if len(columns) else logits.new_full(logits.shape[:3], float("-inf"))
+        weights = without(largest, logits).exp_()
+        total = weights.sum(-1)
+        total.masked_fill_(total == 0, 1.0)  # of rows without keys
+        weights /= total.unsqueeze(-1)
         if dropout is not None:
             weights *= _dropout_factors(dropout, q, rows, columns, wide)
         _rows(out, rows).copy_(_by_query_head(_by_kv_head(weights, v) @ _rows(v, columns), q))
-        _rows(lse, rows).copy_(block_lse)
+        store_sum(_rows(lse, rows), largest, total.log())
 
 
 def attention_backward_reference(
@@ -230,7 +235,7 @@ def _backward_blocks(
     """
     for rows, columns in _blocks(q, k, mask):
         logits = _logits(q, k, mask, scale, rows, columns, bias)
-        weights = dropped = _by_kv_head(_weights(logits, _rows(lse, rows)), v)
+        weights = dropped = _by_kv_head(without(_rows(lse, rows), logits).exp_(), v)
         grad = _by_kv_head(_rows(grad_out, rows).to(v.dtype), v)
         grad_logits = grad @ _rows(v, columns).mT
         if dropout is not None:
@@ -291,12 +296,6 @@ def _logits(
     return logits if seen is None else logits.masked_fill_(~seen, float("-inf"))
 
 
-def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """exp(logits - lse), in place; 0 for rows without keys, where -inf - -inf would be NaN."""
-    lse = lse.to(logits.dtype)
-    return logits.sub_(torch.where(lse == float("-inf"), 0.0, lse).unsqueeze(-1)).exp_()
-
-
 def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
     """(B, H, rows, columns): the factors of the softmax weights, 0 or `dropout.scale`."""
     return kept_reference(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
@@ -323,5 +322,5 @@ def _by_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, rows: range) -> Tensor:
-    """Rows of (B, H, S, D) or (B, H, S)."""
+    """Rows of (B, H, S, ...)."""
     return x[:, :, rows.start : rows.stop]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
+from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
@@ -52,10 +53,12 @@ def _start_packed(
     targets, counts = _by_rank(incoming)
     buffer = torch.cat(sent) if sent else like.new_empty(0, width)
     received = like.new_empty(sum(counts), width)
-    work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
+    with peer_errors(group, "an exchange of rows"):
+        work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
 
     def wait() -> None:
-        work.wait()
+        with peer_errors(group, "an exchange of rows"):
+            work.wait()
         for rows, arrived in zip(targets, received.split([rows.size(0) for rows in targets]), strict=True):
             rows.copy_(arrived)
 
@@ -63,7 +66,7 @@ def _start_packed(
 
 
 def _by_rank(places: Places) -> tuple[list[torch.Tensor], list[int]]:
-    """Returns the rows in the order of ranks, and the number of rows of each rank."""
+    """The rows in the order of ranks, and the number of rows of each rank."""
     ordered: list[torch.Tensor] = []
     counts: list[int] = []
     for of_rank in zip(*places, strict=True):
@@ -192,11 +195,11 @@ class Staging:
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        """Returns the plan of a call that gathers the K/V of all other ranks."""
+        """The plan of a call that gathers the K/V of all other ranks."""
         return gathered_plan(spec.tiling, rank, spec.kv_heads, *self.stages(spec))
 
     def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
-        """Returns the groups of heads of forward and of backward."""
+        """The groups of heads of forward and of backward."""
         tiling = spec.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter_single
+from cp_dtensor.comm.faults import peer_errors
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class SequenceRanks:
 
     @classmethod
     def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
-        """Returns the ranks of one axis or two, the outer axis first."""
+        """The ranks of one axis or two, the outer axis first."""
         return cls(groups[0], groups[1] if len(groups) > 1 else None)
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class SequenceRanks:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> set[int]:
-        """Returns the global ranks of `members`; if they are unknown, those on this rank's axes."""
+        """The global ranks of `members`; if they are unknown, those on this rank's axes."""
         return set(self.members) or {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,8 @@ class SequenceRanks:
         gathered = mine.contiguous()
         for group in self._groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
-            all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
+            with peer_errors(group, "an all-gather"):
+                all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
             gathered = of_group
         return gathered.view(self.size, *mine.shape)
 
@@ -73,7 +75,7 @@ class SequenceRanks:
         return self.gather(torch.tensor(mine, dtype=torch.int64, device=where)).tolist()
 
     def gather_objects(self, mine: Any, device: torch.device) -> list[Any]:
-        """Returns one picklable object of every rank. Two gathers of integers."""
+        """One picklable object of every rank. Two gathers of integers."""
         pickled = pickle.dumps(mine)
         longest = max(self.gather_integers(len(pickled), device))
         gathered = self.gather_integers(list(pickled.ljust(longest, b"\0")), device)
@@ -84,6 +86,7 @@ class SequenceRanks:
         mine = blocks.contiguous()
         for group in reversed(self._groups):
             block = mine.new_empty(mine.numel() // group.size())
-            reduce_scatter_single(block, mine.view(-1), group=group)
+            with peer_errors(group, "a sum over ranks"):
+                reduce_scatter_single(block, mine.view(-1), group=group)
             mine = block
         return mine.view(blocks.shape[1:])

@@ -34,7 +34,7 @@ _measured = GroupCache[Hardware]()
 
 
 def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
-    """Returns the speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
+    """The speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
 
     The first call for a group is a collective of some milliseconds, which measures the links.
 
@@ -55,7 +55,7 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 
 
 def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    """Returns the hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures."""
+    """The hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures."""
     count = min(_MOST_BYTES_A_RANK, _MOST_BYTES // group.size())
     rows = torch.zeros(count, dtype=torch.uint8, device=device)
     gathered = torch.empty(group.size() * count, dtype=torch.uint8, device=device)
@@ -95,7 +95,7 @@ class Auto(TransportMethod):
 
 @lru_cached
 def choose(spec: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
-    """Returns symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
+    """Symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
 
     The time is that of forward and backward on the slowest rank.
     """
@@ -109,7 +109,7 @@ def choose(spec: CallSpec, world_size: int, hardware: Hardware, shares_memory: b
 def slowest_seconds(
     transport: KVTransport, spec: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
-    """Returns the predicted time of forward, or of forward and `backward`, on the slowest rank."""
+    """The predicted time of forward, or of forward and `backward`, on the slowest rank."""
     passes = (False, True) if backward else (False,)
     return max(
         sum(predicted_seconds(plan, spec, hardware, each, transport.slows_compute) for each in passes)
@@ -119,7 +119,7 @@ def slowest_seconds(
 
 @lru_cached
 def plans_of_some_ranks(transport: KVTransport, spec: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
-    """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
+    """The plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
     busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
     between = world_size // 2 if busiest is None else busiest
@@ -142,7 +142,7 @@ _process_default = _ProcessDefault()
 
 
 def transport_by_name(name: str | None) -> TransportMethod:
-    """Returns the transport method with this name; None means the default of the process.
+    """The transport method with this name; None means the default of the process.
 
     Raises:
         ValueError: unknown name.
@@ -155,7 +155,7 @@ def transport_by_name(name: str | None) -> TransportMethod:
 
 
 def gathers_by_symm_mem(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
+    """True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
 
     Equal on all ranks. The first call for a group may be a collective.
     """

@@ -35,7 +35,8 @@ from cp_dtensor._torch.cuda_driver import copy_bytes
 from cp_dtensor._torch.tensors import current_stream, cut
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
-from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+from cp_dtensor.comm.flags import Flag
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, KvTransfers, KVTransport, row_width
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan
@@ -59,7 +60,7 @@ class SymmetricMemory(KVTransport):
         return self if self.is_available(group, device) else AllGather(self.staging)
 
     def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Returns True if the ranks can share memory; logs, once a group, that they cannot.
+        """True if the ranks can share memory; logs, once a group, that they cannot.
 
         The first call for a group may be a collective.
         """
@@ -104,7 +105,7 @@ class _PulledKv(KvTransfers):
         self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
         self._next_stage = 0
         with label("write K/V"):
-            workspace.follow(self._stream)
+            workspace.follow(self._stream, "K/V", k)
             workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
             head_counts = [stop - start for start, stop in stages]
             blocks = HeadBlocks((k, v), head_counts, self._pitch, workspace.kv(k.dtype))
@@ -158,7 +159,7 @@ class _PulledGrads(GradTransfers):
 
     def buffer(self) -> torch.Tensor:
         plan, workspace = self._plan, self._workspace
-        workspace.follow(self._stream)
+        workspace.follow(self._stream, "dK/dV", self._k)
         workspace.flags.submit(self._stream, wait=Flag.GRAD_TAKEN)
         width = row_width(self._k, self._v, self._stages[0])
         count = plan.rows.total * width * self._k.itemsize

@@ -1,16 +1,15 @@
-"""Symmetric memory of a process group: the P2P probe, the flags that order its use, and the cached buffers.
+"""Symmetric memory of a process group: the P2P probe, and the cached buffers.
 
 A buffer has three areas: | flags | rows of K/V | gradients of rows |
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from functools import cached_property
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,17 +17,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import SymmetricBuffer, cuda_driver, prepared, symmetric_buffer, uses_nccl
+from cp_dtensor._torch import SymmetricBuffer, cuda_driver, group_timeout, prepared, symmetric_buffer, uses_nccl
 from cp_dtensor._torch.cache import GroupCache, capturing
-from cp_dtensor._torch.cuda_driver import FlagOperations, await_flags, raise_flags
-from cp_dtensor._torch.tensors import TRITON_AVAILABLE
+from cp_dtensor._torch.cuda_driver import fill_bytes
+from cp_dtensor.comm.faults import PeerError, described, named
+from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
+from cp_dtensor.comm.watchdog import WatchedWaits, watch
 from cp_dtensor.spec.cache import LRUCache
 
-if TRITON_AVAILABLE:
-    from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
-
-
 T = TypeVar("T")
+_log = logging.getLogger("cp_dtensor")
 
 GRANULE = 2 << 20
 """Bytes that CUDA maps at a time."""
@@ -39,7 +37,7 @@ _obstacles = GroupCache[str | None]()
 
 
 def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns why the ranks of a group cannot read each other's memory, None if they can.
+    """The reason why the ranks of a group cannot read each other's memory, None if they can.
 
     The first call for a group is a collective.
 
@@ -59,7 +57,7 @@ def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective."""
+    """The reason why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective."""
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"
     if not uses_nccl(group, device):
@@ -98,105 +96,11 @@ def _unreachable_peer(device: torch.device) -> str | None:
     return None
 
 
-# Flags
-
-
-class Flag(IntEnum):
-    """Flags that one rank, the setter, sets for another.
-
-    A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each setter has a word of its own.
-    The waiting rank resets the word, so there is no counter, and a captured CUDA graph can be replayed.
-    """
-
-    KV_READY = 0
-    """The setter's rows of K/V are written."""
-    KV_TAKEN = 1
-    """The setter has read this rank's rows of K/V, so they may be overwritten."""
-    GRAD_READY = 2
-    """The setter's gradients are written."""
-    GRAD_TAKEN = 3
-    """The setter has read this rank's gradients."""
-
-
-@dataclass(frozen=True, eq=False)
-class Flags:
-    """The flags of a group."""
-
-    rank: int
-    addresses: tuple[int, ...]
-    """Address of the first flag in each rank's memory, as mapped on this device."""
-    device: torch.device
-
-    def submit(
-        self, stream: torch.cuda.Stream, *, signal: Flag | None = None, wait: Flag | None = None, overlaps: bool = False
-    ) -> None:
-        """Sets a flag on all ranks; then waits until all ranks have set one here, and resets it.
-
-        Args:
-            stream: the current stream, or any stream with `overlaps`.
-            signal: the flag to set.
-            wait: the flag to wait for.
-            overlaps: True if attention runs at the same time on another stream. Attention leaves a kernel no
-                multiprocessor, so the front end of the GPU handles the flags. Otherwise a Triton kernel does, if there
-                is Triton: with many ranks it is several times as fast.
-        """
-        if TRITON_AVAILABLE and not overlaps:
-            self._launches[signal, wait]()
-            return
-        if signal is not None:
-            self._sets[signal].submit(stream.cuda_stream)
-        if wait is not None:
-            self._waits[wait].submit(stream.cuda_stream)
-
-    def prepare(self) -> None:
-        """Uploads the addresses of flags and loads the kernel, which a CUDA graph cannot capture."""
-        if TRITON_AVAILABLE:
-            self._launches[None, None]()
-
-    @cached_property
-    def _sets(self) -> list[FlagOperations]:
-        return [raise_flags(addresses) for addresses in self._signalled]
-
-    @cached_property
-    def _waits(self) -> list[FlagOperations]:
-        return [await_flags(addresses) for addresses in self._awaited]
-
-    @cached_property
-    def _launches(self) -> dict[tuple[Flag | None, Flag | None], Callable[[], None]]:
-        """By the flag to set and the flag to wait for; None is no flag."""
-        count, flags = padded_count(len(self.addresses)), [*Flag, None]
-
-        def uploaded(of_flags: list[list[int]]) -> Iterable[torch.Tensor]:
-            padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flags, []]]
-            return torch.tensor(padded, device=self.device).unbind()
-
-        signalled, awaited = (
-            list(zip(flags, uploaded(each), strict=True)) for each in (self._signalled, self._awaited)
-        )
-        return {(signal, wait): flag_launch(sets, waits) for signal, sets in signalled for wait, waits in awaited}
-
-    @property
-    def _signalled(self) -> list[list[int]]:
-        """By flag: addresses of the words that this rank sets."""
-        return [[self._address(holder, flag, self.rank) for holder in self._ranks] for flag in Flag]
-
-    @property
-    def _awaited(self) -> list[list[int]]:
-        """By flag: addresses of the words that this rank waits for."""
-        return [[self._address(self.rank, flag, setter) for setter in self._ranks] for flag in Flag]
-
-    @property
-    def _ranks(self) -> Sequence[int]:
-        # With this rank among them: it writes and reads on different streams, which nothing else orders.
-        return range(len(self.addresses))
-
-    def _address(self, holder: int, flag: Flag, setter: int) -> int:
-        return self.addresses[holder] + 4 * (flag * len(self.addresses) + setter)
-
-
 # Workspaces
 
 _FLAG_BYTES = 64 * 1024
+_NAN_BYTE = 0xFF
+"""Byte of which floating-point numbers of all dtypes are NaN."""
 _BEFORE_ATTENTION = -1
 """Stream priority: copies that are kernels get the first multiprocessors that attention leaves."""
 
@@ -212,7 +116,11 @@ class Workspace:
         self.rank, self.kv_bytes, self.grad_bytes = group.rank(), kv_bytes, grad_bytes
         self.buffer: SymmetricBuffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
         self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)  # as mapped on this device
-        self.flags = Flags(self.rank, self.addresses, device)
+        self.flags = Flags(self.rank, self.addresses, device, WaitStatus(device))
+        self.last_call: tuple[str, torch.Size, torch.dtype] | None = None
+        """Contents of the latest transfer, and the shape and dtype of a tensor of that call."""
+        self.failure: PeerError | None = None
+        """The error of a wait that took longer than the timeout of the group."""
         self.kv_stream, self.grad_stream = (torch.cuda.Stream(device, _BEFORE_ATTENTION) for _ in range(2))
         self.side_stream = torch.cuda.Stream(device)
         # Each event is waited for before it is recorded again.
@@ -227,19 +135,23 @@ class Workspace:
         for flag in (Flag.KV_TAKEN, Flag.GRAD_TAKEN):
             words[flag * world_size : (flag + 1) * world_size] = 1
         self.flags.prepare()
+        self._waits = _Waits(self, group, device)
         _synchronize_ranks(group, device)
+        watch(self._waits)
 
-    def follow(self, stream: torch.cuda.Stream) -> None:
+    def follow(self, stream: torch.cuda.Stream, what: str, like: torch.Tensor) -> None:
         """Makes `stream` wait for earlier writes to the buffer on another stream.
 
-        Peers read in the order of calls, so rows have to be written in that order.
+        Peers read in the order of calls, so rows have to be written in that order. An error names the call by `what`
+        is sent, and by the shape and dtype of `like`.
         """
+        self.last_call = what, like.shape, like.dtype
         last, self._last_stream = self._last_stream or stream, stream
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph waits only for work in it
             stream.wait_stream(last)
 
     def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns this rank's area for rows of K/V, flat."""
+        """This rank's area for rows of K/V, flat."""
         if dtype not in self._kv_views:
             memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
             with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
@@ -247,17 +159,69 @@ class Workspace:
         return self._kv_views[dtype]
 
     def grads(self) -> torch.Tensor:
-        """Returns the bytes of this rank's area for gradients of all ranks' rows."""
+        """The bytes of this rank's area for gradients of all ranks' rows."""
         start = _FLAG_BYTES + self.kv_bytes
         return self.buffer.bytes_of[self.rank][start : start + self.grad_bytes]
 
     def kv_address(self, rank: int) -> int:
-        """Returns the address of `rank`'s area for rows of K/V."""
+        """The address of `rank`'s area for rows of K/V."""
         return self.addresses[rank] + _FLAG_BYTES
 
     def grads_address(self, rank: int) -> int:
-        """Returns the address of `rank`'s area for gradients."""
+        """The address of `rank`'s area for gradients."""
         return self.addresses[rank] + _FLAG_BYTES + self.kv_bytes
+
+
+_LATE = {
+    Flag.KV_READY: "the K/V rows of",
+    Flag.KV_TAKEN: "the reads of this rank's K/V rows by",
+    Flag.GRAD_READY: "the gradients of",
+    Flag.GRAD_TAKEN: "the reads of this rank's gradients by",
+}
+_ANSWER_SECONDS = 1.0
+"""Time in which the device answers what flags are missing."""
+
+
+class _Waits(WatchedWaits):
+    """The waits for the flags of a workspace."""
+
+    def __init__(self, workspace: Workspace, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(workspace.flags.status, group_timeout(group, device))
+        # A group is kept alive by its user, not by what is cached for it.
+        self._workspace, self._group, self._members = workspace, described(group), dist.get_process_group_ranks(group)
+        self._flags = workspace.buffer.bytes_of[workspace.rank][:_FLAG_BYTES].view(torch.int32)
+        self._copy = torch.empty_like(self._flags, device="cpu", pin_memory=device.type == "cuda")
+        self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
+        self._all_flags = workspace.flags.release_all()
+
+    def fail(self, flags: Sequence[Flag], seconds: float) -> None:
+        held = self._workspace
+        with torch.cuda.stream(self._stream):  # also gives this thread the context of the device
+            self._copy.copy_(self._flags, non_blocking=True)
+            self._copied.record(self._stream)
+            end = time.monotonic() + _ANSWER_SECONDS
+            while not self._copied.query() and time.monotonic() < end:
+                time.sleep(0.01)
+            words = self._copy.tolist() if self._copied.query() else [1] * self._copy.numel()
+        waits = " and ".join(
+            f"{_LATE[flag]} {named(held.flags.setters_missing(words, flag), self._members)}" for flag in flags
+        )
+        latest = ""
+        if held.last_call is not None:
+            what, shape, dtype = held.last_call
+            latest = f" The latest call on this rank sends {what} of tensors {tuple(shape)}, {dtype}."
+        held.failure = PeerError(
+            f"rank {held.rank} of {self._group} waited {seconds:.3g} s in shared memory, longer than the timeout of "
+            f"the group, for {waits}.{latest} The results of calls in flight are invalid."
+        )
+        _log.error("%s", held.failure)
+        with torch.cuda.stream(self._stream):
+            for address in held.addresses:
+                fill_bytes(self._stream.cuda_stream, address + _FLAG_BYTES, _NAN_BYTE, held.kv_bytes + held.grad_bytes)
+
+    def release(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self._all_flags.submit(self._stream.cuda_stream)
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
@@ -273,16 +237,19 @@ reading."""
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
-    """Returns the cached workspace of a group, with at least so many bytes, which are equal on all ranks.
+    """The cached workspace of a group, with at least so many bytes, which are equal on all ranks.
 
     Mapping memory, at the first call and for a larger size, is a collective that takes a second.
 
     Raises:
+        PeerError: an earlier call of the group waited longer than the timeout of the group.
         RuntimeError: memory has to be mapped while a CUDA graph is captured.
     """
     capturing = torch.cuda.is_current_stream_capturing()
     with _lock:
         held = _current.get(group)
+    if held is not None and held.failure is not None:
+        raise PeerError(str(held.failure)) from held.failure
     if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
         if capturing:
             raise RuntimeError(
@@ -306,9 +273,11 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
     with _lock:
-        held = _current.pop(group, None)
-    if held is not None:
-        _pin(group, held)
+        held = _current.get(group)
+        if held is None or held.failure is not None:  # ranks that do not take part cannot map another
+            return
+        del _current[group]
+    _pin(group, held)
 
 
 def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
@@ -319,7 +288,7 @@ def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Returns the bytes of symmetric memory on a device, which torch's allocator does not count."""
+    """The bytes of symmetric memory on a device, which torch's allocator does not count."""
     with _lock:
         held = {*_current.values(), *(each for pinned in _pinned.values() for each in pinned)}
         own = [each.buffer.bytes_of[each.rank] for each in held]
@@ -334,7 +303,7 @@ def _synchronize_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _grown(needed: int, held: int) -> int:
-    """Returns 1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
+    """1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
     return held if needed <= held else max(needed, held + held // 2)
 
 

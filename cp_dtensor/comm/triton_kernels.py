@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from cp_dtensor._torch.triton_launch import Launch, cached_launch
 
@@ -94,43 +95,66 @@ _WARP = 32
 
 
 @triton.jit
-def pass_flags_kernel(signalled_ptr, awaited_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
+def _store_int32(addresses, value, RELEASE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Stores an int32 at each address but 0. "release" makes earlier writes visible to a GPU that sees the value.
+
+    It is a store, in assembly: not all GPUs that can write to each other's memory have atomics there.
+    """
+    if INTERPRETED:
+        tl.atomic_xchg(addresses.to(tl.pointer_type(tl.int32)), value, mask=addresses != 0, sem="release", scope="sys")
+    elif RELEASE:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred is_address;
+            setp.ne.s64 is_address, $1, 0;
+            @is_address st.release.sys.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred is_address;
+            setp.ne.s64 is_address, $1, 0;
+            @is_address st.relaxed.sys.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def pass_flags_kernel(signalled_ptr, awaited_ptr, status_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
     """Sets the flags at addresses `signalled_ptr`, waits until those at `awaited_ptr` are 1, and resets them to 0.
 
-    An address of 0 is skipped.
+    The status has the addresses of two words of host memory: one is 1 while the kernel waits, the other changes when it
+    has waited. An address of 0 is skipped.
 
     Example: signalled [0x10, 0], awaited [0x20, 0x24]: the word at 0x10 becomes 1; when the words at 0x20 and 0x24 are
     1, they become 0.
     """
     place = tl.arange(0, PLACES)
-    signalled = tl.load(signalled_ptr + place)
-    # Earlier kernels on the stream have ended. "release" makes what they wrote visible to a GPU that sees the flag. It
-    # is a store, in assembly: not all GPUs that can write to each other's memory have atomics there.
-    if INTERPRETED:
-        tl.atomic_xchg(signalled.to(tl.pointer_type(tl.int32)), 1, mask=signalled != 0, sem="release", scope="sys")
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred is_flag;
-            .reg .b32 up;
-            setp.ne.s64 is_flag, $1, 0;
-            mov.b32 up, 1;
-            @is_flag st.release.sys.global.b32 [$1], up;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l", [signalled], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    one = tl.full((PLACES,), 1, tl.int32)
+    # Earlier kernels on the stream have ended, so the peer that sees the flag sees what they wrote.
+    _store_int32(tl.load(signalled_ptr + place), one, True, INTERPRETED)
     awaited = tl.load(awaited_ptr + place)
+    first = place == 0
+    waits = tl.where(first, tl.load(status_ptr), 0)
+    passes = tl.where(first, tl.load(status_ptr + 1), 0)
+    _store_int32(waits, one, False, INTERPRETED)
     flags, is_flag = awaited.to(tl.pointer_type(tl.int32)), awaited != 0
     missing = 1
     while missing > 0:
         seen = tl.atomic_add(flags, 0, mask=is_flag, sem="acquire", scope="sys")
         missing = tl.sum(tl.where(is_flag & (seen == 0), 1, 0))
     tl.store(flags, 0, mask=is_flag)
+    _store_int32(waits, one - 1, False, INTERPRETED)
+    _store_int32(passes, one if INTERPRETED else one * globaltimer().to(tl.int32), False, INTERPRETED)
 
 
 def padded_count(count: int) -> int:
-    """Returns the length of the padded list of so many addresses: each lane of the warp has one or more of its own.
+    """The length of the padded list of so many addresses: each lane of the warp has one or more of its own.
 
     >>> padded_count(6), padded_count(40)
     (32, 64)
@@ -138,14 +162,16 @@ def padded_count(count: int) -> int:
     return max(_WARP, triton.next_power_of_2(count))
 
 
-def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
-    """Returns the launch that sets some flags and then waits for others, on the current stream.
+def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
+    """The launch that sets some flags and then waits for others, on the current stream.
 
     Args:
         signalled: (`padded_count`,) int64, addresses of int32 words to set; 0 for no word.
         awaited: (`padded_count`,) int64, addresses of words in this device's memory to wait for; 0 for no word.
+        status: (2,) int64, addresses of words in host memory: 1 while the launch waits, and changed afterwards; 0 for
+            no word.
     """
-    return partial(_flag_launch(signalled.numel()), signalled, awaited)
+    return partial(_flag_launch(signalled.numel()), signalled, awaited, status)
 
 
 @cached_launch

@@ -29,16 +29,16 @@ class SequenceLayer(ABC):
 
     @abstractmethod
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
-        """Returns the output of this rank's tokens and, if asked for, the final state; differentiable."""
+        """The output of this rank's tokens and, if asked for, the final state; differentiable."""
 
     def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
-        """Returns the global length, checked or found."""
+        """The global length, checked or found."""
         assert tensors[0] is not None
         return call.length(tensors[0], 1, seq_len, edges)
 
     @abstractmethod
     def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
-        """Returns the shape of the final state, None if there is none; the output has the shape of the first tensor."""
+        """The shape of the final state, None if there is none; the output has the shape of the first tensor."""
 
 
 @dataclass(frozen=True)

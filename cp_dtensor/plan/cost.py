@@ -53,7 +53,7 @@ class Hardware:
 
 
 def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
-    """Returns the time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
+    """The time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
 
     With `slows_compute`, transfers are kernels, which take multiprocessors and another launch.
     """
@@ -85,7 +85,7 @@ def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backwa
 
 
 def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
-    """Returns the first way whose predicted time is the least, within the tolerance of predictions."""
+    """The first way whose predicted time is the least, within the tolerance of predictions."""
     return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
 
 
@@ -120,17 +120,17 @@ def _tile_seconds(tile: Tile, heads: int, spec: CallSpec, hardware: Hardware, ba
 
 
 def transfer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
-    """Returns the bytes of K/V that a rank receives or sends, whichever are more."""
+    """The bytes of K/V that a rank receives or sends, whichever are more."""
     return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, spec)
 
 
 def buffer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
-    """Returns the bytes of the buffer that a transfer of K/V fills."""
+    """The bytes of the buffer that a transfer of K/V fills."""
     return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, spec)
 
 
 def _transfer_rows(transfer: Transfer, plan: TilePlan) -> int:
-    """Returns the rows that the rank receives or sends, whichever are more."""
+    """The rows that the rank receives or sends, whichever are more."""
     sources = transfer.sources(plan.rank, plan.world_size)
     readers = transfer.readers(plan.rank, plan.world_size)
     incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.recv_parts[source])

@@ -14,11 +14,12 @@ import torch
 
 pytest.importorskip("cp_dtensor.comm.triton_kernels")
 
-from support.stream_model.interleavings import run
+from support.stream_model.interleavings import run, run_with_death
 from support.stream_model.programs import Program, gathered_kv, ring, ulysses
 from support.stream_model.recording import Group, Rank, Stream
 
-from cp_dtensor.comm.symm_mem_workspace import Flag, Flags, Workspace
+from cp_dtensor.comm.flags import Flag, Flags
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.spec.balanced_layouts import BalancedBlocks
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
@@ -178,6 +179,20 @@ def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
     assert beside_attention == [True] * 4 * (stages - 1) + [False] * 3
 
 
+@pytest.mark.parametrize("how", [one_after_the_other, in_graphs])
+@all_worlds
+def test_the_others_end_when_a_rank_dies(ranks: int, how: Callable[[Program], Program]) -> None:
+    """Wherever it stops, each wait of the others that is over its deadline misses a flag of the rank that died."""
+    group = recorded(ranks, how(MIXED))
+    waits = 0
+    for seed in range(INTERLEAVINGS):
+        dead = seed % ranks
+        missing = run_with_death(group, seed, dead)
+        waits += len(missing)
+        assert all(dead in of_wait for of_wait in missing), f"interleaving {seed}: {missing}"
+    assert waits
+
+
 # Mistakes that the checks above find
 
 
@@ -195,9 +210,9 @@ def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[P
 def test_writes_wait_for_earlier_writes_in_graphs_too(ranks: int) -> None:
     follow = Workspace.follow
 
-    def unless_capturing(workspace: Workspace, stream: Any) -> None:
+    def unless_capturing(workspace: Workspace, stream: Any, *call: Any) -> None:
         if not stream.is_capturing:
-            follow(workspace, stream)
+            follow(workspace, stream, *call)
 
     with mock.patch.object(Workspace, "follow", unless_capturing):
         check_that_it_goes_wrong(ranks, in_graphs(ulysses(4, True, backward=False)))

@@ -25,6 +25,15 @@ def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.T
     return torch.tensor(found + [0] * (count - len(found)), device=words.device)
 
 
+def host(status: torch.Tensor, device: str) -> torch.Tensor:
+    """Returns the addresses of the two words of a status."""
+    return addresses(status, [0, 1], 2).to(device)
+
+
+def nowhere(device: str) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
 @all_devices
 @pytest.mark.parametrize(("signalled", "awaited"), [([0, 2, 5], [1, 3]), ([], [1]), ([4], []), ([], []), ([1], [1])])
 def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
@@ -33,7 +42,11 @@ def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
     words = torch.zeros(6, dtype=torch.int32, device=device)
     words[awaited] = 1
     count = kernel.padded_count(3)
-    kernel.flag_launch(addresses(words, signalled, count), addresses(words, awaited, count))()
+    status = torch.zeros(2, dtype=torch.int32, pin_memory=device == "cuda")
+    kernel.flag_launch(*(addresses(words, which, count) for which in (signalled, awaited)), host(status, device))()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert (status[0], bool(status[1])) == (0, True), "nothing waits any more, and something has waited"
     expected = [int(place in signalled and place not in awaited) for place in range(6)]
     assert words.tolist() == expected
 
@@ -43,7 +56,7 @@ def test_a_launch_may_be_repeated(device: str) -> None:
     """The first launch compiles the kernel."""
     words = torch.zeros(2, dtype=torch.int32, device=device)
     count = kernel.padded_count(2)
-    launch = kernel.flag_launch(addresses(words, [0], count), addresses(words, [1], count))
+    launch = kernel.flag_launch(*(addresses(words, [place], count) for place in (0, 1)), nowhere(device))
     for _ in range(5):
         words[:] = torch.tensor([0, 1])
         launch()
@@ -58,7 +71,7 @@ def test_the_kernel_waits() -> None:
     count = kernel.padded_count(2)
     places = {which: addresses(words, which, count) for which in ((), (0,), (1,), (0, 1))}
     wait_for_both, raise_first, raise_second = (
-        kernel.flag_launch(places[signalled], places[awaited])
+        kernel.flag_launch(places[signalled], places[awaited], nowhere("cuda"))
         for signalled, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
     )
     for _ in range(3):  # while a kernel waits, CUDA may be unable to load another
@@ -84,7 +97,8 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from cp_dtensor.comm.triton_kernels import padded_count, pass_flags_kernel
-signature = {"signalled_ptr": "*i64", "awaited_ptr": "*i64", "PLACES": "constexpr", "INTERPRETED": "constexpr"}
+pointers, constants = ("signalled_ptr", "awaited_ptr", "status_ptr"), ("PLACES", "INTERPRETED")
+signature = {**dict.fromkeys(pointers, "*i64"), **dict.fromkeys(constants, "constexpr")}
 source = ASTSource(pass_flags_kernel, signature, {"PLACES": padded_count(8), "INTERPRETED": False})
 print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
 """
@@ -110,7 +124,7 @@ def test_flags_beside_attention_need_no_kernel(
     overlaps: bool, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cp_dtensor._torch import cuda_driver
-    from cp_dtensor.comm import symm_mem_workspace as flags
+    from cp_dtensor.comm import flags
 
     done: list[str] = []
 
@@ -122,6 +136,7 @@ def test_flags_beside_attention_need_no_kernel(
     monkeypatch.setattr(cuda_driver, "_driver", Driver)
     monkeypatch.setattr(flags, "TRITON_AVAILABLE", has_triton)
     monkeypatch.setattr(flags, "flag_launch", lambda *_: lambda: done.append("kernel"))
-    of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    of_one = flags.Flags(0, (0x1000, 0x2000, 0x3000), cpu, flags.WaitStatus(cpu))
     of_one.submit(_Stream(), signal=flags.Flag.KV_READY, wait=flags.Flag.KV_TAKEN, overlaps=overlaps)  # type: ignore[arg-type]
     assert done == (["kernel"] if has_triton and not overlaps else ["front end", "front end"])

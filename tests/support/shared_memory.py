@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver
-from cp_dtensor.comm import head_exchange_symm_mem
+from cp_dtensor.comm import flags, head_exchange_symm_mem
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 
 _PATIENCE = 60.0
@@ -36,6 +36,9 @@ class _Stream:
         pass
 
     wait_event = wait_stream = record
+
+    def query(self) -> bool:
+        return True
 
 
 class _Machine:
@@ -64,20 +67,30 @@ class _Machine:
                 flag.value = each.value
         return 0
 
-    def flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
+    def flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
+        def words(addresses: torch.Tensor) -> list[ctypes.c_uint32]:
+            return [ctypes.c_uint32.from_address(address) for address in filter(None, addresses.tolist())]
+
         def launch() -> None:
-            for address in filter(None, signalled.tolist()):
-                ctypes.c_uint32.from_address(address).value = 1
-            words = [ctypes.c_uint32.from_address(address) for address in filter(None, awaited.tolist())]
-            _await(lambda: all(word.value == 1 for word in words))
-            for word in words:
-                word.value = 0
+            for flag in words(signalled):
+                flag.value = 1
+            for word in words(status[:1]):
+                word.value = 1
+            _await(lambda: all(flag.value == 1 for flag in words(awaited)))
+            for flag in words(awaited) + words(status[:1]):
+                flag.value = 0
+            for word in words(status[1:]):
+                word.value += 1
 
         return launch
 
     def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: int) -> int:
         ctypes.memmove(target, source, count)
         self.copies += 1
+        return 0
+
+    def cuMemsetD8Async(self, target: int, value: int, count: int, stream: int) -> int:
+        ctypes.memset(target, value, count)
         return 0
 
     def launch_copies(self, pieces: torch.Tensor, _rows: int, _bytes: int, targets: Any, _programs: int) -> None:
@@ -89,15 +102,20 @@ class _Machine:
 
 
 @contextmanager
-def shared_memory() -> Iterator[_Machine]:
-    """Context around `run_ranks` in which ranks share memory. Skips the test without Triton."""
+def shared_memory(timeout: float = 2 * _PATIENCE) -> Iterator[_Machine]:
+    """Context around `run_ranks` in which ranks share memory. Skips the test without Triton.
+
+    Args:
+        timeout: deadline of a wait in seconds.
+    """
     pytest.importorskip("cp_dtensor.comm.triton_kernels")
     machine, stream = _Machine(), _Stream()
     patches = [
         (cuda_driver, "_driver", lambda: machine),
         (workspaces, "symmetric_buffer", machine.symmetric_buffer),
         (workspaces, "probe_p2p", lambda *_: None),
-        (workspaces, "flag_launch", machine.flag_launch),
+        (flags, "flag_launch", machine.flag_launch),
+        (workspaces, "group_timeout", lambda *_: timeout),
         (head_exchange_symm_mem, "launch_copies", machine.launch_copies),
         (torch.cuda, "synchronize", lambda device: None),
         (torch.cuda, "Stream", _Stream),

@@ -16,9 +16,10 @@ from unittest import mock
 import torch
 
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver
-from cp_dtensor.comm import head_exchange_symm_mem, symm_mem
+from cp_dtensor.comm import flags, head_exchange_symm_mem, symm_mem
 from cp_dtensor.comm import symm_mem_workspace as workspaces
-from cp_dtensor.comm.symm_mem_workspace import Flag, Workspace
+from cp_dtensor.comm.flags import Flag
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 
 Op = tuple[Any, ...]
 """An operation and its arguments, which `interleavings` executes."""
@@ -50,6 +51,7 @@ class Stream:
 
     def enter_lane(self, is_capturing: bool) -> None:
         self.is_capturing, self.lane = is_capturing, self.rank.group.new_id()
+        self.rank.lanes.append(self.lane)
         self.clock: dict[int, int] = {}
 
     def submit(self, *op: Any) -> None:
@@ -82,6 +84,8 @@ class Rank:
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self._rank = group, rank
         self.submitted: list[Op] = []
+        self.lanes: list[int] = []
+        """The lanes of its streams and graphs."""
         self.signalled: Counter[str] = Counter()
         """By "kv" and "grads": how often this rank has set the READY flag."""
         self.reads: list[tuple[int, int]] = []
@@ -189,7 +193,9 @@ class Group:
                 (workspaces, "symmetric_buffer", self._symmetric_buffer),
                 (workspaces.dist, "barrier", lambda group: None),
                 (workspaces, "probe_p2p", lambda *_: None),
-                (workspaces, "flag_launch", self._flag_launch),
+                (flags, "flag_launch", self._flag_launch),
+                (workspaces, "_Waits", lambda *_: None),
+                (workspaces, "watch", lambda _: None),
                 (head_exchange_symm_mem, "launch_copies", self._launch_copies),
                 (symm_mem.HeadBlocks, "write", lambda *_: self.active.write("kv")),
                 (symm_mem._PulledGrads, "buffer", self._buffer_written(symm_mem._PulledGrads.buffer)),
@@ -227,8 +233,9 @@ class Group:
         self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
 
-    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor) -> Callable[[], None]:
-        ops = [("set", signalled, 1), ("wait", awaited, 1), ("set", awaited, 0)]
+    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
+        waits = status[:1]
+        ops = [("set", signalled, 1), ("set", waits, 1), ("wait", awaited, 1), ("set", awaited, 0), ("set", waits, 0)]
 
         def launch() -> None:
             for op, addresses, value in ops:
@@ -239,7 +246,9 @@ class Group:
         return launch
 
     def _count_signals(self, raised: list[int]) -> None:
-        flags_raised = {self.place(address)[2] // (4 * len(self.ranks)) for address in raised}
+        flags_raised = {
+            self.place(address)[2] // (4 * len(self.ranks)) for address in raised if address not in self._statuses()
+        }
         self.active.signalled["kv"] += Flag.KV_READY in flags_raised
         self.active.signalled["grads"] += Flag.GRAD_READY in flags_raised
 
@@ -280,11 +289,23 @@ class Group:
         return get
 
     def first_flags(self) -> dict[int, int]:
-        """Returns the initial flags of the workspaces, by address."""
+        """Returns the initial flags of the workspaces, and the words that tell who waits, by address."""
         assert self.buffer is not None
         count = len(Flag) * len(self.ranks)
-        return {
+        return dict.fromkeys(self._statuses(), 0) | {
             address + 4 * index: word
             for address, memory in zip(self.workspaces[0].addresses, self.buffer.bytes_of, strict=True)
             for index, word in enumerate(memory[: 4 * count].view(torch.int32).tolist())
         }
+
+    def awaited(self, rank: int) -> list[list[int]]:
+        """Returns the addresses of the flags in a rank's memory: by flag, then by the rank that sets it."""
+        return self.workspaces[rank].flags._awaited
+
+    def missing(self, rank: int, address: int, flags: dict[int, int]) -> set[int]:
+        """Returns the ranks that have not set the flag of which one word is at `address`."""
+        words = next(addresses for addresses in self.awaited(rank) if address in addresses)
+        return {setter for setter, word in enumerate(words) if not flags[word]}
+
+    def _statuses(self) -> set[int]:
+        return {workspace.flags.status.addresses(flag)[0] for workspace in self.workspaces for flag in Flag}

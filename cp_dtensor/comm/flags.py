@@ -1,0 +1,145 @@
+"""Flags in symmetric memory, by which the ranks of a group order their use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+
+from cp_dtensor._torch.cuda_driver import FlagOperations, await_flags, raise_flags
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE
+
+if TRITON_AVAILABLE:
+    from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
+
+
+class Flag(IntEnum):
+    """Flags that one rank, the setter, sets for another.
+
+    A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each setter has a word of its own.
+    The waiting rank resets the word, so there is no counter, and a captured CUDA graph can be replayed.
+    """
+
+    KV_READY = 0
+    """The setter's rows of K/V are written."""
+    KV_TAKEN = 1
+    """The setter has read this rank's rows of K/V, so they may be overwritten."""
+    GRAD_READY = 2
+    """The setter's gradients are written."""
+    GRAD_TAKEN = 3
+    """The setter has read this rank's gradients."""
+
+
+class WaitStatus:
+    """Words of host memory that tell whether a stream waits for flags, without a CUDA call."""
+
+    def __init__(self, device: torch.device) -> None:
+        # A word for each flag, 1 while a stream waits for it, and one that changes when a kernel has waited.
+        self._words = torch.zeros(len(Flag) + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.submitted = 0
+        """Waits that the host has submitted."""
+
+    def addresses(self, flag: Flag | None) -> list[int]:
+        """Addresses of the word of a flag, and of the word that changes; 0 for no flag."""
+        return [0, 0] if flag is None else [self._words[flag].data_ptr(), self._words[-1].data_ptr()]
+
+    def waiting(self) -> list[Flag]:
+        """Flags that a stream waits for."""
+        return [flag for flag in Flag if self._words[flag]]
+
+    def progress(self) -> tuple[int, ...]:
+        """Value that changes when a wait ends."""
+        return (self.submitted, *self._words.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """The flags of a group."""
+
+    rank: int
+    addresses: tuple[int, ...]
+    """Address of the first flag in each rank's memory, as mapped on this device."""
+    device: torch.device
+    status: WaitStatus
+
+    def submit(
+        self, stream: torch.cuda.Stream, *, signal: Flag | None = None, wait: Flag | None = None, overlaps: bool = False
+    ) -> None:
+        """Sets a flag on all ranks; then waits until all ranks have set one here, and resets it.
+
+        Args:
+            stream: the current stream, or any stream with `overlaps`.
+            signal: the flag to set.
+            wait: the flag to wait for.
+            overlaps: True if attention runs at the same time on another stream. Attention leaves a kernel no
+                multiprocessor, so the front end of the GPU handles the flags. Otherwise a Triton kernel does, if there
+                is Triton: with many ranks it is several times as fast.
+        """
+        self.status.submitted += wait is not None
+        if TRITON_AVAILABLE and not overlaps:
+            self._launches[signal, wait]()
+            return
+        if signal is not None:
+            self._sets[signal].submit(stream.cuda_stream)
+        if wait is not None:
+            self._waits[wait].submit(stream.cuda_stream)
+
+    def prepare(self) -> None:
+        """Uploads the addresses of flags and loads the kernel, which a CUDA graph cannot capture."""
+        if TRITON_AVAILABLE:
+            self._launches[None, None]()
+
+    @cached_property
+    def _sets(self) -> list[FlagOperations]:
+        return [raise_flags(addresses) for addresses in self._signalled]
+
+    @cached_property
+    def _waits(self) -> list[FlagOperations]:
+        return [await_flags(self._awaited[flag], self.status.addresses(flag)[0]) for flag in Flag]
+
+    @cached_property
+    def _launches(self) -> dict[tuple[Flag | None, Flag | None], Callable[[], None]]:
+        """By the flag to set and the flag to wait for; None is no flag."""
+        count, flags = padded_count(len(self.addresses)), [*Flag, None]
+
+        def uploaded(of_flags: list[list[int]]) -> Iterable[torch.Tensor]:
+            padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flags, []]]
+            return torch.tensor(padded, device=self.device).unbind()
+
+        statuses = torch.tensor([self.status.addresses(flag) for flag in flags], device=self.device).unbind()
+        awaited = list(zip(flags, uploaded(self._awaited), statuses, strict=True))
+        return {
+            (signal, wait): flag_launch(sets, waits, status)
+            for signal, sets in zip(flags, uploaded(self._signalled), strict=True)
+            for wait, waits, status in awaited
+        }
+
+    def release_all(self) -> FlagOperations:
+        """Operations that set all flags that this rank may wait for."""
+        return raise_flags([address for addresses in self._awaited for address in addresses])
+
+    def setters_missing(self, words: Sequence[int], flag: Flag) -> list[int]:
+        """Ranks that have not set a flag, given the flags in this rank's memory as integers."""
+        count = len(self.addresses)
+        return [rank for rank, word in enumerate(words[flag * count : (flag + 1) * count]) if not word]
+
+    @property
+    def _signalled(self) -> list[list[int]]:
+        """By flag: addresses of the words that this rank sets."""
+        return [[self._address(holder, flag, self.rank) for holder in self._ranks] for flag in Flag]
+
+    @property
+    def _awaited(self) -> list[list[int]]:
+        """By flag: addresses of the words that this rank waits for."""
+        return [[self._address(self.rank, flag, setter) for setter in self._ranks] for flag in Flag]
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        # With this rank among them: it writes and reads on different streams, which nothing else orders.
+        return range(len(self.addresses))
+
+    def _address(self, holder: int, flag: Flag, setter: int) -> int:
+        return self.addresses[holder] + 4 * (flag * len(self.addresses) + setter)

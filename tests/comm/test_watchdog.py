@@ -1,0 +1,168 @@
+"""Deadlines of waits in shared memory: ranks that skip calls, raise, or are late."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.problems import Problem, reference, shard
+from support.ranks import run_ranks
+from support.shared_memory import shared_memory
+
+from cp_dtensor import Contiguous, PeerError, ring_attention, ulysses_attention
+from cp_dtensor.comm import watchdog
+from cp_dtensor.comm.flags import Flag, WaitStatus
+
+PROBLEM = Problem(16, 16, q_heads=2, kv_heads=2)
+RANKS, ABSENT = 3, 2
+METHODS = {
+    "ring": lambda *qkv, **kwargs: ring_attention(*qkv, rotate_method="symm_mem", **kwargs),
+    "ulysses": ulysses_attention,
+}
+all_methods = pytest.mark.parametrize("method", METHODS)
+
+
+def attend(rank: int, method: str, group: Any, backward: bool = True) -> tuple[torch.Tensor, ...]:
+    """Returns this rank's out and, with `backward`, its gradients."""
+    *qkv, grad_out = (shard(x, Contiguous(), rank, RANKS) for x in PROBLEM.draw(seed=0))
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    out = METHODS[method](q, k, v, mesh=group, layout=Contiguous(), seq_len=16)
+    return (out, *torch.autograd.grad(out, (q, k, v), grad_out)) if backward else (out,)
+
+
+def check_right(results: list[tuple[torch.Tensor, ...]]) -> None:
+    expected = reference(PROBLEM, *PROBLEM.draw(seed=0))
+    for actual, whole in zip(zip(*results, strict=True), expected, strict=False):
+        torch.testing.assert_close(torch.cat(actual, dim=2), whole, rtol=0, atol=1e-10)
+
+
+@all_methods
+@pytest.mark.parametrize("backward", [False, True], ids=["skips a call", "raises before backward"])
+def test_the_others_get_an_error_that_names_the_rank(
+    method: str, backward: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(rank: int) -> tuple[float, str]:
+        group = dist.group.WORLD
+        attend(rank, method, group)
+        dist.barrier()
+        if rank == ABSENT:
+            if backward:
+                attend(rank, method, group, backward=False)
+            return 0.0, ""
+        begin = time.monotonic()
+        with suppress(PeerError):
+            results = attend(rank, method, group, backward)
+            assert results[-1].isnan().any(), "results without the absent rank are not taken for right ones"
+        with pytest.raises(PeerError) as raised:
+            attend(rank, method, group)
+        return time.monotonic() - begin, str(raised.value)
+
+    with shared_memory(timeout=0.5), caplog.at_level(logging.ERROR, "cp_dtensor"):
+        for rank, (seconds, message) in enumerate(run_ranks(RANKS, body)):
+            if rank != ABSENT:
+                assert seconds < 5
+                assert re.search(rf"rank {rank} of process group .* .global ranks \[0, 1, 2\]. waited 0", message)
+                assert f"rank {ABSENT} (global rank {ABSENT}), whose process ended" in message
+                assert "float64" in message
+                assert message in caplog.text
+
+
+@all_methods
+def test_a_rank_may_be_late_by_half_the_deadline(method: str) -> None:
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        results = ()
+        for _ in range(2):
+            if rank == ABSENT:
+                time.sleep(0.6)
+            results = attend(rank, method, dist.group.WORLD)
+        return results
+
+    with shared_memory(timeout=1.2):
+        check_right(run_ranks(RANKS, body))
+
+
+def test_a_rank_that_comes_too_late_gets_an_error_too() -> None:
+    def body(rank: int) -> None:
+        attend(rank, "ring", dist.group.WORLD)
+        dist.barrier()
+        if rank == ABSENT:
+            time.sleep(1.2)
+        with pytest.raises(PeerError, match="longer than the timeout"):
+            twice(rank)
+
+    def twice(rank: int) -> None:
+        for _ in range(3):
+            attend(rank, "ring", dist.group.WORLD)
+
+    with shared_memory(timeout=0.5):
+        run_ranks(RANKS, body)
+
+
+def test_another_group_is_right_afterwards() -> None:
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        first, second = (dist.new_group(list(range(RANKS))) for _ in range(2))
+        attend(rank, "ring", first)
+        if rank != ABSENT:
+            with pytest.raises(PeerError):  # the forward pass ends without an error
+                attend(rank, "ring", first)
+        return attend(rank, "ring", second)
+
+    with shared_memory(timeout=0.5):
+        check_right(run_ranks(RANKS, body))
+
+
+class Stuck(watchdog.WatchedWaits):
+    """Waits that nothing releases."""
+
+    def __init__(self, status: WaitStatus) -> None:
+        super().__init__(status, seconds=0.01)
+        self.failed: list[Flag] = []
+        self.released = 0
+
+    def fail(self, flags: Any, seconds: float) -> None:
+        self.failed += flags
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def waiting_status(flag: Flag) -> WaitStatus:
+    status = WaitStatus(torch.device("cpu"))
+    status._words[flag] = 1
+    return status
+
+
+def test_the_process_is_aborted_if_the_streams_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr(watchdog, "_abort", aborted.append)
+    monkeypatch.setattr(watchdog, "RECOVERY_SECONDS", 0.02)
+    waits = Stuck(waiting_status(Flag.GRAD_READY))
+    for _ in range(4):
+        time.sleep(0.015)
+        waits.look()
+    assert waits.failed == [Flag.GRAD_READY]
+    assert waits.released
+    assert aborted
+
+
+@pytest.mark.parametrize("ends", ["_words", "submitted"])
+def test_waits_that_begin_anew_each_time_are_not_over_their_deadline(ends: str) -> None:
+    """A rank that always waits when the thread looks, each time for a later call, makes progress."""
+    status = waiting_status(Flag.KV_READY)
+    waits = Stuck(status)
+    progress: Callable[[], None] = {
+        "_words": lambda: status._words[-1].add_(1),
+        "submitted": lambda: setattr(status, "submitted", status.submitted + 1),
+    }[ends]
+    for _ in range(5):
+        time.sleep(0.012)
+        progress()
+        waits.look()
+    assert not waits.failed
