@@ -100,7 +100,7 @@ class ChunkedRecurrence:
         return cls(rows, chunks, q_ * since_start, to_end, v_, erased, weights, decay, v.dtype)
 
     def maps(self, pieces: Sequence[int]) -> Maps:
-        """Returns the maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
         found = [self._map(self.chunks[piece]) for piece in pieces]
         transitions, states = zip(*found, strict=True) if found else ((), ())
         _, batch, heads, _, width = self.q.shape
@@ -130,7 +130,7 @@ class ChunkedRecurrence:
         return state[..., -width:], state[..., :-width]
 
     def outputs(self, states: Sequence[Tensor | None]) -> Tensor:
-        """Returns the outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece."""
+        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece."""
         outs = []
         for chunks, entering in zip(self.chunks, states, strict=True):
             state = self._no_state() if entering is None else entering

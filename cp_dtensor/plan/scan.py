@@ -38,7 +38,7 @@ class ScanPlan(CachedHash):
 
 @lru_cached
 def scan_plan(sequence: SequenceLayout, rank: int, all_documents: bool) -> ScanPlan:
-    """Returns a rank's part of the exchange of maps.
+    """A rank's part of the exchange of maps.
 
     Args:
         all_documents: True if the state at the end of each document is asked for; else documents that are one piece of
