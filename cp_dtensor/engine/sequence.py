@@ -90,12 +90,13 @@ def names_of(ranks: SequenceRanks) -> tuple[str, ...]:
 
 
 def document_edges(owner: str, cu_seqlens: Any) -> Edges:
-    """The positions of `cu_seqlens`, integers or a tensor, which is waited for on a GPU; () for None.
+    """The positions of `cu_seqlens`, integers or a tensor, which is waited for on a GPU; () for None and [0].
 
     Raises:
         ValueError: anything else than ascending integers >= 0.
     """
-    return () if cu_seqlens is None else ascending(cu_seqlens, owner, "cu_seqlens")
+    edges = () if cu_seqlens is None else ascending(cu_seqlens, owner, "cu_seqlens")
+    return () if edges == (0,) else edges
 
 
 sequence_calls = ConstantKeys[SequenceCall]("a sequence operation,")
