@@ -72,7 +72,7 @@ def run(case: Case) -> None:
 
 
 def program(case: Case) -> str:
-    """Returns a program that runs a case."""
+    """Program that runs a case."""
     return (
         f"# torchrun --nproc-per-node {dist.get_world_size()} case.py\n"
         "from cp_dtensor import *\n"
@@ -135,7 +135,7 @@ def _memory(use_gpu: bool) -> list[int]:
 
 
 def _agreed(numbers: list[int], use_gpu: bool, *, of_first: bool = False) -> list[int]:
-    """Returns the maxima over the ranks, or the numbers of the first rank."""
+    """Maxima over the ranks, or the numbers of the first rank."""
     numbers = [0] * len(numbers) if of_first and dist.get_rank() else numbers
     tensor = torch.tensor(numbers, device="cuda" if use_gpu else "cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

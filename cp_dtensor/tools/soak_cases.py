@@ -166,7 +166,7 @@ def _draw_layout(r: random.Random, mask: Mask, length: int, batch: int, *, self_
 
 
 def pairs(mask: Mask, q_len: int, kv_len: int) -> torch.Tensor:
-    """Returns the pairs that a mask of one batch row allows, boolean (queries, keys), by its definition."""
+    """Pairs that a mask of one batch row allows, boolean (queries, keys), by its definition."""
     q, k = torch.arange(q_len, device="cpu")[:, None], torch.arange(kv_len, device="cpu")[None]
     at = q + (kv_len - q_len if getattr(mask, "alignment", None) == "bottom_right" else 0)
     match mask:
