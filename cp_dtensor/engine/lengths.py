@@ -88,6 +88,7 @@ def _facts(
         "attn_mask": modifiers.described(q),
         "sinks": modifiers.described_sinks(values=config.debug),
         "dropout_p": float(modifiers.dropout_p),
+        "softcap": modifiers.softcap,
         "scale": scale,
         "layout": repr(config.layout),
         "method": config.method,

@@ -127,6 +127,20 @@ def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.con
 
 
 @triton.jit
+def capped(logits, SOFTCAP: tl.constexpr):
+    """SOFTCAP tanh(x / SOFTCAP) of logits x in units of log 2, from tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    limit: tl.constexpr = SOFTCAP * LOG2_E
+    return limit - 2 * limit / (tl.math.exp2(logits * (2 / SOFTCAP)) + 1)
+
+
+@triton.jit
+def slope_of_cap(capped_logits, SOFTCAP: tl.constexpr):
+    """The derivative of `capped`, 1 - tanh^2, from its result."""
+    tanh = capped_logits * (1 / (SOFTCAP * LOG2_E))
+    return 1 - tanh * tanh
+
+
+@triton.jit
 def seen_columns(
     lo_ptr, hi_ptr, first_row, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
