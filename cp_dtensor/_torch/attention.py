@@ -143,7 +143,7 @@ def _clear_varlen_caches() -> None:
 
 
 def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the result of the handler, else of torch's next kernel."""
+    """The result of the handler, else of torch's next kernel."""
     op = _varlen_op(name)
     result = handler(bound_arguments(op, args, kwargs))
     if result is not None:
@@ -155,7 +155,7 @@ def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, 
 
 @lru_cache(maxsize=2)
 def _original_varlen(name: str) -> Callable[..., Any]:
-    """Returns torch's own autograd kernel."""
+    """Torch's own autograd kernel."""
     return make_autograd_impl(_varlen_op(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 
@@ -234,7 +234,7 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def flex_attention_is_redirected() -> bool:
-    """Returns True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    """True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
     return _public.__code__ is _redirected.__code__ and redirection.handler is not None
 
 

@@ -87,7 +87,7 @@ _MARK = "cp_dtensor.follows_main_thread"
 
 
 def get_thread_state(key: str) -> Any:
-    """Returns the latest object under `key` of this thread or, in autograd's own threads, of the main thread."""
+    """The latest object under `key` of this thread or, in autograd's own threads, of the main thread."""
     values: _Stack = getattr(_plain, key, ())
     if not values and torch._C._is_key_in_tls(_MARK):
         values = _of_main_thread.get(key, ())
@@ -127,24 +127,24 @@ if hasattr(os, "register_at_fork"):  # a forked process, such as a DataLoader's 
 
 
 def current_backward() -> int | None:
-    """Returns an id of the backward that runs in this thread, None if none does."""
+    """An id of the backward that runs in this thread, None if none does."""
     identity = torch._C._current_graph_task_id()
     return None if identity == -1 else identity
 
 
 def backward_may_come_again() -> bool:
-    """Returns True if the backward that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
+    """True if the backward that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return current_backward() is not None and keeps
 
 
 def in_main_thread() -> bool:
-    """Returns True in the thread that the interpreter started in."""
+    """True in the thread that the interpreter started in."""
     return threading.current_thread() is threading.main_thread()
 
 
 def in_autograd_thread() -> bool:
-    """Returns True in a thread of autograd (in which CUDA backwards run), during a backward."""
+    """True in a thread of autograd (in which CUDA backwards run), during a backward."""
     return current_backward() is not None and isinstance(threading.current_thread(), threading._DummyThread)
 
 

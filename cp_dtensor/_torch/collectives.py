@@ -29,17 +29,17 @@ _backend_names = GroupCache[str]()
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Returns True if the group has collectives of CPU tensors."""
+    """True if the group has collectives of CPU tensors."""
     return torch.device("cpu") in group._device_types
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns True if collectives of tensors on `device` go through NCCL in this group."""
+    """True if collectives of tensors on `device` go through NCCL in this group."""
     return device.type == "cuda" and _backend_name(group, device) in _NCCL_BACKENDS
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns the name of the backend of CUDA tensors."""
+    """The name of the backend of CUDA tensors."""
     # A look-up in torch takes longer than a launch.
     return _backend_names.get(group, None, lambda: group._get_backend(device).name())
 
@@ -74,7 +74,7 @@ def start_all_to_all(
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:
-    """Returns torch's name of a group, equal in every process of the program.
+    """Torch's name of a group, equal in every process of the program.
 
     Raises:
         ValueError: torch.distributed has not made the group.
@@ -90,19 +90,19 @@ def name_of_group(group: dist.ProcessGroup) -> str:
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:
-    """Returns the group with this name that this thread's rank is part of."""
+    """The group with this name that this thread's rank is part of."""
     resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
     return resolve(name)
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """Returns the store through which the ranks of a group have met; keys of other groups are not seen."""
+    """The store through which the ranks of a group have met; keys of other groups are not seen."""
     store: dist.Store = _world.pg_map[group][1]
     return store
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Returns the seconds after which a collective of tensors on `device` fails in this group."""
+    """The seconds after which a collective of tensors on `device` fails in this group."""
     seconds: float = group._get_backend(device).options._timeout.total_seconds()
     return seconds
 

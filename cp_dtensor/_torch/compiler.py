@@ -122,7 +122,7 @@ def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor, or the local tensor of a DTensor, is part of a program being compiled or exported."""
+    """True if the tensor, or the local tensor of a DTensor, is part of a program being compiled or exported."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if torch._C._get_dispatch_mode(_PROXY) is not None:  # make_fx, by default of real tensors
@@ -176,7 +176,7 @@ def end_traced_scope() -> None:
 
 
 def traced_scope() -> str | None:
-    """Returns the innermost scope of the program that is traced now, None outside of any."""
+    """The innermost scope of the program that is traced now, None outside of any."""
     scopes = getattr(TracingContext.try_get(), "cp_dtensor_scopes", ())
     return scopes[-1] if scopes else None
 

@@ -51,7 +51,7 @@ class FlagOperations:
 
 
 def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
-    """Returns operations that wait until all these local flags are 1, and reset them to 0.
+    """Operations that wait until all these local flags are 1, and reset them to 0.
 
     The word of host memory at `status` is 1 while they wait, and then 0.
     """
@@ -61,7 +61,7 @@ def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
 
 
 def raise_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Returns operations that set local or remote flags to 1 when earlier work on the stream is done and visible."""
+    """Operations that set local or remote flags to 1 when earlier work on the stream is done and visible."""
     return FlagOperations([(_WRITE_VALUE_32, address, 1, _DEFAULT) for address in addresses])
 
 
@@ -87,7 +87,7 @@ def copy_rows(
 
 
 def is_available() -> bool:
-    """Returns True if the CUDA driver is installed and has these calls."""
+    """True if the CUDA driver is installed and has these calls."""
     try:
         _driver()
     except (OSError, AttributeError):

@@ -34,7 +34,7 @@ def dispatched_by_default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns an op's arguments by name, defaults included."""
+    """An op's arguments by name, defaults included."""
     arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
     arguments.update(zip(arguments, args, strict=False))
     return {**arguments, **kwargs}

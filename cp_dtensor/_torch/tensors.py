@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ Span = tuple[int, int]
 
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
-    """Returns a view of some batch rows, heads and sequence rows of (B, H, S, ...); None means all."""
+    """A view of some batch rows, heads and sequence rows of (B, H, S, ...); None means all."""
     shape = tensor.shape
     for dim, span in ((0, batch), (1, heads), (2, rows)):
         if span is not None and (span[0] or span[1] != shape[dim]):
@@ -46,7 +47,7 @@ def joined_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
-    """Returns `grad_out` with the strides of `out`; cuDNN needs them, and would copy it for every tile otherwise."""
+    """`grad_out` with the strides of `out`; cuDNN needs them, and would copy it for every tile otherwise."""
     return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
 
 
@@ -62,7 +63,7 @@ def empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None = Non
 
 
 def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns `out` (B, H, S, Dv) with strides that follow from those of q (B, H, S, D); a copy if it has others.
+    """`out` (B, H, S, Dv) with strides that follow from those of q (B, H, S, D); a copy if it has others.
 
     The strides are q's own if the shapes are equal and no elements of q share memory, else those of memory without
     gaps in q's order of dims.
@@ -85,12 +86,12 @@ def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, copied if its last dim is not contiguous."""
+    """The tensor, copied if its last dim is not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def aligned(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the tensor, copied unless its start and the steps of all dims but the last are multiples of bytes.
+    """The tensor, copied unless its start and the steps of all dims but the last are multiples of bytes.
 
     An expanded tensor is copied too. `width`: the number of bytes.
     """
@@ -101,7 +102,7 @@ def aligned(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of sums: float32, or float64 for float64."""
+    """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -135,7 +136,7 @@ def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns `torch.cuda.current_stream(device)`; several times as fast, since torch gets the device's index."""
+    """`torch.cuda.current_stream(device)`; several times as fast, since torch gets the device's index."""
     return torch.cuda.current_stream(device.index)
 
 
@@ -191,11 +192,11 @@ def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
-"""Returns True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
+"""True if the tensor's data is in tensors that are its attributes, as in DTensors and quantized weights."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Returns autograd's count of writes to a tensor, None if writes are not counted.
+    """Autograd's count of writes to a tensor, None if writes are not counted.
 
     Writes to inference tensors and to results of Inductor's CUDA graphs are not counted; nor are writes by collectives
     and by compiled code that reuses memory, in any tensor.
@@ -205,13 +206,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor is a batch of tensors, under `torch.vmap` or the older vmap of autograd."""
+    """True if the tensor is a batch of tensors, under `torch.vmap` or the older vmap of autograd."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """Returns the CUDA handle of `torch.cuda.current_stream(device)` without the object, which takes microseconds."""
+    """The CUDA handle of `torch.cuda.current_stream(device)` without the object, which takes microseconds."""
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
     return handle
 
@@ -231,6 +232,32 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+def content_hash(tensor: torch.Tensor) -> int:
+    """Hash of a tensor's dtype, shape and values, which waits for the device; without values on the meta device.
+
+    Blocks of 32-bit words are multiplied by the places of the words and summed, modulo 2**64.
+
+    >>> content_hash(torch.arange(5)) == content_hash(torch.arange(5)) != content_hash(torch.arange(5).flip(0))
+    True
+    """
+    total = 0
+    with no_modes(), torch.no_grad():
+        if not tensor.is_meta and tensor.numel():
+            values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)  # as they are in memory
+            words = torch.uint8 if values.numel() * values.itemsize % 4 else torch.int32
+            if values.storage_offset() * values.itemsize % words.itemsize:
+                values = values.clone()
+            sums = [
+                (block.to(torch.int64) * torch.arange(1, 2 * len(block), 2, device=block.device)).sum()
+                for block in values.view(words).split(_WORDS_OF_HASH)
+            ]
+            for each in torch.stack(sums).tolist():
+                total = (total * 0x9E3779B97F4A7C15 + each) % (1 << 64)
+    return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)} {total}".encode()) << 31 ^ total >> 2
+
+
+_WORDS_OF_HASH = 1 << 20
+"""Words of a block: its integers of 64 bits take 16 MiB."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 

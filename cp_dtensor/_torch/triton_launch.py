@@ -30,7 +30,7 @@ class Facts(NamedTuple):
 
 
 def facts(x: torch.Tensor) -> Facts:
-    """Returns the facts of a tensor.
+    """The facts of a tensor.
 
     >>> facts(torch.zeros(2, 3))
     Facts(shape=torch.Size([2, 3]), strides=(3, 1), dtype=torch.float32)
@@ -87,7 +87,7 @@ class Launch:
 
 
 def _alignments(addresses: Sequence[int]) -> object:
-    """Returns a value that is equal for addresses with the same compiled form."""
+    """A value that is equal for addresses with the same compiled form."""
     if not functools.reduce(int.__or__, addresses) % _ALIGNMENT:
         return True
     return tuple(address % _ALIGNMENT == 0 for address in addresses)

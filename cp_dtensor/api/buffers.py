@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.lengths import odd_ones
 from cp_dtensor.spec.layouts import Layout
 
 _SHARD = "cp_dtensor_shard"
@@ -53,11 +51,17 @@ class InPlaceShard:
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self._around = list(_open_shards.get(id(buffer.tensor), []))
-        self._whole_shape = buffer.tensor.shape
+        self.whole_shape = buffer.tensor.shape
         self._sharded_for_good = False
         self._swapped_out: list[torch.Tensor | None] = []  # per entry, the object that has the contents from before
         with torch.no_grad():
             self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
+
+    def lengths(self) -> list[int]:
+        """The length of the shard on each rank."""
+        buffer = self.buffer
+        whole, size = self.whole_shape[buffer.dim], buffer.ranks.size
+        return [buffer.layout.local_length(whole, rank, size) for rank in range(size)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -76,7 +80,7 @@ class InPlaceShard:
                 if shards[-1] is not self:
                     raise RuntimeError(
                         "contexts that shard the same buffer must be left in the reverse order of entering them, got a "
-                        f"buffer of shape {tuple(self._whole_shape)} whose later context is still open"
+                        f"buffer of shape {tuple(self.whole_shape)} whose later context is still open"
                     )
                 shards.pop()
                 if not shards:
@@ -114,7 +118,7 @@ class InPlaceShard:
             if _open_shards.get(key, []) != self._around:  # another context has sharded the whole tensor
                 _undelivered.setdefault(key, []).append((self, local))
                 return
-            grad = local.grad.new_zeros(self._whole_shape)
+            grad = local.grad.new_zeros(self.whole_shape)
             put_shard(grad, local.grad, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
             local.grad = None
             buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
@@ -144,28 +148,32 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
             )
 
 
-def refuse_different_buffers(buffers: list[Buffer], ranks: SequenceRanks) -> None:
-    """Refuses, on every rank alike, buffers that differ between ranks; a collective that reads all buffers."""
-    device = buffers[0].tensor.device if buffers else torch.device("cpu")
-    (counts, *_) = zip(*ranks.gather_integers([len(buffers)], device), strict=True)
-    if len({*counts}) > 1:
-        raise ValueError(f"the ranks have different numbers of buffers: {list(counts)} on ranks 0 to {len(counts) - 1}")
-    gathered = ranks.gather_integers([_digest(buffer) for buffer in buffers], device) if buffers else []
-    for index, digests in enumerate(zip(*gathered, strict=True)):
-        odd = odd_ones(list(digests))
-        if odd:
+def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
+    """Facts of the buffers of a context that must be equal on all ranks; reads all buffers."""
+    facts: dict[str, object] = {"the number of buffers": len(buffers)}
+    for index, buffer in enumerate(buffers):
+        tensor = buffer.tensor
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, sequence dim {buffer.dim}"
+        facts[f"buffer {index}"] = f"{kind}, contents {_torch.content_hash(tensor) % (1 << 48):012x}"
+    return facts
+
+
+def refuse_shards_of_batches(shards: tuple[InPlaceShard, ...], q: torch.Tensor) -> None:
+    """Refuses queries (B, ..., S, D) of a buffer's whole length if its shard has their batch size: the context has
+    sharded the batch. Ranks refuse alike, since the shapes of buffers are equal on all.
+    """
+    lengths = {share for each in shards for share in each.lengths()}
+    for index, each in enumerate(shards):
+        buffer, shape = each.buffer, each.whole_shape
+        if buffer.dim or q.size(-2) in lengths or q.size(-2) not in shape[1:]:
+            continue
+        if buffer.ranks.size > 1 and q.dim() > 2 and q.size(0) == each.lengths()[buffer.ranks.rank]:
             raise ValueError(
-                f"buffer {index}: expected the same whole tensor on every rank, got another one on rank {odd} (shape "
-                f"{tuple(buffers[index].tensor.shape)} here): ranks that share a sequence read the same data"
+                f"buffer {index} of shape {tuple(shape)} is sharded along dim 0, and queries have its share of "
+                f"{q.size(0)} there as batch rows, with whole sequences of {q.size(-2)} tokens: got q "
+                f"{tuple(q.shape)}, expected buffer_seq_dims to name the sequence dim, for buffer {index} maybe "
+                f"{shape.index(q.size(-2), 1)}"
             )
-
-
-def _digest(buffer: Buffer) -> int:
-    """Checksum of a buffer's dtype, shape, sequence dim and bits."""
-    tensor = buffer.tensor.detach().resolve_conj().resolve_neg()  # the values in memory
-    bits = tensor.contiguous().view(-1).view(torch.uint8).cpu().to(torch.int64)
-    weights = torch.arange(len(bits), device="cpu") % 65521 + 1
-    return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)} {buffer.dim} {int((bits * weights).sum())}".encode())
 
 
 # Shards of tensors

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor.api.active_context import (
     LOCAL_SDPA,
     ActiveContext,
@@ -29,7 +30,14 @@ from cp_dtensor.api.active_context import (
     open_local_sdpa,
     refuse_sinks,
 )
-from cp_dtensor.api.buffers import Buffer, InPlaceShard, check_in_place, is_shard_now, refuse_different_buffers
+from cp_dtensor.api.buffers import (
+    Buffer,
+    InPlaceShard,
+    check_in_place,
+    facts_of_buffers,
+    is_shard_now,
+    refuse_shards_of_batches,
+)
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
@@ -38,6 +46,8 @@ from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, inter
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
+from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.engine.agreement import compare_contexts
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
 from cp_dtensor.engine.config import (
@@ -86,13 +96,13 @@ class context_parallel(ContextDecorator):
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query sees which key in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A key
-            is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has this
-            rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of their positions;
+        mask: the keys that each query sees in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A
+            key is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has
+            this rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of positions;
             it may be one of `buffers`. None: no mask.
-        layout: which rank owns which tokens; None is `HeadTail()`. Functions and modules of this package inside, over
+        layout: the tokens of each rank; None is `HeadTail()`. Functions and modules of this package inside, over
             the same ranks, take mask and layout over where they have `mask=None` (`Full()`: no mask) or `layout=None`.
-        rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
+        rotate_method: the KV transport of rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); None is the process default.
         seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
         sinks: (H,), any floating dtype: a logit of each of this rank's query heads that counts in the softmax
@@ -101,17 +111,20 @@ class context_parallel(ContextDecorator):
             refused.
         deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn` (see
             `context_parallel_attention`).
-        debug: True: on entry the ranks compare the buffers, and at every attention call what must agree; a disagreement
-            names the rank.
+        debug: True: on every entry the ranks compare configuration and buffers, and at every attention call what must
+            agree; a disagreement names the rank. False: at the first entry of each kind of context over a group (its
+            configuration, and the dtypes and sequence dims of its buffers), and at calls that exchange lengths.
 
     Raises:
-        TypeError, ValueError: on creation, for arguments that do not fit, before any collective; with `debug`, on
-            entry, for buffers that differ between ranks, on every rank alike.
+        TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
+            configurations and buffers that differ between ranks, on every rank alike.
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
             `torch.compile`d function; on exit, out of order.
 
     Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
-    local lengths in one small collective per call. On GPUs, a length that differs from one of those by about the
+    local lengths in one small collective per call. In the first such call of each kind they also compare q, k and v:
+    if these are equal on all ranks, they were never sharded, which is refused (without a mask, where results are right
+    all the same, warned of). On GPUs, a length that differs from one of those by about the
     number of ranks or less is refused unless `seq_len` has it, since both may have equal shards on some ranks.
 
     Two ranks, 8 tokens, `HeadTail()`: rank 0 has the tokens 0, 1, 6, 7 and rank 1 the tokens 2, 3, 4, 5.
@@ -174,8 +187,7 @@ class context_parallel(ContextDecorator):
             raise RuntimeError(
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
-        if self._config.debug:
-            refuse_different_buffers(self._buffers, self._config.ranks)
+        self._compare_ranks()
         lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
         differs_by_row = self._buffers and len(self._config.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
@@ -185,6 +197,20 @@ class context_parallel(ContextDecorator):
         manager.__enter__()
         self._open = manager, context
         self._entered_before = True
+
+    def _compare_ranks(self) -> None:
+        """Refuses options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
+        tensors = [each.tensor for each in self._buffers]
+        if capturing() or any(map(_torch.is_traced, tensors)):
+            return
+        kind = self._sinks is None, len(self._seq_len), *((each.tensor.dtype, each.dim) for each in self._buffers)
+        sinks = Modifiers(sinks=self._sinks)
+        compare_contexts(
+            self._config, kind, next((each.device for each in tensors if each.is_cuda), None),
+            lambda: {
+                "seq_len": self._seq_len, "sinks": sinks.described_sinks(values=True), **facts_of_buffers(self._buffers)
+            },
+        )  # fmt: skip
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -350,6 +376,9 @@ def sdpa_of_shards(context: ActiveContext, call: SdpaArguments, mask: Mask | Non
         refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
     else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.config)
+        if "sdpa" not in context.seen:
+            context.seen.add("sdpa")
+            refuse_shards_of_batches(context.buffers, call.q)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
     mask_name = call.attn_mask if is_name(call.attn_mask) else None

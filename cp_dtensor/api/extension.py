@@ -60,13 +60,13 @@ __all__ = [  # noqa: RUF022, grouped by purpose
 
 
 def ranks_of_context() -> SequenceRanks | None:
-    """Returns the ranks of the innermost open context of this thread; None outside of contexts."""
+    """The ranks of the innermost open context of this thread; None outside of contexts."""
     context = innermost_context()
     return None if context is None else context.config.ranks
 
 
 def default_rotate_method() -> str:
-    """Returns the KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
+    """The KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
     return transport_by_name(None).name
 
 
@@ -123,7 +123,7 @@ def _ring_call(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
     scale: float | None, seq_len: tuple[int, int],
 ) -> tuple[torch.Tensor, BoundCall]:  # fmt: skip
-    """Returns the queries, multiplied so that the scale is positive, and the planned call."""
+    """The queries, multiplied so that the scale is positive, and the planned call."""
     check_qkv(q, k, v, enable_gqa=True)
     config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
     q, scale = positive_scale(q, softmax_scale(q, scale))

@@ -68,7 +68,7 @@ def context_parallel_attention(
             Ulysses over the inner axis, a ring over the outer one; "auto": the one with the lowest predicted time (see
             `explain`).
         is_causal: True: query i sees keys j <= i, by global position, also where q and k have different lengths.
-        mask: which query sees which key, by global position, such as `Documents(cu_seqlens)`. A key is seen if the
+        mask: the keys that each query sees, by global position, such as `Documents(cu_seqlens)`. A key is seen if the
             mask, `is_causal` and `attn_mask` all allow it. None takes the mask of the context (or module) around the
             call, if that is over these ranks; `Full()` takes none.
         attn_mask: boolean (True: seen) or floating (added to the scaled logits, differentiable), broadcasting to
@@ -84,9 +84,9 @@ def context_parallel_attention(
             `attn_mask` is added; sinks are not capped. Our own kernels compute it, which are slower than cuDNN's.
         scale: factor of the logits; None is 1 / sqrt(D).
         enable_gqa: True allows H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
-        layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
+        layout: the tokens of each rank. None takes the layout of the context (or module) around the call, if that
             is over these ranks, else `HeadTail()`.
-        rotate_method: how K/V travel in rings: "auto", "symm_mem", "allgather" or "alltoall" (see
+        rotate_method: the KV transport of rings: "auto", "symm_mem", "allgather" or "alltoall" (see
             `set_rotate_method`); None is the process default.
         deterministic: True: equal inputs give equal bits on GPUs too, forward and backward, as under
             `torch.use_deterministic_algorithms(True)`. Plain masks then run on FlashAttention-4 where it is

@@ -6,7 +6,7 @@ import torch
 
 from cp_dtensor.api.functional import attend_shards, cast_by_autocast
 from cp_dtensor.engine.attend import modifiers_of
-from cp_dtensor.engine.config import Mesh, checked_seq_len, refuse_dtensors
+from cp_dtensor.engine.config import Mesh, check_tensors, checked_seq_len, refuse_dtensors
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -102,9 +102,7 @@ def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torc
         ValueError: anything else; the message has all four shapes.
     """
     tensors = {"q": q, "latent": latent, "k_rope": k_rope, "up": up}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensors(**tensors)
     shapes = tuple(q.shape), tuple(latent.shape), tuple(k_rope.shape), tuple(up.shape)
     received = f"got q {shapes[0]}, latent {shapes[1]}, k_rope {shapes[2]}, up {shapes[3]}"
 

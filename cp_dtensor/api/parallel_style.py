@@ -54,14 +54,14 @@ class ContextParallel(ParallelStyle):
 
     Args:
         method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: which query sees which key in all attention inside, by global position, combined with the `is_causal` and
-            `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
+        mask: the keys that each query sees in all attention inside, by global position, combined with the `is_causal`
+            and `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
             around the call, if that is over these ranks; `Full()` takes none.
-        layout: which rank owns which tokens. None takes the layout of the context around the call, if that is over
+        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
             these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
             `torch.utils.checkpoint` may run after that context.
-        rotate_method: how K/V travel in rings (see `set_rotate_method`); None takes the process default at the time of
-            parallelize_module.
+        rotate_method: the KV transport of rings (see `set_rotate_method`); None takes the process default when
+            parallelize_module is called.
         seq_len: the global length that attention runs over, or a tuple of several; trusted, as those of a context are.
             The ranks exchange their local lengths at every call of another length, in one small collective.
         sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the

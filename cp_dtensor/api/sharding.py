@@ -16,8 +16,9 @@ from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.agreement import odd_ones
 from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
-from cp_dtensor.engine.lengths import checked_only_length, global_length, odd_ones
+from cp_dtensor.engine.lengths import checked_only_length, global_length
 from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 
 
@@ -31,7 +32,7 @@ def context_parallel_shard(
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         buffers: tensors of any dtype and shape, equal on every rank; not changed.
         buffer_seq_dims: the sequence dim of each, negative counts from the end.
-        layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
+        layout: the tokens of each rank. None takes the layout of the context (or module) around the call, if that
             is over these ranks, else `HeadTail()`. With `MirroredBatch`, dim 0 is the batch.
 
     Returns:

@@ -277,7 +277,7 @@ def _ends(mask: Mask) -> tuple[int | None, int | None] | None:
 
 
 def _checked(function: MaskFunction, mask: Mask) -> Mask:
-    """Returns `mask`; refuses one whose pairs are not those of the function at sample positions."""
+    """`mask`; refuses one whose pairs are not those of the function at sample positions."""
     if not _agrees(function, mask):
         raise NotImplementedError(
             f"{_qualname(function)} of this version of transformers is not the mask that it was in other versions, "

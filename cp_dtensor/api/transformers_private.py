@@ -12,12 +12,12 @@ PREPROCESS = "_preprocess_mask_arguments"
 
 
 def implementation_of(config: Any) -> str | None:
-    """Returns the `attn_implementation` of a model's configuration."""
+    """The `attn_implementation` of a model's configuration."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
 def table_of(interface: Any) -> dict[str, Any]:
-    """Returns the functions of an AttentionInterface or AttentionMaskInterface, by name; shared by all models."""
+    """The functions of an AttentionInterface or AttentionMaskInterface, by name; shared by all models."""
     table: dict[str, Any] = interface._global_mapping
     return table

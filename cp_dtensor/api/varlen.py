@@ -11,7 +11,7 @@ from cp_dtensor.api.active_context import ActiveContext, current_context, open_l
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.attend import attend_packed
-from cp_dtensor.engine.config import Mesh
+from cp_dtensor.engine.config import Mesh, check_tensors
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
@@ -108,9 +108,7 @@ def heads_before_rows(
         ValueError: shapes that do not fit; the message has all three, or `expected_dims` if there are more or fewer.
     """
     heads, width = rows + 1, rows + 2  # `attend` would name the dims of the views
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensors(q=q, k=k, v=v)
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == width + 1:
         raise ValueError(f"expected {expected_dims}; {received}")

@@ -15,7 +15,7 @@ from cp_dtensor._torch.tensors import wide_dtype
 
 
 def expand_latents(latent: Tensor, rotary: Tensor, up: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of latents. Differentiable.
+    """The keys and values of latents. Differentiable.
 
     Args:
         latent: (B, 1, T, R).

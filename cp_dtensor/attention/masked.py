@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, empty_in_order_of, unit_stride, wide_dtype
+from cp_dtensor.attention.lse import empty_lse, store_sum, without
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
 from cp_dtensor.attention.triton.row_mask import RowMask
@@ -38,7 +39,7 @@ _MASKED_ROWS = 256
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *, bias: Tensor | None = None,
-    dropout: Dropout | None = None, softcap: float = 0.0,
+    dropout: Dropout | None = None, softcap: float = 0.0, split_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial result `(out, lse)` of a tile.
 
@@ -52,15 +53,16 @@ def attention_forward(
             where a row does not attend (boolean).
         dropout: of the softmax weights, by global positions; the lse is without dropout.
         softcap: 0.0, or c > 0: scaled logits x become cap(x) = c tanh(x / c), before the bias is added.
+        split_lse: True for an lse of two floats, for biases with large finite numbers (`attention.lse`).
 
     Returns:
         out: (B, H, S, Dv), in q's dtype; 0 for rows that attend to nothing.
-        lse: (B, H, S), float32 (float64 for float64 inputs); -inf for such rows.
+        lse: (B, H, S) or (B, H, S, 2), float32 (float64 for float64 inputs); -inf for such rows.
     """
     dropout = _checked(q, k, v, mask, scale, bias, dropout)
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     out = empty_in_order_of(q, v.size(3))
-    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    lse = empty_lse(q, q.shape[:3], wide_dtype(q), split_lse)
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
     forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
     return out, lse
@@ -77,7 +79,7 @@ def attention_backward(
         grad_out: (B, H, S, Dv), in the dtype of q.
         q, k, v, mask, scale, bias, dropout, softcap: as in `attention_forward`.
         out: (B, H, S, Dv); not read if `delta` is passed.
-        lse: (B, H, S).
+        lse: (B, H, S) or (B, H, S, 2).
         delta: (B, H, S), the result of `attention_delta`, minus the gradient of lse if it has one; None: computed here.
         grad_dtype: of dq, dk and dv; None: the dtype of q, k and v.
 
@@ -151,7 +153,7 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, bias: Tensor | None, dropout: Dropout | None
 ) -> Dropout | None:
-    """Returns the dropout, None if it drops nothing (kernels without dropout are faster).
+    """The dropout, None if it drops nothing (kernels without dropout are faster).
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -199,12 +201,15 @@ def attention_forward_reference(
     for rows, columns in _blocks(q, k, mask):
         logits = _logits(q, k, scale, softcap, rows, columns)
         _add_bias_and_mask(logits, mask, rows, columns, bias)
-        block_lse = logits.logsumexp(-1) if len(columns) else logits.new_full(logits.shape[:3], float("-inf"))
-        weights = _weights(logits, block_lse)
+        largest = logits.amax(-1) if len(columns) else logits.new_full(logits.shape[:3], float("-inf"))
+        weights = without(largest, logits).exp_()
+        total = weights.sum(-1)
+        total.masked_fill_(total == 0, 1.0)  # of rows without keys
+        weights /= total.unsqueeze(-1)
         if dropout is not None:
             weights *= _dropout_factors(dropout, q, rows, columns, wide)
         _rows(out, rows).copy_(_by_query_head(_by_kv_head(weights, v) @ _rows(v, columns), q))
-        _rows(lse, rows).copy_(block_lse)
+        store_sum(_rows(lse, rows), largest, total.log())
 
 
 def attention_backward_reference(
@@ -237,7 +242,7 @@ def _backward_blocks(
         logits = _logits(q, k, scale, softcap, rows, columns)
         slope = _by_kv_head(1 - (logits / softcap).square(), k) if softcap else None
         _add_bias_and_mask(logits, mask, rows, columns, bias)
-        weights = dropped = _by_kv_head(_weights(logits, _rows(lse, rows)), v)
+        weights = dropped = _by_kv_head(without(_rows(lse, rows), logits).exp_(), v)
         grad = _by_kv_head(_rows(grad_out, rows).to(v.dtype), v)
         grad_logits = grad @ _rows(v, columns).mT
         if dropout is not None:
@@ -302,12 +307,6 @@ def _add_bias_and_mask(logits: Tensor, mask: RowMask, rows: range, columns: rang
         logits.masked_fill_(~seen, float("-inf"))
 
 
-def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """exp(logits - lse), in place; 0 for rows without keys, where -inf - -inf would be NaN."""
-    lse = lse.to(logits.dtype)
-    return logits.sub_(torch.where(lse == float("-inf"), 0.0, lse).unsqueeze(-1)).exp_()
-
-
 def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
     """(B, H, rows, columns): the factors of the softmax weights, 0 or `dropout.scale`."""
     return kept_reference(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
@@ -334,5 +333,5 @@ def _by_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, rows: range) -> Tensor:
-    """Rows of (B, H, S, D) or (B, H, S)."""
+    """Rows of (B, H, S, ...)."""
     return x[:, :, rows.start : rows.stop]

@@ -1,7 +1,8 @@
 """LSE merge of partial attention results, sums of partial gradients, their accumulation, and attention sinks.
 
-A partial result is `(out, lse)` over some keys. `lse` is the natural log of the softmax denominator, -inf for a query
-without keys (its `out` is 0). Merging is commutative and associative, and `(0, -inf)` is its identity:
+A partial result is `(out, lse)` over some keys. `lse` is the natural log of the softmax denominator, in one float or
+two (`attention.lse`), -inf for a query without keys (its `out` is 0). Merging is commutative and associative, and
+`(0, -inf)` is its identity:
 
     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
+from cp_dtensor.attention.lse import empty_lse, rounded_lse, set_to_no_keys, store_sum
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
@@ -28,7 +30,7 @@ if TRITON_AVAILABLE:
     from cp_dtensor.attention.triton.merge import launch_merge, launch_sum
 
 MergePart = tuple[Span, Tensor, Tensor]
-"""`(rows, out, lse)`: a span of rows of the result, (B, H, rows, D) and (B, H, rows)."""
+"""`(rows, out, lse)`: a span of rows of the result, (B, H, rows, D) and (B, H, rows) or (B, H, rows, 2)."""
 SumPart = tuple[Span, Tensor]
 """`(rows, stack)`: a span of rows of the result, and (N, B, H, rows, D), N tensors to add there."""
 
@@ -38,9 +40,10 @@ def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: S
 
     Args:
         out: (B, H, S, D), any floating dtype: sums are in lse's dtype and rounded once. May be `base_out`.
-        lse: (B, H, S), float32 or float64; the last dim contiguous, as in all LSEs here. May be `base_lse`.
+        lse: (B, H, S), float32 or float64, contiguous along S, as all LSEs here; all are split, or none. May be
+            `base_lse`.
         base_out: (B, H, S, D).
-        base_lse: (B, H, S).
+        base_lse: as `lse`.
         parts: at most MAX_PARTS.
 
     >>> out, lse = torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]])
@@ -59,12 +62,21 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
     total, total_lse = base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True)
     for (start, stop), part_out, part_lse in parts:
         rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
-        seen = torch.maximum(rows_lse, part_lse) != float("-inf")  # else both are -inf, and -inf - -inf would be NaN
+        largest = torch.maximum(rows_lse, part_lse) if lse.dim() == 3 else rows_lse[..., 0].maximum(part_lse[..., 0])
+        seen = largest != float("-inf")  # else both are -inf, and -inf - -inf would be NaN
         # Weights from the difference, not from the merged LSE, whose rounding error does not cancel if LSE is large.
-        weight = torch.where(seen, torch.sigmoid(rows_lse - part_lse), 0)
-        part_weight = torch.where(seen, torch.sigmoid(part_lse - rows_lse), 0)
+        difference = rows_lse - part_lse
+        if lse.dim() == 4:
+            difference = difference.sum(-1)
+        weight = torch.where(seen, torch.sigmoid(difference), 0)
+        part_weight = torch.where(seen, torch.sigmoid(-difference), 0)
         rows.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(lse.dtype), part_weight.unsqueeze(-1))
-        rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
+        if lse.dim() == 4:
+            shift = torch.where(seen, largest, 0.0)
+            shares = [(x[..., 0] - shift + x[..., 1]).exp() for x in (rows_lse, part_lse)]
+            store_sum(rows_lse, largest, torch.where(seen, (shares[0] + shares[1]).log(), 0.0))
+        else:
+            rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))
     out.copy_(total)
     lse.copy_(total_lse)
 
@@ -123,13 +135,14 @@ class Accumulator:
     """
 
     def __init__(
-        self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, *, may_overwrite: bool, has_lse: bool
-    ) -> None:
+        self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, *, may_overwrite: bool, has_lse: bool,
+        split_lse: bool = False,
+    ) -> None:  # fmt: skip
         """`like` has the dtype, device and memory order of the result. An lse is in the state dtype throughout."""
         self._shape = batch, heads, rows, _ = tuple(shape)
         self._batch, self._heads, self._rows = (0, batch), (0, heads), (0, rows)
         self._like, self._dtype, self._state_dtype = like, like.dtype, state_dtype
-        self._may_overwrite, self._has_lse = may_overwrite, has_lse
+        self._may_overwrite, self._has_lse, self._split_lse = may_overwrite, has_lse, split_lse
         self._states: list[_State] = []
         self._result: Tensors | None = None
 
@@ -162,7 +175,7 @@ class Accumulator:
         """Sets tensors to the result of no parts."""
         tensors[0].zero_()
         for lse in tensors[1:]:
-            lse.fill_(float("-inf"))
+            set_to_no_keys(lse)
 
     def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_State, Sequence[Part]]:
         """The first state of some heads, and the parts that it does not contain yet."""
@@ -243,7 +256,7 @@ class Accumulator:
         shape, like = (batch, heads, rows, dim), self._like
         # In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order.
         whole = torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)
-        return (whole, like.new_empty(shape[:3], dtype=self._state_dtype)) if self._has_lse else (whole,)
+        return (whole, empty_lse(like, shape[:3], self._state_dtype, self._split_lse)) if self._has_lse else (whole,)
 
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
         """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
@@ -255,9 +268,10 @@ class Accumulator:
             add_parts(result[0], base[0], stacks, self._state_dtype)
 
 
-def output_accumulator(q: Tensor, v_head_dim: int, state_dtype: torch.dtype) -> Accumulator:
+def output_accumulator(q: Tensor, v_head_dim: int, state_dtype: torch.dtype, split_lse: bool = False) -> Accumulator:
     """Accumulates the `(out, lse)` of tiles, for queries q (B, H, S, D)."""
-    return Accumulator((*q.shape[:3], v_head_dim), q, state_dtype, may_overwrite=False, has_lse=True)
+    shape = (*q.shape[:3], v_head_dim)
+    return Accumulator(shape, q, state_dtype, may_overwrite=False, has_lse=True, split_lse=split_lse)
 
 
 def gradient_accumulator(of: Tensor, state_dtype: torch.dtype) -> Accumulator:
@@ -316,7 +330,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
     Args:
         out: (B, H, S, Dv).
-        lse: (B, H, S), float32 or float64; for rows without keys (-inf), lse' is the sink.
+        lse: (B, H, S) or (B, H, S, 2), float32 or float64; for rows without keys (-inf), lse' is the sink.
         sinks: (H,), any floating dtype, or None.
 
     >>> out, lse = with_sinks(torch.tensor([[[[4.0]]]]), torch.tensor([[[3.0]]]).log(), torch.zeros(1))
@@ -328,7 +342,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     with on_device_of(out):
         merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
         zero = out.new_zeros(out.size(3)).expand(out.shape)
-        lse_of_sinks = sinks.to(lse)[:, None].expand(lse.shape[1:]).contiguous().expand(lse.shape)
+        lse_of_sinks = torch.zeros_like(lse)
+        rounded_lse(lse_of_sinks).copy_(sinks[:, None].expand(lse.shape[1:3]))
         merge(merged, merged_lse, out, lse, [((0, out.size(2)), zero, lse_of_sinks)])
     return merged, merged_lse
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import cut
+from cp_dtensor._torch.tensors import content_hash, cut
 from cp_dtensor.spec.layouts import Span
 
 
@@ -40,7 +39,7 @@ class Modifiers:
         cls, bias: Tensor | None, dropout_p: float, seed: Tensor | None, first_batch: int, first_head: int,
         sinks: Tensor | None, softcap: float = 0.0, up: Tensor | None = None,
     ) -> Modifiers:  # fmt: skip
-        """Returns the modifiers; without any, the object `NO_MODIFIERS`."""
+        """The modifiers; without any, the object `NO_MODIFIERS`."""
         if bias is None and not dropout_p and sinks is None and not softcap and up is None:
             return NO_MODIFIERS
         return cls(bias, dropout_p, seed, first_batch, first_head, sinks, softcap, up)
@@ -49,6 +48,11 @@ class Modifiers:
     def concern_tiles(self) -> bool:
         """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""
         return self.bias is not None or bool(self.dropout_p) or bool(self.softcap)
+
+    @property
+    def split_lse(self) -> bool:
+        """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
+        return self.bias is not None and self.bias.is_floating_point()
 
     @property
     def need_lse(self) -> bool:
@@ -87,8 +91,7 @@ class Modifiers:
         kind = f"{str(self.sinks.dtype).removeprefix('torch.')} {tuple(self.sinks.shape)}{' grad' * self.need_lse}"
         if not values:
             return kind
-        elements = self.sinks.detach().cpu().contiguous().view(torch.uint8)
-        return f"{kind} {zlib.crc32(bytes(elements.tolist())):08x}"
+        return f"{kind} {content_hash(self.sinks) % (1 << 32):08x}"
 
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Head dim of the output."""

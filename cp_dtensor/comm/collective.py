@@ -66,7 +66,7 @@ def _start_packed(
 
 
 def _by_rank(places: Places) -> tuple[list[torch.Tensor], list[int]]:
-    """Returns the rows in the order of ranks, and the number of rows of each rank."""
+    """The rows in the order of ranks, and the number of rows of each rank."""
     ordered: list[torch.Tensor] = []
     counts: list[int] = []
     for of_rank in zip(*places, strict=True):
@@ -195,11 +195,11 @@ class Staging:
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        """Returns the plan of a call that gathers the K/V of all other ranks."""
+        """The plan of a call that gathers the K/V of all other ranks."""
         return gathered_plan(spec.tiling, rank, spec.kv_heads, *self.stages(spec))
 
     def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
-        """Returns the groups of heads of forward and of backward."""
+        """The groups of heads of forward and of backward."""
         tiling = spec.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)

@@ -66,7 +66,7 @@ def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:
 
 
 def roll_call(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
-    """Returns the ranks of the group that do not report the same failure within `seconds`.
+    """The ranks of the group that do not report the same failure within `seconds`.
 
     Returns None if the group's store does not answer. A group fails once: its keys in the store are never removed.
     """

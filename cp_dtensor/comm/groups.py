@@ -34,7 +34,7 @@ class SequenceRanks:
 
     @classmethod
     def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
-        """Returns the ranks of one axis or two, the outer axis first."""
+        """The ranks of one axis or two, the outer axis first."""
         return cls(groups[0], groups[1] if len(groups) > 1 else None)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class SequenceRanks:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> set[int]:
-        """Returns the global ranks of `members`; if they are unknown, those on this rank's axes."""
+        """The global ranks of `members`; if they are unknown, those on this rank's axes."""
         return set(self.members) or {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class SequenceRanks:
         return self.gather(torch.tensor(mine, dtype=torch.int64, device=where)).tolist()
 
     def gather_objects(self, mine: Any, device: torch.device) -> list[Any]:
-        """Returns one picklable object of every rank. Two gathers of integers."""
+        """One picklable object of every rank. Two gathers of integers."""
         pickled = pickle.dumps(mine)
         longest = max(self.gather_integers(len(pickled), device))
         gathered = self.gather_integers(list(pickled.ljust(longest, b"\0")), device)

@@ -60,7 +60,7 @@ class Departure(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the stage's heads are in the targets (on a GPU: for work launched later)."""
+        """Waits until the stage's heads are in the targets (on a GPU: for work launched later)."""
 
 
 class HeadExchange(ABC):
@@ -103,7 +103,7 @@ class HeadExchange(ABC):
         return
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        """Returns a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
+        """A stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
         return None
 
 

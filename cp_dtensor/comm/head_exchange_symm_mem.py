@@ -69,20 +69,20 @@ class Written:
     head_bytes: int
 
     def bytes(self, to_heads: bool) -> int:
-        """Returns the bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
+        """The bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
         rows = self.kind.rows
         elements = rows.longest * self.all_heads if to_heads else rows.total * max(self.kind.head_counts)
         return self.batch * elements * self.head_bytes
 
 
 def offsets(tensors: Sequence[Written], to_heads: bool) -> list[int]:
-    """Returns the offsets of the tensors in a buffer, and, last, their size together."""
+    """The offsets of the tensors in a buffer, and, last, their size together."""
     sizes = (tensor.bytes(to_heads) for tensor in tensors)
     return list(accumulate((-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0))
 
 
 def pieces_of(tensors: tuple[Written, ...], rank: int, to_heads: bool) -> tuple[Piece, ...]:
-    """Returns the copies that a rank makes in an exchange, those of its own memory last.
+    """The copies that a rank makes in an exchange, those of its own memory last.
 
     To heads, they bring this rank's heads of all rows; else all heads of this rank's rows, in one stage.
     """
@@ -154,7 +154,7 @@ class SharedMemoryHeads(HeadExchange):
 
 
 def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
+    """The reason why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
     The first call for a group may be a collective. `spec` is that of this rank's tensors, with all heads.
     """
@@ -167,7 +167,7 @@ def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: 
 
 
 def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
-    """Returns the exchange of a call, if `obstacle_to_shared_memory` returns None.
+    """The exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:
         shape: shape of this rank's tensors, with all heads.
@@ -188,7 +188,7 @@ def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRow
 
 
 def whole_heads(tensors: Tensors, kind: HeadRows) -> SharedMemoryHeads | None:
-    """Returns the exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
+    """The exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
 
     Its tensors have all heads as batch rows of one head, so that they arrive in memory (B, all heads, all rows, D).
 
@@ -325,7 +325,7 @@ class _Table:
 
 
 def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -> _Table:
-    """Returns the cached table of an exchange; its upload takes longer than the exchange."""
+    """The cached table of an exchange; its upload takes longer than the exchange."""
     key = (to_heads, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in written))
     table: _Table | None = workspace.tables.get(key)
     if table is not None:

@@ -13,7 +13,8 @@ from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
+from cp_dtensor.plan.cost import nearly_fastest, predicted_seconds
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
@@ -22,19 +23,14 @@ from cp_dtensor.spec.cache import lru_cached
 _MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
 _REPEATS = 4
 
-# By the major CUDA compute capability:
-_FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
-"""FLOPs per second of attention in bfloat16, forward."""
-_SINGLE_PRECISION = 0.05
-"""Speed in float32 or float64, as a part of the speed in bfloat16."""
-_MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
-"""Bytes per second, read or written."""
+_BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.of("B200")}
+"""Hardware by the major CUDA compute capability; links are measured."""
 
 _measured = GroupCache[Hardware]()
 
 
 def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
-    """Returns the speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
+    """The speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
 
     The first call for a group is a collective of some milliseconds, which measures the links.
 
@@ -51,11 +47,11 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
         return prepared(lambda: measure_bandwidth(group, device))
 
     hardware = _measured.get(group, None, measure)
-    return hardware if itemsize <= 2 else replace(hardware, flops=hardware.flops * _SINGLE_PRECISION)
+    return hardware.of_itemsize(itemsize)
 
 
 def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    """Returns the hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures."""
+    """The hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures."""
     count = min(_MOST_BYTES_A_RANK, _MOST_BYTES // group.size())
     rows = torch.zeros(count, dtype=torch.uint8, device=device)
     gathered = torch.empty(group.size() * count, dtype=torch.uint8, device=device)
@@ -73,8 +69,8 @@ def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardwar
     weakest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
     speed, capability, multiprocessors = weakest.tolist()
-    generation = min(max(int(capability), min(_FLOPS)), max(_FLOPS))
-    return Hardware(_FLOPS[generation], _MEMORY_SPEED[generation], int(multiprocessors), speed)
+    hardware = _BY_CAPABILITY[min(max(int(capability), min(_BY_CAPABILITY)), max(_BY_CAPABILITY))]
+    return replace(hardware, multiprocessors=int(multiprocessors), link_speed=speed)
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Auto(TransportMethod):
 
 @lru_cached
 def choose(spec: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
-    """Returns symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
+    """Symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
 
     The time is that of forward and backward on the slowest rank.
     """
@@ -109,7 +105,7 @@ def choose(spec: CallSpec, world_size: int, hardware: Hardware, shares_memory: b
 def slowest_seconds(
     transport: KVTransport, spec: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
 ) -> float:
-    """Returns the predicted time of forward, or of forward and `backward`, on the slowest rank."""
+    """The predicted time of forward, or of forward and `backward`, on the slowest rank."""
     passes = (False, True) if backward else (False,)
     return max(
         sum(predicted_seconds(plan, spec, hardware, each, transport.slows_compute) for each in passes)
@@ -119,7 +115,7 @@ def slowest_seconds(
 
 @lru_cached
 def plans_of_some_ranks(transport: KVTransport, spec: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
-    """Returns the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
+    """The plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
     busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
     between = world_size // 2 if busiest is None else busiest
@@ -142,7 +138,7 @@ _process_default = _ProcessDefault()
 
 
 def transport_by_name(name: str | None) -> TransportMethod:
-    """Returns the transport method with this name; None means the default of the process.
+    """The transport method with this name; None means the default of the process.
 
     Raises:
         ValueError: unknown name.
@@ -155,7 +151,7 @@ def transport_by_name(name: str | None) -> TransportMethod:
 
 
 def gathers_by_symm_mem(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
+    """True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
 
     Equal on all ranks. The first call for a group may be a collective.
     """

@@ -60,7 +60,7 @@ class SymmetricMemory(KVTransport):
         return self if self.is_available(group, device) else AllGather(self.staging)
 
     def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Returns True if the ranks can share memory; logs, once a group, that they cannot.
+        """True if the ranks can share memory; logs, once a group, that they cannot.
 
         The first call for a group may be a collective.
         """

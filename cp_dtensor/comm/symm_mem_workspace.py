@@ -37,7 +37,7 @@ _obstacles = GroupCache[str | None]()
 
 
 def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns why the ranks of a group cannot read each other's memory, None if they can.
+    """The reason why the ranks of a group cannot read each other's memory, None if they can.
 
     The first call for a group is a collective.
 
@@ -57,7 +57,7 @@ def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective."""
+    """The reason why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective."""
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"
     if not uses_nccl(group, device):
@@ -151,7 +151,7 @@ class Workspace:
             stream.wait_stream(last)
 
     def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns this rank's area for rows of K/V, flat."""
+        """This rank's area for rows of K/V, flat."""
         if dtype not in self._kv_views:
             memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
             with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
@@ -159,16 +159,16 @@ class Workspace:
         return self._kv_views[dtype]
 
     def grads(self) -> torch.Tensor:
-        """Returns the bytes of this rank's area for gradients of all ranks' rows."""
+        """The bytes of this rank's area for gradients of all ranks' rows."""
         start = _FLAG_BYTES + self.kv_bytes
         return self.buffer.bytes_of[self.rank][start : start + self.grad_bytes]
 
     def kv_address(self, rank: int) -> int:
-        """Returns the address of `rank`'s area for rows of K/V."""
+        """The address of `rank`'s area for rows of K/V."""
         return self.addresses[rank] + _FLAG_BYTES
 
     def grads_address(self, rank: int) -> int:
-        """Returns the address of `rank`'s area for gradients."""
+        """The address of `rank`'s area for gradients."""
         return self.addresses[rank] + _FLAG_BYTES + self.kv_bytes
 
 
@@ -237,7 +237,7 @@ reading."""
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
-    """Returns the cached workspace of a group, with at least so many bytes, which are equal on all ranks.
+    """The cached workspace of a group, with at least so many bytes, which are equal on all ranks.
 
     Mapping memory, at the first call and for a larger size, is a collective that takes a second.
 
@@ -288,7 +288,7 @@ def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Returns the bytes of symmetric memory on a device, which torch's allocator does not count."""
+    """The bytes of symmetric memory on a device, which torch's allocator does not count."""
     with _lock:
         held = {*_current.values(), *(each for pinned in _pinned.values() for each in pinned)}
         own = [each.buffer.bytes_of[each.rank] for each in held]
@@ -303,7 +303,7 @@ def _synchronize_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _grown(needed: int, held: int) -> int:
-    """Returns 1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
+    """1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
     return held if needed <= held else max(needed, held + held // 2)
 
 

@@ -70,7 +70,7 @@ class TransportMethod(ABC):
 
     @abstractmethod
     def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        """Returns the transport of a call, equal on all ranks of the group."""
+        """The transport of a call, equal on all ranks of the group."""
 
 
 class KVTransport(TransportMethod):
@@ -88,7 +88,7 @@ class KVTransport(TransportMethod):
 
     @abstractmethod
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        """Returns the plan of a call on one rank, with its steps in the order that suits this transport."""
+        """The plan of a call on one rank, with its steps in the order that suits this transport."""
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         """Discards what a call that raised an error left behind; collectives leave nothing.
@@ -120,7 +120,7 @@ class KVTransport(TransportMethod):
 
 
 def row_width(k: torch.Tensor, v: torch.Tensor, heads: Span) -> int:
-    """Returns the elements of a row of K and V: batch rows x heads x (D + Dv)."""
+    """The elements of a row of K and V: batch rows x heads x (D + Dv)."""
     return k.size(0) * (heads[1] - heads[0]) * (k.size(3) + v.size(3))
 
 
@@ -175,14 +175,14 @@ class HeadBlocks:
         self._memory = like[0].new_empty(self._starts[-1]) if memory is None else memory
 
     def rows(self, block: int, rows: Span) -> torch.Tensor | None:
-        """Returns some rows of a block as (elements, 1), None if they are empty."""
+        """Some rows of a block as (elements, 1), None if they are empty."""
         start, width = self._starts[block], self._widths[block]
         if width == 0 or rows[0] == rows[1]:
             return None
         return self._memory[start + rows[0] * width : start + rows[1] * width].view(-1, 1)
 
     def tensors(self, block: int) -> list[torch.Tensor]:
-        """Returns views of the tensors in a block, (B, its heads, rows, D)."""
+        """Views of the tensors in a block, (B, its heads, rows, D)."""
         rows = self._memory[self._starts[block] : self._starts[block + 1]].view(self._length, self._widths[block])
         return _unpacked(rows, self._batch, self._counts[block], self._dims)
 

@@ -154,7 +154,7 @@ def pass_flags_kernel(signalled_ptr, awaited_ptr, status_ptr, PLACES: tl.constex
 
 
 def padded_count(count: int) -> int:
-    """Returns the length of the padded list of so many addresses: each lane of the warp has one or more of its own.
+    """The length of the padded list of so many addresses: each lane of the warp has one or more of its own.
 
     >>> padded_count(6), padded_count(40)
     (32, 64)
@@ -163,7 +163,7 @@ def padded_count(count: int) -> int:
 
 
 def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
-    """Returns the launch that sets some flags and then waits for others, on the current stream.
+    """The launch that sets some flags and then waits for others, on the current stream.
 
     Args:
         signalled: (`padded_count`,) int64, addresses of int32 words to set; 0 for no word.

@@ -6,6 +6,7 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import joined_rows, split_rows
+from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.compiled_spec import CallKeys, keys_of
@@ -100,7 +101,7 @@ def attend_traced(
         spec_key, backends, mask, modifiers.dropout_p, modifiers.softcap, modifiers.first_batch, modifiers.first_head,
         scale, *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
-    return out, lse
+    return out, rounded_lse(lse)
 
 
 def attend_packed(

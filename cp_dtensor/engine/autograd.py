@@ -11,6 +11,7 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.tensors import no_autocast, on_device_of, wide_dtype
+from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -49,7 +50,8 @@ class AttentionPlan(ABC):
 
         Returns:
             out: (B, H, S, Dv) in q's dtype.
-            lse: (B, H, S), natural log of the softmax denominator over all keys, float32 (float64 for float64).
+            lse: (B, H, S), natural log of the softmax denominator over all keys, float32 (float64 for float64); with
+                an additive bias in two floats, (B, H, S, 2).
             saved: the tensors that `backward` needs.
         """
 
@@ -110,7 +112,7 @@ class Attention(torch.autograd.Function):
         needs_lse: bool,
         up: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns out, lse and `origin`. `bias`, `sinks` and `up` are those of `modifiers`, for autograd to see."""
+        """`out`, `lse` and `origin`. `bias`, `sinks` and `up` are those of `modifiers`, for autograd to see."""
         # The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the opposite values.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if modifiers.bias is not None and modifiers.bias.is_neg():
@@ -118,6 +120,8 @@ class Attention(torch.autograd.Function):
         # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
         with no_autocast(q), _torch.below_autograd(), call:
             out, lse, saved = call.plan.forward(q, k, v, modifiers, needs_lse, call.ranks, call.scale)
+        if modifiers.bias is not None:
+            lse = rounded_lse(lse)
         for_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
         # Stands for the inputs in `differentiated_once` where none of them is saved.
         origin = q.new_empty(0) if call.plan.saves_rows_of_others else None
@@ -165,4 +169,4 @@ def gradient_of_sinks(
     Each rank's share is that of its own tokens, as for any parameter, also where other ranks computed these rows.
     """
     with on_device_of(out):
-        return sinks_gradient(sinks, lse, attention_delta(grad_out, out)).to(sinks.dtype)
+        return sinks_gradient(sinks, rounded_lse(lse), attention_delta(grad_out, out)).to(sinks.dtype)

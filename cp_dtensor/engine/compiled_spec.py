@@ -316,7 +316,7 @@ class CompiledCallSpec:
         return replace(self.fixed, ranks=ranks, layout=context.layout, declared_lengths=context.lengths)
 
 
-_OPERATORS = 10
+_OPERATORS = 11
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
 _compiled_specs = ConstantKeys[CompiledCallSpec]("attention by", f"operators {_OPERATORS}, ")
 key_of, compiled_spec_of = _compiled_specs.key_of, _compiled_specs.value_of

@@ -29,7 +29,7 @@ _SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*
 
 
 def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
-    """Returns the ranks that share a sequence.
+    """The ranks that share a sequence.
 
     Args:
         mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
@@ -79,7 +79,7 @@ def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    """The names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
     if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
         return ("the group",)
     names: tuple[str, ...] = mesh.mesh_dim_names
@@ -87,7 +87,7 @@ def axis_names(mesh: Mesh) -> tuple[str, ...]:
 
 
 def inner_axis(mesh: DeviceMesh) -> int:
-    """Returns the index of the inner one of two axes."""
+    """The index of the inner one of two axes."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
 
@@ -99,14 +99,14 @@ def is_ulysses_axis(name: str) -> bool:
 
 
 def checked_method(method: str) -> str:
-    """Returns `method`; refuses other names than those of `METHODS`."""
+    """`method`; refuses other names than those of `METHODS`."""
     if method not in METHODS:
         raise ValueError(f"unknown method: got {method!r}, expected one of {', '.join(map(repr, METHODS))}")
     return method
 
 
 def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str]:
-    """Returns the ranks without axes of one rank, and the method without them.
+    """The ranks without axes of one rank, and the method without them.
 
     Refuses what `sequence_ranks` refuses, unknown methods, and methods that need another number of axes.
     """
@@ -132,7 +132,7 @@ def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str
 
 
 def checked_layout(layout: Layout | None) -> Layout:
-    """Returns `layout`, or `HeadTail()` if None; refuses anything else, such as the class itself."""
+    """`layout`, or `HeadTail()` if None; refuses anything else, such as the class itself."""
     if layout is None:
         return HeadTail()
     if not isinstance(layout, Layout):
@@ -141,7 +141,7 @@ def checked_layout(layout: Layout | None) -> Layout:
 
 
 def checked_deterministic(deterministic: object) -> bool:
-    """Returns `deterministic`; refuses anything but a bool."""
+    """`deterministic`; refuses anything but a bool."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
     return deterministic
@@ -206,11 +206,16 @@ def check_batch_size(q: torch.Tensor, config: AttentionConfig) -> None:
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     """Refuses queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensors(q=q, k=k, v=v)
     check = _refuse_unfit.__wrapped__ if _torch.is_traced(q) else _refuse_unfit  # sizes in a trace cannot be hashed
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
+
+
+def check_tensors(**tensors: object) -> None:
+    """Refuses anything but tensors, by name."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
@@ -261,7 +266,7 @@ def refuse_other_lengths(layout: Layout, length: int, what: str) -> None:
 
 
 def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
-    """Returns the global lengths of queries and keys; refuses anything but a length or a pair of lengths."""
+    """The global lengths of queries and keys; refuses anything but a length or a pair of lengths."""
     pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)
     if len(pair) != 2 or not all(is_integer(length) and length >= 0 for length in pair):
         raise ValueError(f"expected seq_len to be a length >= 0 or a pair of lengths (queries, keys), got {seq_len!r}")
@@ -269,14 +274,14 @@ def checked_seq_len(seq_len: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def checked_length(length: int, what: str = "seq_len") -> int:
-    """Returns `length`, a global length; refuses anything but integers >= 0."""
+    """`length`, a global length; refuses anything but integers >= 0."""
     if not is_integer(length) or length < 0:
         raise ValueError(f"expected {what} to be an integer >= 0, got {length!r}")
     return length
 
 
 def checked_lengths_of(layout: Layout, seq_len: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Returns the global lengths that `seq_len` declares, ascending; refuses those that `layout` does not divide."""
+    """The global lengths that `seq_len` declares, ascending; refuses those that `layout` does not divide."""
     several: Any = () if seq_len is None else seq_len
     if not isinstance(several, Iterable) or isinstance(several, torch.Tensor):
         several = (several,)
@@ -303,7 +308,7 @@ def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) ->
 
 
 def checked_mask(mask: object, is_causal: bool) -> Mask:
-    """Returns the intersection of a call's mask and `is_causal`; refuses other than mask values."""
+    """The intersection of a call's mask and `is_causal`; refuses other than mask values."""
     if mask is not None and not isinstance(mask, Mask):
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
@@ -313,7 +318,7 @@ def checked_mask(mask: object, is_causal: bool) -> Mask:
 
 
 def checked_dropout_p(dropout_p: float) -> float:
-    """Returns `dropout_p`; refuses anything but a probability."""
+    """`dropout_p`; refuses anything but a probability."""
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
     if not 0.0 <= dropout_p <= 1.0:
@@ -331,9 +336,8 @@ def checked_softcap(softcap: float) -> float:
 
 
 def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Returns `sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"expected sinks to be a torch.Tensor, got {type(sinks).__name__}")
+    """`sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
+    check_tensors(sinks=sinks)
     received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
     _expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
     one_of_each = f"one sink for each of this rank's query heads, ({q.size(1)},)"
@@ -343,12 +347,11 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Returns `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+    """`attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
 
     Refuses other types and devices, and dims that do not broadcast to those of q.
     """
-    if not isinstance(attn_mask, torch.Tensor):
-        raise TypeError(f"expected attn_mask to be a torch.Tensor, got {type(attn_mask).__name__}")
+    check_tensors(attn_mask=attn_mask)
     received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
     _expect(attn_mask.dtype == torch.bool or attn_mask.is_floating_point(), "a boolean or floating attn_mask", received)
     _expect(attn_mask.device == q.device, f"attn_mask on the device of q, {q.device}", received)
@@ -401,7 +404,7 @@ def check_bias(
 
 
 def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
-    """Returns the factor of the logits; 1 / sqrt(D) if None. Refuses NaN and infinity."""
+    """The factor of the logits; 1 / sqrt(D) if None. Refuses NaN and infinity."""
     if scale is None:
         return 1.0 / math.sqrt(q.size(3))
     if not abs(scale) < math.inf:
@@ -410,7 +413,7 @@ def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Returns `(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN."""
+    """`(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN."""
     if scale < 0:
         return q * -1, -scale
     return (q * 0, 1.0) if scale == 0 else (q, scale)

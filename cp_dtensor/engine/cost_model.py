@@ -10,7 +10,8 @@ from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.latent import EXPANDED_BYTES, rows_of_tiles
-from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
+from cp_dtensor.plan.cost import TRANSFER_TAX, buffer_bytes, nearly_fastest, transfer_bytes
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import (
     CallSpec,
     HeadPartition,
@@ -68,7 +69,7 @@ class Estimate:
 def estimates(
     spec: CallSpec, outer: Axis, inner: Axis | None, transport_method: TransportMethod
 ) -> dict[str, Estimate]:
-    """Returns an estimate for each method that the axes allow; the first is preferred if times are equal.
+    """An estimate for each method that the axes allow; the first is preferred if times are equal.
 
     For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
     n times fewer rows to expand on n ranks, and none again in backward.
@@ -94,12 +95,12 @@ def estimates(
 
 
 def expanded(spec: CallSpec) -> CallSpec:
-    """Returns the shape of attention to K/V, as tiles compute it, of the shape of attention to K/V or latents."""
+    """The shape of attention to K/V, as tiles compute it, of the shape of attention to K/V or latents."""
     return spec if spec.latent_dims is None else replace(spec, kv_heads=spec.q_heads, latent_dims=None)
 
 
 def _expanding(rows: int, spec: CallSpec, axis: Axis) -> float:
-    """Returns seconds to expand latents of some rows; 0 if keys and values travel. Each product of backward is alike.
+    """Seconds to expand latents of some rows; 0 if keys and values travel. Each product of backward is alike.
 
     The product, and the copies of its result and of the rotary keys next to one another.
     """
@@ -113,17 +114,17 @@ def _expanding(rows: int, spec: CallSpec, axis: Axis) -> float:
 
 
 def _expanding_in(plans: Iterable[TilePlan], spec: CallSpec, axis: Axis) -> float:
-    """Returns seconds to expand what the slowest of some ranks sees in forward; backward takes three times as many."""
+    """Seconds to expand what the slowest of some ranks sees in forward; backward takes three times as many."""
     return _expanding(max(sum(map(_rows_read, plan.forward)) for plan in plans), spec, axis)
 
 
 def _rows_read(step: Step) -> int:
-    """Returns the rows that the tiles of a step read."""
+    """The rows that the tiles of a step read."""
     return sum(stop - start for start, stop in rows_of_tiles(step))
 
 
 def fastest(found: dict[str, Estimate]) -> str:
-    """Returns the first method whose predicted time is (nearly) the least."""
+    """The first method whose predicted time is (nearly) the least."""
     return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
 
 
@@ -220,7 +221,7 @@ def nested_ring_estimate(
 
 
 def _transport(transport_method: TransportMethod, spec: CallSpec, axis: Axis) -> KVTransport:
-    """Returns the KV transport that the method takes on an axis, without a collective."""
+    """The KV transport that the method takes on an axis, without a collective."""
     needs_memory = isinstance(transport_method, SymmetricMemory)
     if axis.size == 1 or (needs_memory and not axis.shares_memory):
         return AllGather()
@@ -230,7 +231,7 @@ def _transport(transport_method: TransportMethod, spec: CallSpec, axis: Axis) ->
 
 
 def _passes(transport: KVTransport, spec: CallSpec, axis: Axis) -> tuple[float, float]:
-    """Returns seconds of forward and of backward."""
+    """Seconds of forward and of backward."""
     forward = slowest_seconds(transport, spec, axis.size, axis.hardware, backward=False)
     return forward, slowest_seconds(transport, spec, axis.size, axis.hardware, backward=True) - forward
 
@@ -240,7 +241,7 @@ def _begun(axis: Axis) -> float:
 
 
 def _received(plan: TilePlan, spec: CallSpec) -> float:
-    """Returns received bytes: K/V in forward, K/V and their gradients in backward."""
+    """Received bytes: K/V in forward, K/V and their gradients in backward."""
     forward, backward = (
         sum(transfer_bytes(step.transfer, plan, spec) for step in steps if step.transfer is not None)
         for steps in (plan.forward, plan.backward)
@@ -249,7 +250,7 @@ def _received(plan: TilePlan, spec: CallSpec) -> float:
 
 
 def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
-    """Returns the bytes of a ring's buffers.
+    """The bytes of a ring's buffers.
 
     These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
     this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
@@ -269,7 +270,7 @@ def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> floa
 
 
 def _exchanged(spec: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
+    """Bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
     group = spec.partition.groups()[0]
     queries, keys = (
         rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
@@ -281,7 +282,7 @@ def _exchanged(spec: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float
 
 
 def _exchange_seconds(size: float, axis: Axis) -> float:
-    """Returns seconds to exchange `size` bytes on every rank, its own share included."""
+    """Seconds to exchange `size` bytes on every rank, its own share included."""
     hardware = axis.hardware
     copies = 2 if axis.shares_memory else 4
     link = size * (axis.size - 1) / axis.size / hardware.link_speed if axis.size > 1 else 0.0
@@ -291,7 +292,7 @@ def _exchange_seconds(size: float, axis: Axis) -> float:
 def _pipeline(
     computed: list[float], arriving: float, leaving: float, axis: Axis, *, backward: bool, hides: bool
 ) -> float:
-    """Returns seconds of all stages. The first arrival and the last departure do not overlap attention.
+    """Seconds of all stages. The first arrival and the last departure do not overlap attention.
 
     The others do if `hides` is True (see `hides_exchanges`).
     """

@@ -47,7 +47,7 @@ class ExpandedStep(Step):
 
 
 def rows_of_tiles(step: Step) -> tuple[Span, ...]:
-    """Returns the ranges of key rows that the tiles of a step read."""
+    """The ranges of key rows that the tiles of a step read."""
     return tuple(joined_spans(tile.kv for tile in step.tiles))
 
 

@@ -25,7 +25,7 @@ class NamedMask(ABC):
 
     @abstractmethod
     def mask_for(self, config: AttentionConfig) -> Mask:
-        """Returns the mask of the whole sequence; the first call with a configuration may be a collective."""
+        """The mask of the whole sequence; the first call with a configuration may be a collective."""
 
 
 _numbers = count(1 << 40)  # far from results of arithmetic on other integers
@@ -33,7 +33,7 @@ _by_number: WeakValueDictionary[int, NamedMask] = WeakValueDictionary()
 
 
 def name_of(mask: NamedMask) -> torch.Tensor:
-    """Returns a tensor that names a mask."""
+    """A tensor that names a mask."""
     number = next(_numbers)
     name = torch.full(_SHAPE, number, dtype=torch.int64, device="cpu")
     setattr(name.untyped_storage(), _ATTRIBUTE, mask)
@@ -47,7 +47,7 @@ def is_name(tensor: torch.Tensor | None) -> bool:
 
 
 def named_mask(name: torch.Tensor) -> NamedMask:
-    """Returns the mask that a tensor names.
+    """The mask that a tensor names.
 
     Raises:
         RuntimeError: a tensor that was changed by the model, or outlived the mask.

@@ -20,6 +20,7 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, split_rows, wide_dtype
 from cp_dtensor.attention.backends.select import Allowed
+from cp_dtensor.attention.lse import dense_lse, empty_lse
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.autograd import BoundCall, gradient_of_sinks, zeros_for_sums
 from cp_dtensor.engine.compiled_spec import (
@@ -124,7 +125,7 @@ def _forward(
     with no_autocast(q), _torch.below_autograd(), call:
         out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
         out = joined_rows(_row_after_row(out), found.rows)
-        lse = joined_rows(lse, found.rows).contiguous() if gives_lse else lse.new_empty(0)
+        lse = dense_lse(joined_rows(lse, found.rows)) if gives_lse else lse.new_empty(0)
     begun_in = pending_backwards.begin(found, needs_backward)
     # Backward gets these values in a tensor: it needs no context and no communication to know them.
     if constant.found_at_run_time(cu_seq_q):
@@ -142,7 +143,9 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *constants, needs_lse, needs_backward = others
     batch, heads, length, _ = q.shape
-    lse = q.new_empty((batch, heads, length) if needs_lse or needs_backward else (0,), dtype=wide_dtype(q))
+    lse = q.new_empty(0, dtype=wide_dtype(q))
+    if needs_lse or needs_backward:
+        lse = empty_lse(q, (batch, heads, length), wide_dtype(q), Modifiers(bias).split_lse)
     at_run_time = _Constants(*constants).found_at_run_time(cu_seq_q)
     numbers = torch.empty(4 if at_run_time else 0, dtype=torch.int64, device="cpu" if at_run_time else q.device)
     out = q.new_empty(batch, heads, length, Modifiers(up=up).value_dim(q, v))
@@ -175,7 +178,7 @@ def _backward(
     with no_autocast(grad_out), _torch.below_autograd(), call:
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = from_forward.rows if saves_rows(call, q) else ()
-        saved = rows or call.plan.remake_saved(q, k, v, out, lse, modifiers, call.ranks)
+        saved = rows or call.plan.remake_saved(q, k, v, out, dense_lse(lse), modifiers, call.ranks)
         grads = call.plan.backward(grad_out, modifiers, saved, grad_bias, call.ranks, call.scale)
         of_qkv = [joined_rows(_row_after_row(grad), found.rows) for grad in grads]
     sums = ((grad_bias, bias), (grad_sinks, sinks), (grad_up, up))

@@ -15,6 +15,7 @@ from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import Part, gradient_accumulator, output_accumulator, place_sums, with_sinks
 from cp_dtensor.attention.modifiers import Modifiers, bias_part
@@ -138,12 +139,12 @@ class Ring(AttentionPlan):
         arguments = (q, k, v)
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
-            lse = q.new_empty(q.shape[:3], dtype=self.state_dtype)
+            lse = empty_lse(q, q.shape[:3], self.state_dtype, modifiers.split_lse)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         plan, group = self.tile_plan, self.group(ranks)
         with on_device_of(q):
-            result = output_accumulator(q, self.spec.v_head_dim, self.state_dtype)
+            result = output_accumulator(q, self.spec.v_head_dim, self.state_dtype, modifiers.split_lse)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
             of = Pass(q, modifiers, ranks, scale)
             for step in self.steps(plan.forward, transfers, k, v, modifiers):

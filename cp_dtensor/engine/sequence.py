@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
+from cp_dtensor.engine.agreement import hash_of, odd_ones
 from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
-from cp_dtensor.engine.lengths import global_length, known_length, odd_ones
+from cp_dtensor.engine.lengths import global_length, known_length
 from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import Layout, Span
@@ -39,7 +39,7 @@ class SequenceCall:
         return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
 
     def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> int:
-        """Returns the global length; ranks exchange their local lengths if nothing else determines it.
+        """The global length; ranks exchange their local lengths if nothing else determines it.
 
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
@@ -50,8 +50,7 @@ class SequenceCall:
         if seq_len is None:
             shape = [size for each, size in enumerate(x.shape) if each != dim]
             # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code.
-            facts = repr((self, shape, x.dtype, edges))
-            digest = int.from_bytes(blake2b(facts.encode(), digest_size=8).digest(), "little", signed=True)
+            digest = hash_of((self, shape, x.dtype, edges))
             lengths, digests = map(list, zip(*ranks.gather_integers([local, digest], x.device), strict=True))
             if odd := odd_ones(digests):
                 raise ValueError(
@@ -91,12 +90,13 @@ def names_of(ranks: SequenceRanks) -> tuple[str, ...]:
 
 
 def document_edges(owner: str, cu_seqlens: Any) -> Edges:
-    """The positions of `cu_seqlens`, integers or a tensor, which is waited for on a GPU; () for None.
+    """The positions of `cu_seqlens`, integers or a tensor, which is waited for on a GPU; () for None and [0].
 
     Raises:
         ValueError: anything else than ascending integers >= 0.
     """
-    return () if cu_seqlens is None else ascending(cu_seqlens, owner, "cu_seqlens")
+    edges = () if cu_seqlens is None else ascending(cu_seqlens, owner, "cu_seqlens")
+    return () if edges == (0,) else edges
 
 
 sequence_calls = ConstantKeys[SequenceCall]("a sequence operation,")

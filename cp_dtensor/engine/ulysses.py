@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import current_stream, on_device_of
+from cp_dtensor.attention.lse import dense_lse, is_split
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
@@ -91,7 +92,8 @@ class UlyssesPlan(AttentionPlan):
     ) -> Result:  # fmt: skip
         group, ring = _axes(ranks)
         out = _row_after_row(q, modifiers.value_dim(q, v))
-        lse = _row_after_row(q, self._lse_copies, self.state_dtype) if needs_lse else None
+        floats_of_lse = 2 if modifiers.split_lse else 1
+        lse = _row_after_row(q, max(self._lse_copies, floats_of_lse), self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
         with on_device_of(q):
             modifiers_by_stage = [_of_stage(modifiers, queries, q.size(0), group)[0] for queries, _ in self.stages]
@@ -120,7 +122,8 @@ class UlyssesPlan(AttentionPlan):
             if streams[0] is not None:
                 for tensor in saved:  # the allocator does not see that backward reads them on the other stream
                     tensor.record_stream(streams[0])
-        return out, q.new_empty(0, dtype=self.state_dtype) if lse is None else lse[..., 0].contiguous(), tuple(saved)
+        of_rows = q.new_empty(0, dtype=self.state_dtype) if lse is None else _lse_of(lse, floats_of_lse)
+        return out, of_rows, tuple(saved)
 
     @contextmanager
     def _streams(
@@ -190,7 +193,7 @@ class UlyssesPlan(AttentionPlan):
                     self.inner, inputs, results, strict=True
                 )
                 for tensor in inner.remake_saved(
-                    stage_q, stage_k, stage_v, stage_out, stage_lse[..., 0].contiguous(), modifiers, ring
+                    stage_q, stage_k, stage_v, stage_out, _lse_of(stage_lse, 1 + is_split(lse)), modifiers, ring
                 )
             )
 
@@ -200,8 +203,10 @@ class UlyssesPlan(AttentionPlan):
         return max(1, self.exchange.granule // self.state_dtype.itemsize)
 
     def _as_rows(self, lse: torch.Tensor) -> torch.Tensor:
-        """(B, H, S) to (B, H, S, copies), which is exchanged."""
-        return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
+        """(B, H, S) or (B, H, S, 2) to (B, H, S, copies), which is exchanged."""
+        if not is_split(lse):
+            return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
+        return lse.repeat(1, 1, 1, max(1, self._lse_copies // 2))
 
     def abandon(self, ranks: SequenceRanks) -> None:
         group, ring = _axes(ranks)
@@ -218,6 +223,11 @@ class UlyssesPlan(AttentionPlan):
             return grad_units
         copies = grad_units.unflatten(1, (self.heads.kv_heads, self.heads.replication))
         return copies.sum(2, dtype=self.state_dtype).to(grad_units.dtype)
+
+
+def _lse_of(rows: torch.Tensor, floats: int) -> torch.Tensor:
+    """The LSE, of one float or two, from exchanged rows (B, H, S, copies)."""
+    return rows[..., 0].contiguous() if floats == 1 else dense_lse(rows[..., :2])
 
 
 def _axes(ranks: SequenceRanks) -> tuple[dist.ProcessGroup, SequenceRanks]:

@@ -92,7 +92,7 @@ class Enabled:
         self._undo.append((owner, name, replacement))
 
     def _prepared_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `Accelerator._prepare_cp` of this library."""
+        """`Accelerator._prepare_cp` of this library."""
 
         def prepare(accelerator: Any, *args: Any) -> tuple[Any, ...]:
             settings = dict(self._settings)
@@ -151,7 +151,7 @@ def enable(
 def padded_and_packed_mask(
     position_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None
 ) -> Mask | None:
-    """Returns the mask of packed documents and of padding, without causality; None if there is neither.
+    """The mask of packed documents and of padding, without causality; None if there is neither.
 
     Args:
         position_ids: (B, S) integers of the whole sequence. A document begins wherever a position is not the one before
@@ -293,7 +293,7 @@ class _Step:
                     self._is_true[id(tensor)] = bool(tensor.all())
 
     def length(self) -> int:
-        """Returns the number of tokens of the whole sequence; refuses buffers of several lengths."""
+        """The number of tokens of the whole sequence; refuses buffers of several lengths."""
         if len(self._lengths) != 1:
             raise ValueError(
                 f"position_ids are missing, and the buffers of this step have the lengths {sorted(self._lengths)}: "
@@ -362,7 +362,7 @@ def _refuse_other_masks(model: nn.Module, config: Any, implementation: str) -> N
 
 
 def _attention_layers(model: nn.Module) -> list[Any]:
-    """Returns the attention layers of a decoder of transformers."""
+    """The attention layers of a decoder of transformers."""
     return [
         module
         for name, module in model.named_modules()
@@ -371,7 +371,7 @@ def _attention_layers(model: nn.Module) -> list[Any]:
 
 
 def _with_options(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `Accelerator.maybe_context_parallel` that takes the options of a context too."""
+    """`Accelerator.maybe_context_parallel` that takes the options of a context too."""
 
     def maybe_context_parallel(
         self: Any, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None, **options: Any
@@ -392,7 +392,7 @@ def _with_options(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `Trainer._prepare_context_parallel_inputs` that turns packing and padding into the mask of the step."""
+    """`Trainer._prepare_context_parallel_inputs` that turns packing and padding into the mask of the step."""
 
     def prepare(self: Any, model: nn.Module, inputs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         steps = getattr(self.accelerator, "_cp_context", None)

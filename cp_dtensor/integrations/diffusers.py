@@ -116,7 +116,7 @@ def attention(
 
 
 def _axes(config: Any) -> tuple[Mesh, str]:
-    """Returns the axes of a `ContextParallelConfig`, and the method over them."""
+    """The axes of a `ContextParallelConfig`, and the method over them."""
     if config.ulysses_degree == 1:
         return config._ring_mesh, "ring"
     if config.ring_degree == 1:
@@ -127,7 +127,7 @@ def _axes(config: Any) -> tuple[Mesh, str]:
 
 
 def _order(mesh: Mesh, q: torch.Tensor, k: torch.Tensor, *, is_uneven: bool) -> tuple[Layout, tuple[int, int]]:
-    """Returns the layout of q and k: (B, H, S, D), and their global lengths; uneven ones are exchanged."""
+    """The layout of q and k: (B, H, S, D), and their global lengths; uneven ones are exchanged."""
     ranks = sequence_ranks(mesh)
     if not is_uneven:  # diffusers has divided them evenly
         return Contiguous(), (q.size(2) * ranks.size, k.size(2) * ranks.size)

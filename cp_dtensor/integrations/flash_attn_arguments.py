@@ -36,7 +36,7 @@ class PackedForms(ABC):
 
 
 def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "batch, sequence") -> tuple[Any, ...]:
-    """Returns `count` views (B, S, H, D) of `packed` (B, S, count, H, D), or of one with other leading dims."""
+    """`count` views (B, S, H, D) of `packed` (B, S, count, H, D), or of one with other leading dims."""
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"expected {name} to be a torch.Tensor, got {type(packed).__name__}")
     dim = len(leading_dims.split(","))
@@ -47,7 +47,7 @@ def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "b
 
 
 def supported_window(window_size: Sequence[int], alibi_slopes: torch.Tensor | None) -> tuple[int | None, int | None]:
-    """Returns flash-attn's `window_size` as (left, right), with None for -1; refuses unsupported options."""
+    """The `window_size` of flash-attn as (left, right), with None for -1; refuses unsupported options."""
     if alibi_slopes is not None:
         received = f"a tensor of shape {tuple(alibi_slopes.shape)}"
         raise NotImplementedError(
@@ -71,7 +71,7 @@ def check_longest(function: str, name: str, max_seqlen: int, longest: int) -> No
 
 
 def group_or_default(group: Mesh | None) -> Mesh:
-    """Returns `group`, or the default process group if None."""
+    """`group`, or the default process group if None."""
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:

@@ -43,7 +43,7 @@ _NOTE = "cp_dtensor_documents"
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """Returns the document arguments of `llama3_flash_attn_varlen_func` for one rank.
+    """The document arguments of `llama3_flash_attn_varlen_func` for one rank.
 
     Args:
         cu_seqlens: (documents + 1,), positions where documents begin and end in the whole packed sequence, from 0 to
@@ -110,7 +110,7 @@ class _Documents:
 
 
 def _documents_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> _Documents:
-    """Returns the documents that two tensors were prepared from; refuses copies, and tensors written to since."""
+    """The documents that two tensors were prepared from; refuses copies, and tensors written to since."""
     found: list[_Documents] = []
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         documents, version = getattr(tensor, _NOTE, (None, None))
@@ -153,7 +153,7 @@ class _Llama3(PackedForms):
         softcap: float = 0.0,
         debug: bool = False,
     ) -> AttentionResult:
-        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v within each document; differentiable.
+        """This rank's rows of softmax(softmax_scale q k^T + mask) v within each document; differentiable.
 
         Args:
             q: (T, H, D), this rank's adjacent part of the packed sequence.

@@ -91,7 +91,7 @@ class AttnType(Enum):
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
-        """Returns the member with a value such as "fa".
+        """The member with a value such as "fa".
 
         Raises:
             ValueError: no such member.
@@ -169,7 +169,7 @@ class LongContextAttention(nn.Module):
         *,
         seq_len: int | tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
+        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
 
         Args:
             query: (B, S, H, D), this rank's queries.
@@ -348,7 +348,7 @@ class UlyssesCut(Layout):
 
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
-    """Returns the local tokens `start, ..., stop - 1` of a segment."""
+    """The local tokens `start, ..., stop - 1` of a segment."""
     start, stop = (min(max(index, 0), segment.length) for index in (start, stop))
     if segment.block == 1:
         return Segment(segment.start + start * segment.period, stop - start, 1, segment.period)
@@ -414,7 +414,7 @@ def set_seq_parallel_pg(
 
 
 def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
-    """Returns the layout of a mesh's ranks."""
+    """The layout of a mesh's ranks."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a DeviceMesh, as from set_seq_parallel_pg; got {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
@@ -424,7 +424,7 @@ def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
 
 
 def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's shard of a tensor that every rank has whole.
+    """This rank's shard of a tensor that every rank has whole.
 
     Args:
         ring_impl_type: "basic", "zigzag" or "strip".
@@ -443,7 +443,7 @@ def unshard(
     *,
     grad: Literal["replicated", "partial"] = "replicated",
 ) -> torch.Tensor:
-    """Returns the whole tensor on every rank from the ranks' shards: the inverse of `shard`.
+    """The whole tensor on every rank from the ranks' shards: the inverse of `shard`.
 
     Args:
         ring_impl_type, mesh: as for `shard`.
@@ -460,7 +460,7 @@ class _Extraction:
     def extract_local(
         self, value: torch.Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1
     ) -> torch.Tensor:
-        """Returns a rank's shard of a whole tensor (B, S, ...), for layers of this `ring_impl_type`.
+        """A rank's shard of a whole tensor (B, S, ...), for layers of this `ring_impl_type`.
 
         Args:
             rank: ring rank * ud + Ulysses rank (`use_ulysses_low`).

@@ -112,7 +112,7 @@ class _Kind(PackedForms):
         softcap: float = 0.0,
         seq_len: int | tuple[int, int] | None = None,
     ) -> AttentionResult:
-        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
+        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
 
         Args:
             q: (B, S, H, D), this rank's queries in the kind's layout (the table above).
@@ -175,7 +175,7 @@ step_flash_attn_qkvpacked_func = _KINDS["step"].qkvpacked_func
 
 
 def shard(tensor: torch.Tensor, kind: str, group: Mesh | None = None, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's shard of a tensor that every rank has whole, for the functions of `kind`.
+    """This rank's shard of a tensor that every rank has whole, for the functions of `kind`.
 
     Args:
         tensor: of any dtype and shape: q, k, v, packed ones, token ids. `"step"` takes dim 0 as the batch.
@@ -202,7 +202,7 @@ def unshard(
     *,
     grad: Literal["replicated", "partial"] = "replicated",
 ) -> torch.Tensor:
-    """Returns the whole tensor on every rank from the ranks' shards: the inverse of `shard`.
+    """The whole tensor on every rank from the ranks' shards: the inverse of `shard`.
 
     Args:
         tensor: this rank's shard.

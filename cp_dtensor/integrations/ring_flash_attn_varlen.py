@@ -76,7 +76,7 @@ class _Kind(PackedForms):
         softcap: float = 0.0,
         debug: bool = False,
     ) -> AttentionResult:
-        """Returns this rank's rows of softmax(softmax_scale q k^T + mask) v within each document; differentiable.
+        """This rank's rows of softmax(softmax_scale q k^T + mask) v within each document; differentiable.
 
         Args:
             q: (T, H, D), this rank's queries: its chunks of the first document, of the second, and so on.
@@ -119,7 +119,7 @@ class _Kind(PackedForms):
     def _global_edges(
         self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: Any, max_seqlen: int, ranks: int
     ) -> tuple[int, ...]:
-        """Returns the cu_seqlens of the whole sequence from those of one rank."""
+        """The cu_seqlens of the whole sequence from those of one rank."""
         function = f"{self.name}_flash_attn_varlen_func"
         edges = ascending(cu_seqlens, function, "cu_seqlens")
         if q.size(0) != k.size(0):
@@ -143,7 +143,7 @@ class _Kind(PackedForms):
         return tuple(ranks * edge for edge in edges)
 
     def layout(self, cu_seqlens: tuple[int, ...], seq_len: int) -> Layout:
-        """Returns the layout for documents of the whole sequence."""
+        """The layout for documents of the whole sequence."""
         if self.chunks == 1:
             return ContiguousPerDocument(cu_seqlens, seq_len)
         return PerDocument(cu_seqlens, seq_len=seq_len)
@@ -199,7 +199,7 @@ class ContiguousPerDocument(CachedHash, Layout):
 def shard_varlen(
     tensor: torch.Tensor, kind: str, cu_seqlens: Any, group: Mesh | None = None, dim: int = 0
 ) -> torch.Tensor:
-    """Returns this rank's shard of a packed tensor that every rank has whole, for the varlen functions of `kind`.
+    """This rank's shard of a packed tensor that every rank has whole, for the varlen functions of `kind`.
 
     Args:
         tensor, group, dim, returns: as for `shard`.
@@ -226,7 +226,7 @@ def unshard_varlen(
     *,
     grad: Literal["replicated", "partial"] = "replicated",
 ) -> torch.Tensor:
-    """Returns the whole packed tensor on every rank from the ranks' shards: the inverse of `shard_varlen`.
+    """The whole packed tensor on every rank from the ranks' shards: the inverse of `shard_varlen`.
 
     Args:
         tensor: this rank's shard. With "ring" and "zigzag_ring", all ranks have equally many tokens.

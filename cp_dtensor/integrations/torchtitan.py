@@ -57,7 +57,7 @@ class Metadata:
 
 
 def prepare_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None, world_size: int) -> Metadata:
-    """Returns the metadata of a batch for all layers, from TorchTitan's of the whole sequence.
+    """The metadata of a batch for all layers, from TorchTitan's of the whole sequence.
 
     Args:
         attention_metadata: a `BlockMask`, or a named tuple with `cu_seq_q`, `cu_seq_k`: (documents + 1,) of packed
@@ -141,7 +141,7 @@ def attention(
 
 
 def inner_attention_map() -> dict[type, type]:
-    """Returns TorchTitan's inner attention classes, each with its class of this library.
+    """TorchTitan's inner attention classes, each with its class of this library.
 
     Raises:
         ImportError: TorchTitan is not installed, or is a version without `CPAttention` (0.3 and before).
@@ -157,7 +157,7 @@ def inner_attention_map() -> dict[type, type]:
 
 
 def _context_parallel_class(inner: type, base: type) -> type:
-    """Returns `inner` with its forward and metadata by this library."""
+    """`inner` with its forward and metadata by this library."""
     spmd = import_module("spmd_types")
 
     def cp_group() -> Any:
@@ -213,7 +213,7 @@ def _context_parallel_class(inner: type, base: type) -> type:
 
 
 def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
-    """Returns the layout of tokens that were permuted and then divided into adjacent parts."""
+    """The layout of tokens that were permuted and then divided into adjacent parts."""
     if permutation is None:
         return Contiguous()
     if permutation.dim() != 2 or permutation.size(0) != 1 or permutation.size(1) % world_size:
@@ -233,7 +233,7 @@ def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
 
 
 def _runs(positions: list[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the (start, stop) of adjacent positions.
+    """The (start, stop) of adjacent positions.
 
     >>> _runs([0, 1, 2, 4, 5])
     ((0, 3), (4, 6))
@@ -278,7 +278,7 @@ class PermutedParts(CachedHash, Layout):
 
 
 def describe_installed() -> str:
-    """Returns a sentence on what the installed TorchTitan takes from torch's context parallel; "" if there is none."""
+    """A sentence on what the installed TorchTitan takes from torch's context parallel; "" if there is none."""
     found = find_spec("torchtitan")
     if found is None or not found.submodule_search_locations:
         return ""

@@ -76,7 +76,7 @@ def register() -> str:
 
 
 def check_model(model: nn.Module) -> list[str]:
-    """Returns what would be wrong in a model inside of `context_parallel`; an empty list if nothing is known.
+    """The known problems of a model inside of `context_parallel`; an empty list if there are none.
 
     Each line names the layers: attention that a context does not see (`attn_implementation="eager"` and kernels of
     other packages), convolutions, recurrent and linear-attention layers, and positions that are counted in each shard.

@@ -66,11 +66,11 @@ class _AttnMode(context_parallel):
     @staticmethod
     @abstractmethod
     def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
-        """Returns the axes of a mode and its method, an argument of `context_parallel`."""
+        """The axes of a mode and its method, an argument of `context_parallel`."""
 
     @staticmethod
     def replicated_keys() -> AbstractContextManager[None]:
-        """Returns a context manager for queries that are shards and keys and values that every rank has whole.
+        """A context manager for queries that are shards and keys and values that every rank has whole.
 
         Attention inside is local. It holds for the mode around it; outside of modes it changes nothing. `attn_mask` has
         the rows of the local queries. Gradients of keys and values are the share of this rank's queries: sum them over
@@ -80,7 +80,7 @@ class _AttnMode(context_parallel):
 
     @staticmethod
     def disable() -> AbstractContextManager[None]:
-        """Returns a context manager in which q, k and v are whole, and SDPA is torch's own: for a text encoder, say.
+        """A context manager in which q, k and v are whole, and SDPA is torch's own: for a text encoder, say.
 
         It holds for the mode around it; outside of modes it changes nothing. Modes entered inside hold there.
         FlexAttention, and calls that modes refuse, are refused.
@@ -94,7 +94,7 @@ class UnifiedAttnMode(_AttnMode):
     Args:
         mesh: a DeviceMesh with one of the axes or both; other axes, such as "batch", are not used. A process group is
             a Ulysses axis; the default group if None.
-        layout: which rank owns which tokens, `Contiguous()` if None.
+        layout: the tokens of each rank, `Contiguous()` if None.
         rotate_method: KV transport of the ring (see `set_rotate_method`); the process default if None.
         seq_len: a global length or a tuple of several, as for `context_parallel`. Ranks exchange others at every call.
         debug: True to compare, at every attention call, the arguments that must agree between ranks.
@@ -185,7 +185,7 @@ class _AttnFunc:
             attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
             dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
             mesh: the context-parallel axis, the default group if None.
-            layout: which rank owns which tokens, `Contiguous()` if None.
+            layout: the tokens of each rank, `Contiguous()` if None.
 
         Returns:
             (B, H, S, Dv).

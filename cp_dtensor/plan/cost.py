@@ -8,9 +8,9 @@ predictions differ by 3% at most, where links are slow.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan, Transfer
 from cp_dtensor.plan.tiles import IntervalMask, Tile
@@ -20,7 +20,7 @@ Way = TypeVar("Way")
 
 TRANSFER_TAX = 0.15
 """Fraction by which attention slows down while transfer kernels take multiprocessors."""
-_TOLERANCE = 1.05
+TOLERANCE = 1.05
 """Predictions within this ratio count as equal."""
 _BLOCK = 128
 """Queries (keys in backward) of a thread block of attention kernels."""
@@ -36,24 +36,8 @@ _INTERVALS_LAUNCH = 1.7
 """Host time of a launch of an interval-masked tile over one of a tile by shape."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Speeds of a GPU and its links, in seconds, bytes and floating-point operations."""
-
-    flops: float
-    """FLOPs per second of a large attention call."""
-    memory_speed: float
-    """Bytes read or written per second."""
-    multiprocessors: int
-    link_speed: float
-    """Bytes per second into a rank, all ranks together sending and receiving."""
-    link_latency: float = 20e-6
-    launch: float = 60e-6
-    """Seconds of host time for a tile in forward."""
-
-
 def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
-    """Returns the time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
+    """The time of forward, or of `backward`, on the plan's rank, if the other ranks are in step.
 
     With `slows_compute`, transfers are kernels, which take multiprocessors and another launch.
     """
@@ -85,8 +69,8 @@ def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backwa
 
 
 def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
-    """Returns the first way whose predicted time is the least, within the tolerance of predictions."""
-    return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
+    """The first way whose predicted time is the least, within the tolerance of predictions."""
+    return next(way for way, each in zip(ways, seconds, strict=True) if each <= TOLERANCE * min(seconds))
 
 
 def _compute_seconds(step: Step, plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool) -> float:
@@ -120,17 +104,17 @@ def _tile_seconds(tile: Tile, heads: int, spec: CallSpec, hardware: Hardware, ba
 
 
 def transfer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
-    """Returns the bytes of K/V that a rank receives or sends, whichever are more."""
+    """The bytes of K/V that a rank receives or sends, whichever are more."""
     return _transfer_rows(transfer, plan) * _row_bytes(transfer.heads, spec)
 
 
 def buffer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
-    """Returns the bytes of the buffer that a transfer of K/V fills."""
+    """The bytes of the buffer that a transfer of K/V fills."""
     return plan.buffer_rows(transfer) * _row_bytes(transfer.heads, spec)
 
 
 def _transfer_rows(transfer: Transfer, plan: TilePlan) -> int:
-    """Returns the rows that the rank receives or sends, whichever are more."""
+    """The rows that the rank receives or sends, whichever are more."""
     sources = transfer.sources(plan.rank, plan.world_size)
     readers = transfer.readers(plan.rank, plan.world_size)
     incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.recv_parts[source])

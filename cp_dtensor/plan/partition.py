@@ -26,7 +26,7 @@ class Partition(ABC):
 
     @abstractmethod
     def groups(self) -> tuple[GroupSegments, ...]:
-        """Returns the segments of every rank, by batch groups."""
+        """The segments of every rank, by batch groups."""
 
     @property
     @abstractmethod
@@ -170,7 +170,7 @@ class AxisPartition(Partition):
         return self.whole.lengths
 
     def _block(self, by_rank: tuple[Segments, ...], outer_rank: int) -> tuple[Segments, ...]:
-        """Returns the segments of the inner axis of an outer rank."""
+        """The segments of the inner axis of an outer rank."""
         return by_rank[outer_rank * self.inner_size : (outer_rank + 1) * self.inner_size]
 
 
@@ -187,13 +187,13 @@ class MergedPartition(AxisPartition):
         return tuple(map(GroupSegments, (group.batch for group in whole), queries, keys))
 
     def rows(self, outer_rank: int) -> tuple[GatheredRows, GatheredRows]:
-        """Returns the places of the inner ranks' queries, and of their K/V, among their merged rows."""
+        """The places of the inner ranks' queries, and of their K/V, among their merged rows."""
         whole = self.whole.groups()[0]
         queries, keys = (self._block(by_rank, outer_rank) for by_rank in (whole.q_by_rank, whole.kv_by_rank))
         return rows_in_order(queries), rows_in_order(keys)
 
     def _merged(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
-        """Returns every outer rank's segments for each batch group, in the order of the first group's positions.
+        """Every outer rank's segments for each batch group, in the order of the first group's positions.
 
         Segments are joined only if all are unbroken, since causal tiles need stripes of equal periods.
         """
@@ -245,7 +245,7 @@ class InnerPartition(AxisPartition):
 
 
 def inner_partitions(whole: Partition, plan: TilePlan, inner_size: int) -> list[InnerPartition]:
-    """Returns the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
+    """The partition of the inner ring in each step of the outer one, whose plan is `plan`."""
     sources = [(plan.rank - step.hop) % plan.world_size for step in plan.forward]
     return [InnerPartition(whole, inner_size, plan.rank, source) for source in sources]
 
@@ -270,7 +270,7 @@ def masking_of(
     partition: SequencePartition, mask: Mask, has_bias: bool = False, changes_weights: bool = False,
     deterministic: bool = False,
 ) -> Masking:  # fmt: skip
-    """Returns the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
+    """The masking of tiles: by shape, which is fastest, where possible; alike on every rank.
 
     `changes_weights`: True for dropout and softcap, which only our own kernels compute.
     """
@@ -318,19 +318,19 @@ class HeadPartition:
         return self.kv_heads * self.replication
 
     def kv_groups(self, rank: int, stage: int | None = None) -> Span:
-        """Returns the groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
+        """The groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
         span = chunk((0, self.kv_group_count), self.world_size, rank)
         return span if stage is None else chunk(span, self.stages, stage)
 
     def query_heads(self, kv_groups: Span) -> Span:
-        """Returns the query heads of some groups."""
+        """The query heads of some groups."""
         count = max(self.kv_group_count, 1)
         return -(-self.q_heads * kv_groups[0] // count), -(-self.q_heads * kv_groups[1] // count)
 
 
 @lru_cache(maxsize=4096)
 def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
-    """Returns the partition with the fewest query heads on the busiest rank, and then the least replication.
+    """The partition with the fewest query heads on the busiest rank, and then the least replication.
 
     If heads do not divide by the ranks, some ranks have fewer heads or none. If ranks have fewer groups than `stages`,
     K/V heads are replicated; there are fewer stages if that is not possible.
@@ -352,7 +352,7 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
 
 
 def partition_call(spec: CallSpec, world_size: int, stages: int) -> HeadPartition:
-    """Returns `partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
+    """`partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
     if spec.latent_dims is None:
         return partition_heads(spec.q_heads, spec.kv_heads, world_size, stages)
     return HeadPartition(spec.q_heads, 1, world_size, replication=min(world_size, spec.q_heads), stages=1)
@@ -365,7 +365,7 @@ _MORE_UNHIDDEN = 3.0
 def head_stages(
     spec: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.3e12, most: int = 4
 ) -> int:
-    """Returns the number of stages of Ulysses that are worthwhile and divide a rank's query heads.
+    """The number of stages of Ulysses that are worthwhile and divide a rank's query heads.
 
     Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
     `flops_per_stage` FLOPs of a rank (half a millisecond on an H200).
@@ -387,6 +387,6 @@ def hides_exchanges(spec: CallSpec, publishes: bool) -> bool:
 
 
 def with_heads(spec: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
-    """Returns the shape of attention with some KV-head groups only."""
+    """The shape of attention with some KV-head groups only."""
     first, last = heads.query_heads(kv_groups)
     return replace(spec, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])

@@ -30,11 +30,11 @@ class Transfer:
     hop: int | None
 
     def sources(self, rank: int, world_size: int) -> Sequence[int]:
-        """Returns the ranks that `rank` may receive rows from (no rows come from itself)."""
+        """The ranks that `rank` may receive rows from (no rows come from itself)."""
         return range(world_size) if self.hop is None else ((rank - self.hop) % world_size,)
 
     def readers(self, rank: int, world_size: int) -> Sequence[int]:
-        """Returns the ranks that may receive rows of `rank`."""
+        """The ranks that may receive rows of `rank`."""
         return range(world_size) if self.hop is None else ((rank + self.hop) % world_size,)
 
 
@@ -124,7 +124,7 @@ class TilePlan:
         return self.rows.world_size
 
     def buffer_rows(self, transfer: Transfer) -> int:
-        """Returns the rows of the buffer that a transfer fills."""
+        """The rows of the buffer that a transfer fills."""
         if transfer.hop is None:
             return self.rows.total
         return sum(sum(self.rows.lengths[source]) for source in transfer.sources(self.rank, self.world_size))
@@ -193,7 +193,7 @@ def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePi
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> TilePlan:
-    """Returns a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
+    """A plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
     world_size = tiling.world_size
     tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
 
@@ -216,7 +216,7 @@ class Stages:
 
 
 def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> TilePlan:
-    """Returns a plan of the own shard first, then all other shards together, by groups of heads."""
+    """A plan of the own shard first, then all other shards together, by groups of heads."""
     if tiling.world_size == 1:
         return ring_plan(tiling, rank, kv_heads)  # one step
     own, remote = tiling.tiles_against(rank, rank), tiling.gathered_tiles(rank)
@@ -233,7 +233,7 @@ def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
-    """Returns the heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
+    """The heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
 
     >>> head_spans(8, 3)
     ((0, 3), (3, 6), (6, 8))

@@ -28,13 +28,13 @@ class SequenceLayout(CachedHash):
     __hash__ = CachedHash.__hash__
 
     def document(self, position: int) -> Span:
-        """Returns the ends of the document of a position. Tokens outside of all documents are one more on each side."""
+        """The ends of the document of a position. Tokens outside of all documents are one more on each side."""
         index = bisect_right(self.edges, position)
         start = self.edges[index - 1] if index else 0
         return start, self.edges[index] if index < len(self.edges) else max(self.seq_len, start)
 
     def runs(self, rank: int) -> list[Span]:
-        """Returns the longest ranges of consecutive positions of a rank, in local order.
+        """The longest ranges of consecutive positions of a rank, in local order.
 
         A rank without tokens has one empty run, (0, 0), so that every rank has at least one.
 
@@ -52,7 +52,7 @@ class SequenceLayout(CachedHash):
         return found or [(0, 0)]
 
     def pieces(self, rank: int) -> list[Span]:
-        """Returns the runs of a rank, cut where documents begin and end.
+        """The runs of a rank, cut where documents begin and end.
 
         >>> from cp_dtensor.spec.layouts import HeadTail
         >>> SequenceLayout(HeadTail(), 8, 2, edges=(0, 3, 3, 8)).pieces(1)
@@ -74,7 +74,7 @@ class RowMap(ABC):
         """Yields ranges of positions, in the order of the rank's result. Rows of (-n, 0) are n rows of zeros."""
 
     def rows_out(self, sequence: SequenceLayout, rank: int) -> int:
-        """Returns the number of rows of the rank's result."""
+        """The number of rows of the rank's result."""
         return sum(stop - start for start, stop in self.rows(sequence, rank))
 
 
@@ -176,7 +176,7 @@ class RowRoute(CachedHash):
 
 @lru_cached
 def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int) -> RowRoute:
-    """Returns a rank's part of the exchange that gives every rank its result.
+    """A rank's part of the exchange that gives every rank its result.
 
     >>> from cp_dtensor.spec.layouts import Contiguous
     >>> route = row_route(Shift(1), SequenceLayout(Contiguous(), 4, 2), rank=1)

@@ -40,7 +40,7 @@ class KeyRun:
         return self.segments[0].start, self.segments[-1].last + 1
 
     def rows_before(self, position: int) -> int:
-        """Returns the number of rows whose position is smaller."""
+        """The number of rows whose position is smaller."""
         index = bisect_right(self.segments, position, key=attrgetter("start")) - 1
         return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
 
@@ -53,13 +53,13 @@ class KeyRun:
             index += 1
 
     def position(self, row: int) -> int:
-        """Returns the position of a row."""
+        """The position of a row."""
         index = bisect_right(self.starts, row) - 1
         return self.segments[index].position(row - self.starts[index])
 
 
 def runs_of(pieces: Iterable[tuple[int, Segment]], *, unbroken: bool) -> list[tuple[int, KeyRun]]:
-    """Returns consecutive rows as few runs, each with its first row.
+    """Consecutive rows as few runs, each with its first row.
 
     `pieces` are first rows and segments, in the order of rows; there may be gaps between rows. If `unbroken`, the
     positions of a run have equal distances.
@@ -93,7 +93,7 @@ class ShapedMask:
         return not self.is_causal
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        """Returns the columns that each row of a tile of that size sees, for pictures and tests."""
+        """The columns that each row of a tile of that size sees, for pictures and tests."""
         return [(0, row + 1 if self.is_causal else columns) for row in range(rows)]
 
 
@@ -125,7 +125,7 @@ class IntervalMask:
     is_causal: ClassVar[bool] = False
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        """Returns the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
+        """The columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
         bands = self.interval_sets[batch_row if len(self.interval_sets) > 1 else 0]
         positions = [position for segment in self.queries for position in segment.positions()]
         seen = []
@@ -179,7 +179,7 @@ class Tile:
 
 
 def joined(tiles: Iterable[Tile]) -> list[Tile]:
-    """Returns fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
+    """Fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
     for dim, other in (("kv", "q"), ("q", "kv")):
         found: list[Tile] = []
         for tile in sorted(tiles, key=attrgetter(other, dim)):

@@ -49,7 +49,7 @@ class GatheredRows:
 
     @staticmethod
     def of(lengths: tuple[tuple[int, ...], ...], positions: dict[tuple[int, int], int]) -> GatheredRows:
-        """Returns a buffer of the parts in `positions`, which has the first position of each (rank, part)."""
+        """A buffer of the parts in `positions`, which has the first position of each (rank, part)."""
         starts = [[-1] * len(parts) for parts in lengths]
         row = 0
         for rank, part in sorted(positions, key=positions.__getitem__):
@@ -80,18 +80,18 @@ class GatheredRows:
         return max(map(sum, self.lengths))
 
     def span(self, rank: int, part: int) -> Span:
-        """Returns the rows of a part in the buffer."""
+        """The rows of a part in the buffer."""
         start = self.starts[rank][part]
         return start, start + self.lengths[rank][part]
 
     def local_span(self, rank: int, part: int) -> Span:
-        """Returns the rows of a part in its rank's own shard."""
+        """The rows of a part in its rank's own shard."""
         start = sum(self.lengths[rank][:part])
         return start, start + self.lengths[rank][part]
 
 
 def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
-    """Returns a buffer of the rows of all ranks, with segments in the order of their positions."""
+    """A buffer of the rows of all ranks, with segments in the order of their positions."""
     lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
     starts = {(rank, part): each.start for rank, row in enumerate(by_rank) for part, each in enumerate(row)}
     return GatheredRows.of(lengths, starts)
@@ -136,22 +136,22 @@ class Tiling(ABC):
 
     @abstractmethod
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """Returns tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
+        """Tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
 
     @abstractmethod
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
-        """Returns tiles of `rank`'s queries against all other ranks' keys, in rows of `gathered_rows`."""
+        """Tiles of `rank`'s queries against all other ranks' keys, in rows of `gathered_rows`."""
 
     @abstractmethod
     def gathered_rows(self, rank: int) -> GatheredRows:
-        """Returns the gathered buffer of `rank`. Lengths of parts are the same for all ranks."""
+        """The gathered buffer of `rank`. Lengths of parts are the same for all ranks."""
 
     @abstractmethod
     def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
-        """Returns the parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
+        """The parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
 
     def most_rows(self) -> int:
-        """Returns the rows of the longest of all ranks' gathered buffers."""
+        """The rows of the longest of all ranks' gathered buffers."""
         return max(self.gathered_rows(rank).total for rank in range(self.world_size))
 
 
@@ -202,7 +202,7 @@ class ShapeTiling(Tiling):
 
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
-    """Returns tiles between the local rows of two shards; the caller sets `source` and `batch`."""
+    """Tiles between the local rows of two shards; the caller sets `source` and `batch`."""
     filled = [segment for segment in q if segment.length]
     if mask == Causal() and q == kv and all(one.last < other.start for one, other in pairwise(filled)):
         length = sum(segment.length for segment in q)  # positions ascend: the whole shard is one triangle
@@ -302,7 +302,7 @@ class IntervalTiling(Tiling):
     def _mask_of_tile(
         self, sets: tuple[IntervalSet, ...], queries: tuple[Segment, ...], run: KeyRun
     ) -> IntervalMask | None:
-        """Returns the mask of the smallest tile of all that queries see of a run of keys, None if they see nothing."""
+        """The mask of the smallest tile of all that queries see of a run of keys, None if they see nothing."""
         rows, columns = [], []
         for bands in sets:
             for row, segment, band in _bands_by_segment(queries, bands, run.positions):
@@ -391,12 +391,12 @@ class IntervalTiling(Tiling):
 
 
 def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:
-    """Returns the interval sets of some batch rows; `sets` has one for each row or one for all."""
+    """The interval sets of some batch rows; `sets` has one for each row or one for all."""
     return sets[slice(*batch)] if len(sets) > 1 else sets
 
 
 def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segment]]:
-    """Returns the segments of each part between two cuts."""
+    """The segments of each part between two cuts."""
     parts: list[list[Segment]] = []
     for start, stop in pairwise(cuts):
         parts.append([])
@@ -433,7 +433,7 @@ def _meets(spans: Sequence[Span], range_of_keys: Span) -> bool:
 
 @lru_cached
 def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]) -> Tiling:
-    """Returns the tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
+    """The tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
     if masking is Masking.BY_SHAPE:
         return ShapeTiling(groups, mask)
     return IntervalTiling(groups, mask, masking, lengths)

@@ -16,7 +16,7 @@ from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending
 from cp_dtensor.spec.intervals import Workload
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk, joined_spans
-from cp_dtensor.spec.masks import Mask, is_integer, workload_of
+from cp_dtensor.spec.masks import Mask, check_rank_count, excess, is_integer, workload_of
 
 
 class OneLength(CachedHash, Layout):
@@ -33,7 +33,7 @@ class OneLength(CachedHash, Layout):
 
     @abstractmethod
     def blocks(self, world_size: int) -> list[list[Span]]:
-        """Returns the ranges of positions that each rank owns: ascending, not empty, no two of them adjacent."""
+        """The ranges of positions that each rank owns: ascending, not empty, no two of them adjacent."""
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         if seq_len != self.seq_len:
@@ -110,7 +110,7 @@ class PerDocument(OneLength):
 
 
 def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, int]]:
-    """Returns (rank, length) of a document's chunks in order; `more`: each rank's tokens beyond two of `shortest`.
+    """(rank, length) of a document's chunks in order; `more`: each rank's tokens beyond two of `shortest`.
 
     >>> _chunks(shortest=1, more=[1, 2], to_tails=False)
     [(0, 2), (1, 2), (1, 2), (0, 1)]
@@ -121,7 +121,7 @@ def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, i
 
 
 def _causal_work(chunks: list[tuple[int, int]]) -> list[int]:
-    """Returns the pairs of each rank under a causal mask within a document.
+    """The pairs of each rank under a causal mask within a document.
 
     >>> _causal_work([(0, 1), (1, 1), (1, 1), (0, 1)])
     [5, 5]
@@ -142,17 +142,15 @@ class _EvenWork(OneLength):
         """The partition of tokens, or of blocks of tokens."""
 
     def imbalance(self, world_size: int) -> float:
-        """Returns by how much the work of the busiest rank exceeds the mean, as a fraction of the mean.
+        """Excess of the busiest rank's work over the mean, as a fraction of the mean.
 
         >>> from cp_dtensor import Causal
         >>> Balanced(Causal(), 8).imbalance(world_size=2), BalancedBlocks((1, 3), block=128, seq_len=256).imbalance(2)
         (0.0, 0.5)
         """
-        if not is_integer(world_size) or world_size < 1:
-            raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
+        check_rank_count(world_size)
         partition = self._partition(world_size)
-        busiest, total = partition.busiest(partition.blocks()), partition.total
-        return (busiest * world_size - total) / total if total else 0.0
+        return excess(partition.busiest(partition.blocks()), partition.total, world_size)
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,9 @@ class Balanced(_EvenWork):
     for short sequences only. Over two mesh axes, the ranks of each inner axis own a balanced share together, too.
 
     Args:
-        mask: which query may see which key; if batch rows have masks of their own, their sum is balanced.
+        mask: the keys that each query sees; if batch rows have masks of their own, their sum is balanced.
         seq_len: global number of tokens.
-        tolerance: how much more than the mean the busiest rank may have, as a fraction of the mean, if that saves
+        tolerance: the excess of the busiest rank over the mean that is allowed, as a fraction of the mean, if it saves
             blocks.
 
     Raises:
@@ -200,7 +198,7 @@ class Balanced(_EvenWork):
 
 
 def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
-    """Returns `seq_len`; refuses values that are no length or no tolerance."""
+    """`seq_len`; refuses values that are no length or no tolerance."""
     if not is_integer(seq_len) or seq_len < 0:
         raise ValueError(f"{layout} expects seq_len to be an integer >= 0, got {seq_len!r}")
     if not (isfinite(tolerance) and tolerance >= 0):
@@ -224,7 +222,7 @@ class BalancedBlocks(_EvenWork):
             any unit, as a tuple of integers.
         block: tokens of a block; the last block may be shorter. None with a `BlockMask`, which has it.
         seq_len: global number of tokens. None with a `BlockMask`.
-        tolerance: how much more than the mean the busiest rank may have, as a fraction of the mean, if that saves
+        tolerance: the excess of the busiest rank over the mean that is allowed, as a fraction of the mean, if it saves
             ranges.
 
     Raises:
@@ -282,7 +280,7 @@ class BalancedBlocks(_EvenWork):
 
 
 def _work_of_block_mask(block_mask: Any) -> tuple[tuple[int, ...], int, int]:
-    """Returns the work of each block of queries, tokens of a block, and the length of the sequence."""
+    """The work of each block of queries, tokens of a block, and the length of the sequence."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
             "BalancedBlocks expects a BlockMask, or the work of blocks with block and seq_len; got "
@@ -339,7 +337,7 @@ class BalancedPartition:
         return self.workload.before(self.length)
 
     def blocks(self) -> list[Blocks]:
-        """Returns the blocks of each rank in order: one block each if that is even enough."""
+        """The blocks of each rank in order: one block each if that is even enough."""
         contiguous = [joined_spans([chunk((0, self.length), self.ranks, rank)]) for rank in range(self.ranks)]
         if self.busiest(contiguous) <= self._most(1):
             return contiguous
@@ -347,11 +345,11 @@ class BalancedPartition:
         return min(divided, contiguous, key=self.busiest)
 
     def busiest(self, by_rank: Sequence[Blocks]) -> int:
-        """Returns the work of the rank that has most."""
+        """The work of the rank that has most."""
         return max(sum(map(self.workload.of, blocks)) for blocks in by_rank)
 
     def _most(self, ranks: int) -> float:
-        """Returns the most work that `ranks` ranks may have before they are divided further.
+        """The most work that `ranks` ranks may have before they are divided further.
 
         Each division may use up an equal part of the tolerance, so larger groups of ranks must be more even.
         """
@@ -371,7 +369,7 @@ class BalancedPartition:
         return self._divide(around, first) + self._divide(inside, second)
 
     def _best_window(self, circle: Circle, length: int, first: int, second: int) -> int:
-        """Returns the start of the window of `second` ranks: even enough, with the fewest and cheapest cuts."""
+        """The start of the window of `second` ranks: even enough, with the fewest and cheapest cuts."""
         if length in (0, circle.length):
             return 0
         even = circle.workload * length / circle.length
@@ -416,19 +414,19 @@ class Circle:
         return self._edges[bisect_right(self._edges, place) - 1] == place
 
     def position(self, place: int) -> int:
-        """Returns the position in the sequence of a place."""
+        """The position in the sequence of a place."""
         index = bisect_right(self._edges, place) - 1
         return self._blocks[index][0] + place - self._edges[index]
 
     def window_workload(self, start: int, length: int) -> int:
-        """Returns the work of a window, which may run over the end to the beginning."""
+        """The work of a window, which may run over the end to the beginning."""
         stop = start + length
         if stop <= self.length:
             return self._before(stop) - self._before(start)
         return self.workload - self._before(start) + self._before(stop - self.length)
 
     def window_starts(self, length: int, workload: float, probes: int) -> Sequence[int]:
-        """Returns candidates: windows at edges of blocks, evenly spread ones, and those nearest to `workload`."""
+        """Candidates: windows at edges of blocks, evenly spread ones, and those nearest to `workload`."""
         if self.length <= _FEW:
             return range(self.length)
         aligned = {place % self.length for edge in self._edges for place in (edge, edge - length)}
@@ -436,7 +434,7 @@ class Circle:
         return sorted({*starts, *self._crossings([*starts, starts[0] + self.length], length, workload)})
 
     def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
-        """Returns the blocks around a window and the blocks in it."""
+        """The blocks around a window and the blocks in it."""
         stop = start + length
         if stop <= self.length:
             return self._between((0, start), (stop, self.length)), self._between((start, stop))
@@ -463,7 +461,7 @@ class Circle:
             yield min(low, high, key=lambda start: abs(excess(start))) % self.length
 
     def _between(self, *places: Span) -> Blocks:
-        """Returns the blocks of some ranges of places, with neighbours joined."""
+        """The blocks of some ranges of places, with neighbours joined."""
         return joined_spans(
             (max(start, start + first - edge), min(stop, start + last - edge))
             for first, last in places

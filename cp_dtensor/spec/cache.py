@@ -54,7 +54,7 @@ class LRUCache(Generic[V]):
         return self._total
 
     def get(self, key: Hashable) -> V | None:
-        """Returns the value of a key, None if there is none (any more)."""
+        """The value of a key, None if there is none (any more)."""
         with self._lock:
             value = self._entries.get(key)
             if value is not None:

@@ -59,7 +59,7 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int], *, within: Mask | None = None) -> Documents:
-        """Returns the mask of documents of these lengths, one after the other.
+        """The mask of documents of these lengths, one after the other.
 
         Raises:
             ValueError: lengths that are no integers >= 0.
@@ -74,7 +74,7 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
-        """Returns the mask whose documents are runs of equal ids.
+        """The mask whose documents are runs of equal ids.
 
         Args:
             ids: (S,), or (B, S) where each batch row has documents of its own: the ids of all tokens of the whole
@@ -126,14 +126,14 @@ class Documents(CachedHash, Mask):
 
 
 def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
-    """Returns a band of a document whose queries begin at `first` and whose keys begin at `lo`."""
+    """A band of a document whose queries begin at `first` and whose keys begin at `lo`."""
     left = band.left if band.left >= FAR else band.left + first - lo
     right = band.right if band.right >= FAR else band.right + lo - first
     return IntervalBand(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
 
 
 def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
-    """Returns ascending positions from integers or a tensor.
+    """Ascending positions from integers or a tensor.
 
     Raises:
         ValueError: anything else; the message names the argument `name` of `owner`.
@@ -195,7 +195,7 @@ def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _as_lists(values: Any) -> Any:
-    """Returns a list (of lists if there are more dims), or the value itself if it is no sequence."""
+    """A list (of lists if there are more dims), or the value itself if it is no sequence."""
     if hasattr(values, "tolist"):
         return values.tolist()
     return list(values) if isinstance(values, Iterable) else values
@@ -221,7 +221,7 @@ class PackedEdges:
         return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
 
     def rows_and_lengths(self, lengths: tuple[int, ...] | None) -> tuple[int, tuple[int, int]]:
-        """Returns the number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
+        """The number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
 
         Refuses documents that fit no number of rows or several, and unknown lengths (None).
         """
@@ -257,7 +257,7 @@ class PackedEdges:
 
 
 def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the lengths that batch rows may have; refuses calls without any."""
+    """The lengths that batch rows may have; refuses calls without any."""
     if not lengths:
         raise ValueError(
             "varlen_attn of sequence shards needs to know how long the whole sequence of a batch row is, since packed "
@@ -269,7 +269,7 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
 
 @lru_cached
 def packed_mask(edges: PackedEdges, rows: int, lengths: tuple[int, int], within: Mask) -> Mask:
-    """Returns the mask of each row's documents, with `within` inside; refuses a document that is in two rows."""
+    """The mask of each row's documents, with `within` inside; refuses a document that is in two rows."""
     q_len, kv_len = lengths
     if rows == 1:
         return Documents(edges.queries, edges.keys, within=within)

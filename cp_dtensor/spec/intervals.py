@@ -32,11 +32,11 @@ class IntervalBand(NamedTuple):
     right: int = FAR
 
     def keys(self, query: int) -> Span:
-        """Returns the interval of a query of the band; empty if its end is not beyond its start."""
+        """The interval of a query of the band; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
     def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
-        """Returns the band within some queries and some keys, None if it is empty.
+        """The band within some queries and some keys, None if it is empty.
 
         Every query of the result sees at least one key, and the intervals of neighbours touch or overlap.
         """
@@ -104,12 +104,12 @@ def clipped_bands(
 
 
 def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
-    """Returns the number of (query, key) pairs within some queries and keys."""
+    """The number of (query, key) pairs within some queries and keys."""
     return sum(band.pairs for bands in sets for band in clipped_bands(bands, queries, keys))
 
 
 def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
-    """Returns the pairs that are in both."""
+    """The pairs that are in both."""
     found = (
         [
             piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
@@ -123,7 +123,7 @@ def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
 
 
 def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
-    """Returns the pairs that are in either."""
+    """The pairs that are in either."""
     added: list[IntervalSet] = list(theirs)
     for bands in ours:
         added = [part for other in added for part in _difference(other, bands) if part]
@@ -131,7 +131,7 @@ def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
 
 
 def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
-    """Returns the pairs of `bands` that are not in `other`: keys below and keys above the intervals of `other`."""
+    """The pairs of `bands` that are not in `other`: keys below and keys above the intervals of `other`."""
     below: list[IntervalBand] = []
     above: list[IntervalBand] = []
     for band in bands:
@@ -185,17 +185,17 @@ class Workload:
             self._lines.append((workload, constant, slope))
 
     def before(self, position: int) -> int:
-        """Returns the number of pairs of the queries before `position`."""
+        """The number of pairs of the queries before `position`."""
         index = bisect_right(self._edges, position) - 1
         workload, constant, slope = self._lines[index]
         return workload + Line(self._edges[index], position, constant, slope).total
 
     def of(self, queries: Span) -> int:
-        """Returns the number of pairs of some queries."""
+        """The number of pairs of some queries."""
         return self.before(queries[1]) - self.before(queries[0])
 
     def reach_across(self, position: int) -> int:
-        """Returns about how many K/V rows must be sent because of a cut at `position`.
+        """About how many K/V rows must be sent because of a cut at `position`.
 
         It is the distance from the first key that the query behind the cut sees, to the last key that the query before
         the cut sees, where these are on the other side.

@@ -49,7 +49,7 @@ class Segment:
 
     @classmethod
     def contiguous(cls, start: int, stop: int) -> Segment:
-        """Returns the segment of positions `start, ..., stop - 1`."""
+        """The segment of positions `start, ..., stop - 1`."""
         return cls(start=start, length=stop - start, block=max(stop - start, 1), period=max(stop - start, 1))
 
     @property
@@ -63,11 +63,11 @@ class Segment:
         return self.position(self.length - 1) if self.length else self.start - 1
 
     def position(self, index: int) -> int:
-        """Returns the position of a local token (of a tensor of local tokens: their positions)."""
+        """The position of a local token (of a tensor of local tokens: their positions)."""
         return self.start + index // self.block * self.period + index % self.block
 
     def rows_before(self, position: int) -> int:
-        """Returns the number of tokens whose position is smaller.
+        """The number of tokens whose position is smaller.
 
         >>> [Segment(start=2, length=5, block=2, period=8).rows_before(position) for position in (2, 4, 10, 11, 99)]
         [0, 2, 2, 3, 5]
@@ -76,20 +76,20 @@ class Segment:
         return min(blocks * self.block + min(rest, self.block), self.length)
 
     def positions(self) -> range | list[int]:
-        """Returns the global positions in local order."""
+        """The global positions in local order."""
         if self.is_contiguous:
             return range(self.start, self.start + self.length)
         return [self.position(index) for index in range(self.length)]
 
     def spans(self) -> list[Span]:
-        """Returns the unbroken ranges of positions."""
+        """The unbroken ranges of positions."""
         step = self.length if self.is_contiguous else self.block
         starts = range(0, self.length, max(step, 1))
         return [(self.position(start), self.position(start) + min(step, self.length - start)) for start in starts]
 
 
 def chunk(span: Span, chunks: int, index: int) -> Span:
-    """Returns the index-th of consecutive chunks of a span, whose lengths differ by at most one, longer ones first.
+    """The index-th of consecutive chunks of a span, whose lengths differ by at most one, longer ones first.
 
     >>> [chunk((0, 10), 4, index) for index in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -108,7 +108,7 @@ class Layout(ABC):
 
     @abstractmethod
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        """Returns the tokens of `rank`, in local order.
+        """The tokens of `rank`, in local order.
 
         The number of segments is the same on every rank (some may be empty), so that the i-th segments of all ranks
         can be gathered together.
@@ -124,11 +124,11 @@ class Layout(ABC):
         """
 
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
-        """Returns ranges of batch rows that are divided alike; together they are the whole batch."""
+        """Ranges of batch rows that are divided alike; together they are the whole batch."""
         return ((0, batch_size),)
 
     def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        """Returns the number of tokens of `rank`, which is the same in every batch group."""
+        """The number of tokens of `rank`, which is the same in every batch group."""
         return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
 
     @property
@@ -251,7 +251,7 @@ class TorchChunk(Layout):
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:
-    """Returns the union of some ranges as ascending ranges, none of them empty or adjacent to another.
+    """The union of some ranges as ascending ranges, none of them empty or adjacent to another.
 
     >>> joined_spans([(4, 6), (0, 2), (2, 3), (5, 8), (9, 9)])
     [(0, 3), (4, 8)]

@@ -26,10 +26,10 @@ class Mask(ABC):
 
     @abstractmethod
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
-        """Returns the intervals of keys that each query sees, for `q_len` queries and `kv_len` keys."""
+        """The intervals of keys that each query sees, for `q_len` queries and `kv_len` keys."""
 
     def of_batch_row(self, row: int) -> Mask:
-        """Returns the mask of one batch row; most masks are the same in all rows."""
+        """The mask of one batch row; most masks are the same in all rows."""
         return self
 
     @property
@@ -44,7 +44,7 @@ class Mask(ABC):
         return _combined(self, other, Union)
 
     def pairs(self, q_len: int, kv_len: int) -> int:
-        """Returns the number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
+        """The number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
         rows = _interval_sets_by_row(self, q_len, kv_len)
         return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
 
@@ -192,7 +192,7 @@ def _interval_sets_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[Interval
 
 
 def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[IntervalSets, ...]:
-    """Returns the interval sets of each batch row, or one entry if they are the same in all rows; checks the sizes."""
+    """The interval sets of each batch row, or one entry if they are the same in all rows; checks the sizes."""
     if max(q_len, kv_len) >= _TOO_LONG:
         raise ValueError(
             f"masks count positions with 32 bits: expected fewer than 2^31 tokens, got {q_len} and {kv_len}"
@@ -204,13 +204,13 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
 
 @lru_cached
 def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
-    """Returns the workload of a mask over `seq_len` queries and keys, of all batch rows together or of some."""
+    """The workload of a mask over `seq_len` queries and keys, of all batch rows together or of some."""
     by_row = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
     return Workload(by_row if rows is None or mask.batch_size is None else by_row[slice(*rows)])
 
 
 def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]], mask: Mask, seq_len: int) -> list[int]:
-    """Returns the number of (query, key) pairs of each rank's queries; `groups`: batch rows, and segments by rank.
+    """The number of (query, key) pairs of each rank's queries; `groups`: batch rows, and segments by rank.
 
     >>> groups = [((0, 1), [[Segment.contiguous(0, 2)], [Segment.contiguous(2, 4)]])]
     >>> workload_by_rank(groups, Causal(), 4)
@@ -226,14 +226,14 @@ def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]],
 
 
 def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> float:
-    """Returns by how much the workload of the busiest rank exceeds the mean, as a fraction of the mean.
+    """Excess of the busiest rank's workload over the mean, as a fraction of the mean.
 
     0.0 is perfect; 0.5 means that attention takes half as long again as with perfect balance. Batch rows with masks of
     their own count together.
 
     Args:
-        layout: which rank owns which queries.
-        mask: which query may see which key.
+        layout: the queries of each rank.
+        mask: the keys that each query sees.
         seq_len: global number of queries and of keys.
         world_size: number of ranks.
 
@@ -251,19 +251,28 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> floa
         raise TypeError(
             f"imbalance expects a layout and a mask, such as HeadTail(), Causal(); got {layout!r}, {mask!r}"
         )
-    if not is_integer(world_size) or world_size < 1:
-        raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
+    check_rank_count(world_size)
     groups = [
         (batch, [layout.segments(seq_len, rank, world_size, group) for rank in range(world_size)])
         for group, batch in enumerate(layout.batch_groups(mask.batch_size or len(layout.batch_groups(2))))
     ]
     by_rank = workload_by_rank(groups, mask, seq_len)
-    total = sum(by_rank)
-    return (max(by_rank) * world_size - total) / total if total else 0.0
+    return excess(max(by_rank), sum(by_rank), world_size)
+
+
+def check_rank_count(world_size: int) -> None:
+    """Refuses anything but a number of ranks, of which there is an imbalance."""
+    if not is_integer(world_size) or world_size < 1:
+        raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
+
+
+def excess(busiest: int, total: int, world_size: int) -> float:
+    """Excess of the busiest rank over the mean of all ranks, as a fraction of the mean; 0.0 without any work."""
+    return (busiest * world_size - total) / total if total else 0.0
 
 
 def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
-    """Returns the interval sets of a mask without empty bands."""
+    """The interval sets of a mask without empty bands."""
     return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := tuple(clipped_bands(each))))
 
 
@@ -273,12 +282,12 @@ def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
 
 
 def as_plain(mask: Mask) -> Mask:
-    """Returns a plain mask as `Full()` or `Causal()`, whatever its alignment."""
+    """A plain mask as `Full()` or `Causal()`, whatever its alignment."""
     return mask if mask == Full() else Causal()
 
 
 def mask_intersection(one: Mask, other: Mask) -> Mask:
-    """Returns `one & other`, or one of them alone if the other has all its pairs.
+    """`one & other`, or one of them alone if the other has all its pairs.
 
     >>> mask_intersection(Causal(), Full()), mask_intersection(Causal(), Causal())
     (Causal(alignment='top_left'), Causal(alignment='top_left'))

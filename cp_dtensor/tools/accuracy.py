@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def cases(seq_len: int, use_gpu: bool, quick: bool) -> list[tuple[Case, tuple[str, ...]]]:
-    """Returns the cases, each with its KV transports."""
+    """The cases, each with its KV transports."""
 
     def case(
         backend: str, layout: str, *, mask: str = "causal", kv: int = 2, dim: int = 128, dtype: str = "bfloat16"
@@ -90,7 +90,7 @@ def cases(seq_len: int, use_gpu: bool, quick: bool) -> list[tuple[Case, tuple[st
 
 
 def report(results: Results, limit: float) -> tuple[str, bool]:
-    """Returns the table as Markdown, and True if a row failed or has an error of more than `limit` times `ideal`'s."""
+    """The table as Markdown, and True if a row failed or has an error of more than `limit` times `ideal`'s."""
     cells, worst, failed = [], 0.0, False
     for row in results.rows:
         if row.is_ideal:

@@ -62,7 +62,7 @@ def assignment(
     batch_row: int = 0,
     rotate_method: str = "alltoall",
 ) -> Assignment:
-    """Returns who computes what of one batch row, from the plans of all ranks.
+    """Table of who computes what of one batch row, from the plans of all ranks.
 
     Args:
         batch_size: rows of the batch; replaced by that of the mask if the mask has one.
@@ -102,12 +102,12 @@ def assignment(
 
 
 def _positions(group: GroupSegments, rank: int) -> list[int]:
-    """Returns the positions of a rank's queries, and of its keys, in local order."""
+    """The positions of a rank's queries, and of its keys, in local order."""
     return [position for segment in group.kv_by_rank[rank] for position in segment.positions()]
 
 
 def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarray:
-    """Returns the positions of the rows that `tile.kv` counts."""
+    """The positions of the rows that `tile.kv` counts."""
     import numpy as np
 
     if tile.source is not None:
@@ -120,7 +120,7 @@ def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarra
 
 
 def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
-    """Returns which (query, key) pairs of a tile its mask allows in one of its batch rows: (rows, columns)."""
+    """The (query, key) pairs of a tile that its mask allows in one of its batch rows: (rows, columns)."""
     import numpy as np
 
     rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
@@ -203,7 +203,7 @@ def _draw_pairs(axis: Axes, drawn: Assignment, ranks: int) -> None:
 
 
 def _blocks(tiles: np.ndarray) -> list[np.ndarray]:
-    """Returns the connected areas of equal tile numbers: (pairs, 2) each, query and key."""
+    """The connected areas of equal tile numbers: (pairs, 2) each, query and key."""
     import numpy as np
 
     left = {(int(y), int(x)) for y, x in np.argwhere(tiles >= 0)}
@@ -259,7 +259,7 @@ def print_mask(mask: Mask, q_len: int, kv_len: int | None = None) -> None:
 
 
 def mask_as_text(mask: Mask, q_len: int, kv_len: int | None = None) -> str:
-    """Returns the text that `print_mask` prints."""
+    """The text that `print_mask` prints."""
     kv_len = q_len if kv_len is None else kv_len
     cell = max(1, -(-max(q_len, kv_len) // _MOST_TEXT_CELLS))
     by_row = interval_sets_of(mask, q_len, kv_len, mask.batch_size or 1)

@@ -107,7 +107,7 @@ _KERNELS = {
 
 
 def environment() -> str:
-    """Returns hardware and versions as Markdown, for reports of measurements."""
+    """Hardware and versions as Markdown, for reports of measurements."""
     lines = [f"torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
         cudnn = torch.backends.cudnn.version()
@@ -120,7 +120,7 @@ def environment() -> str:
 
 
 def backends(device: str, dtype: torch.dtype) -> list[str]:
-    """Returns the backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
+    """The backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

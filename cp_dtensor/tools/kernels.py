@@ -147,7 +147,7 @@ def measure(case: Case, dropout_p: float, kernels: Callable[[Problem], dict[str,
 
 
 def ready_kernels(problem: Problem) -> dict[str, Attention]:
-    """Returns the Triton kernels, and torch's kernels that have the mask."""
+    """The Triton kernels, and torch's kernels that have the mask."""
     kernels = {"Triton": kernel_attention(problem.mask, problem.dropout)}
     if problem.case.is_plain:
         kernels["FlashAttention-2"] = partial(_sdpa, problem, SDPBackend.FLASH_ATTENTION)
@@ -158,7 +158,7 @@ def ready_kernels(problem: Problem) -> dict[str, Attention]:
 
 
 def flex_kernels(problem: Problem) -> dict[str, Attention]:
-    """Returns FlexAttention, which has no dropout."""
+    """FlexAttention, which has no dropout."""
     if problem.dropout is not None:
         return {}
     blocks = whole_mask(problem.case, problem.inputs.q.device)
@@ -175,7 +175,7 @@ def _sdpa(problem: Problem, backend: SDPBackend, q: torch.Tensor, k: torch.Tenso
 
 
 def passes(problem: Problem, attention: Attention) -> tuple[Callable[[], torch.Tensor], Callable[[], object]]:
-    """Returns forward, which computes out, and backward."""
+    """Forward, which computes out, and backward."""
     q, k, v, grad_out = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.grad_out
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attention(*leaves)
@@ -189,7 +189,7 @@ def passes(problem: Problem, attention: Attention) -> tuple[Callable[[], torch.T
 
 
 def relative_error(problem: Problem, out: torch.Tensor) -> float:
-    """Returns the relative error of the last rows of the first head; float64 runs as torch operations."""
+    """The relative error of the last rows of the first head; float64 runs as torch operations."""
     length, inputs = problem.case.seq_len, problem.inputs
     rows = slice(length - _CHECKED_ROWS, length)
     last_q, k, v = (x[:, :1].double() for x in (inputs.q[:, :, rows], inputs.k, inputs.v))
@@ -205,7 +205,7 @@ def relative_error(problem: Problem, out: torch.Tensor) -> float:
 
 
 def _median_ms(call: Callable[[], object]) -> float:
-    """Returns the median time of a call, after the clocks have settled."""
+    """The median time of a call, after the clocks have settled."""
     start = time.perf_counter()
     calls = 0
     while calls == 0 or time.perf_counter() - start < _WARM_UP_S:

@@ -40,7 +40,7 @@ DOCUMENTS_SIGMA = 1.0
 
 @lru_cache
 def mask_by_name(name: str, seq_len: int) -> Mask:
-    """Returns the mask of a name (see `MASK_HELP`) over `seq_len` tokens.
+    """The mask of a name (see `MASK_HELP`) over `seq_len` tokens.
 
     >>> mask_by_name("window 4096", 8192)
     SlidingWindow(left=4095, right=0, alignment='top_left')
@@ -78,7 +78,7 @@ def _single_mask(name: str, seq_len: int) -> Mask:
 
 
 def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = 0) -> Documents:
-    """Returns documents of lognormal lengths that fill a sequence, causal within each document.
+    """Documents of lognormal lengths that fill a sequence, causal within each document.
 
     >>> lognormal_documents(10, median=4, sigma=0.0).lengths
     (4, 4, 2)
@@ -96,7 +96,7 @@ def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = 0) 
 
 @lru_cache
 def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
-    """Returns the layout of a name such as "HeadTail" or "Striped(4)"; `Balanced` is balanced for the mask.
+    """The layout of a name such as "HeadTail" or "Striped(4)"; `Balanced` is balanced for the mask.
 
     >>> layout_by_name("Striped(4)", Causal(), 64)
     Striped(block=4)
@@ -124,7 +124,7 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Returns `parse` as the type of a command-line argument: argparse shows the message of its ValueError."""
+    """`parse` as the type of a command-line argument: argparse shows the message of its ValueError."""
 
     @wraps(parse)
     def parsed(text: str) -> T:
@@ -138,7 +138,7 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 @argument
 def positive(text: str) -> int:
-    """Returns the positive integer of a command-line argument."""
+    """The positive integer of a command-line argument."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"expected a positive integer, got {text}")
     return int(text)

@@ -35,15 +35,16 @@ def assert_ring(layout: Layout, rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(2)], ids=repr)
 def test_buffers_are_shards_inside_and_restored_bit_for_bit(layout: Layout) -> None:
     def body(rank: int) -> None:
-        floats = torch.randn(2, 3, 5)
+        draw = torch.Generator().manual_seed(0)
+        floats = torch.randn(2, 3, 5, generator=draw)
         floats[0, 0], floats[1, 1, 2] = float("nan"), -0.0
         buffers = [
-            torch.randint(99, (2, 11)),
-            torch.randn(4, 3, dtype=torch.complex64),
-            torch.rand(2, 2, 9) > 0.5,
+            torch.randint(99, (2, 11), generator=draw),
+            torch.randn(4, 3, dtype=torch.complex64, generator=draw),
+            torch.rand(2, 2, 9, generator=draw) > 0.5,
             floats,
-            torch.randn(7).bfloat16(),
-            torch.randn(6, 4).t(),
+            torch.randn(7, generator=draw).bfloat16(),
+            torch.randn(6, 4, generator=draw).t(),
         ]
         dims = [1, 0, -1, -2, 0, 1]
         wholes, memory = [buffer.clone() for buffer in buffers], [buffer.data_ptr() for buffer in buffers]
@@ -65,8 +66,10 @@ def test_buffers_are_shards_inside_and_restored_bit_for_bit(layout: Layout) -> N
 
 
 def test_rows_of_the_batch_may_be_sharded_differently() -> None:
+    random = torch.rand(2, 3, 5)
+
     def body(rank: int) -> None:
-        tokens, mask = torch.arange(20).view(2, 10), torch.rand(2, 3, 5) > 0.5
+        tokens, mask = torch.arange(20).view(2, 10), random > 0.5
         expected = [shard(tokens, MirroredBatch(), rank, 2, 1), shard(mask, MirroredBatch(), rank, 2, 2)]
         context = functools.partial(context_parallel, layout=MirroredBatch())
         with context(dist.group.WORLD, buffers=[tokens, mask], buffer_seq_dims=[1, -1]):
@@ -240,7 +243,7 @@ def test_an_exception_in_the_body_passes_and_everything_is_restored() -> None:
     plain = F.scaled_dot_product_attention(Q, K, V)
 
     def body(rank: int) -> None:
-        buffers = [torch.arange(8), torch.randn(3, 5)]
+        buffers = [torch.arange(8), torch.arange(15.0).view(3, 5)]
         wholes = [buffer.clone() for buffer in buffers]
         with (
             pytest.raises(KeyError, match="mine"),

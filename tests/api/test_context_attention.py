@@ -247,9 +247,9 @@ def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
         hidden = q[:, 0]
         module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
         dropping = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
-        if rank != 0:  # which would have to join a collective
-            return
         with context():
+            if rank != 0:  # which would have to join a collective
+                return
             for module_call in (module, dropping.eval()):
                 with pytest.raises(NotImplementedError, match="need_weights=False"):
                     module_call(hidden, hidden, hidden)

@@ -230,36 +230,6 @@ def test_queries_of_a_whole_buffer_s_length_are_refused(ranks: int) -> None:
     run_ranks(ranks, body)
 
 
-def test_debug_compares_the_buffers() -> None:
-    def body(rank: int, change: str) -> None:
-        buffers = [torch.arange(12), torch.ones(2, 12, dtype=torch.bfloat16), torch.zeros(0, 3)]
-        if rank == 1:
-            buffers[1][1, 5] += change == "values"
-            buffers = buffers[: 2 if change == "number" else 3]
-            buffers[0] = buffers[0].int() if change == "dtype" else buffers[0]
-        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 1, 0][: len(buffers)], debug=True):
-            assert len(buffers[0]) == 4
-
-    run_ranks(3, body, "nothing")
-    for change, message in (
-        ("values", r"buffer 1: .* got another one on rank 1 \(shape \(2, 12\)"),
-        ("dtype", r"buffer 0: .* got another one on rank 1"),
-        ("number", r"different numbers of buffers: \[3, 2, 3\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run_ranks(3, body, change)
-
-
-def test_debug_compares_what_torch_conjugates_and_negates_later() -> None:
-    def body(rank: int) -> None:
-        lazy = torch.polar(torch.ones(12), torch.arange(12.0)).conj()
-        buffers = [lazy, lazy.imag] if rank else [lazy.resolve_conj(), lazy.imag.resolve_neg()]
-        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 0], debug=True):
-            assert len(buffers[0]) == 4
-
-    run_ranks(3, body)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -103,7 +103,7 @@ def test_masks_of_other_lengths_are_refused_alike_before_anything_is_sent(
             pytest.raises(ValueError, match=rf"of 32 queries and 32 keys, got one of \({lengths[0]}, {lengths[1]}\)"),
         ):
             run_ranks(2, call)
-        assert kinds(collectives) in ([], ["AllGather"])  # the lengths
+        assert set(kinds(collectives)) <= {"AllGather"}  # on entry, and of lengths
         assert sum(tensor.numel() for each in collectives for tensor in each.sent) < 200  # one of k has 1,024
 
 
@@ -123,7 +123,7 @@ def test_masks_of_other_batch_rows_are_refused_alike_before_anything_is_sent() -
         pytest.raises(ValueError, match="a block mask of one batch row or of 3, got one of 2"),
     ):
         run_ranks(3, body)
-    assert kinds(collectives) == ["AllGather"]  # the lengths
+    assert kinds(collectives) == ["AllGather"] * 2  # on entry, and of lengths
 
 
 def test_in_debug_mode_ranks_compare_their_masks_lengths() -> None:

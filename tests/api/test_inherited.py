@@ -211,7 +211,7 @@ def test_lengths_that_the_layout_does_not_divide_are_refused_alone() -> None:
 
     with recorded_collectives() as calls:
         run_ranks(RANKS, body)
-    assert kinds(calls) == []
+    assert kinds(calls) == ["AllGather"]  # the ranks compare their contexts on entry
 
 
 def test_modules_inside_of_modules() -> None:

@@ -58,10 +58,18 @@ def compiled(name: str, mask: int, dropout: str, softcap: float = 0.0, head_dim:
         "IN_RUNS": dropout == "in runs",
         "SOFTCAP": softcap,
         "TMA": True,
+        "SPLIT_LSE": False,
     }
     read = config.block_rows if name == "dkv" else config.block_columns
     line = f"tensordesc<{{}}[1,{config.block_rows}]>"
-    types = {"lo_ptr": "*i32", "hi_ptr": "*i32", "ranges_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"}
+    types = {
+        "lo_ptr": "*i32",
+        "hi_ptr": "*i32",
+        "ranges_ptr": "*i32",
+        "low": "*fp32",
+        "scale": "fp32",
+        "scale_log2": "fp32",
+    }
     types |= {"seed_ptr": "*i64", "q_position_ptr": "*i32", "kv_position_ptr": "*i32", "dropout_scale": "fp32"}
     types |= {"shift": line.format("fp32"), "delta": line.format("fp32")}
     types |= {x: line.format("i32") if mask == 2 else "*fp32" for x in ("lo", "hi")}

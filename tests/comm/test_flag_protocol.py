@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("cp_dtensor.comm.triton_kernels")
 
-from support.stream_model.interleavings import run
+from support.stream_model.interleavings import run, run_with_death
 from support.stream_model.programs import Program, gathered_kv, ring, ulysses
 from support.stream_model.recording import Group, Rank, Stream
 
@@ -177,6 +177,20 @@ def test_stages_that_leave_under_attention_need_no_kernel(stages: int) -> None:
     with mock.patch.object(Flags, "submit", recorded):
         group.record(group.ranks[0], ulysses(stages, True, backward=False))
     assert beside_attention == [True] * 4 * (stages - 1) + [False] * 3
+
+
+@pytest.mark.parametrize("how", [one_after_the_other, in_graphs])
+@all_worlds
+def test_the_others_end_when_a_rank_dies(ranks: int, how: Callable[[Program], Program]) -> None:
+    """Wherever it stops, each wait of the others that is over its deadline misses a flag of the rank that died."""
+    group = recorded(ranks, how(MIXED))
+    waits = 0
+    for seed in range(INTERLEAVINGS):
+        dead = seed % ranks
+        missing = run_with_death(group, seed, dead)
+        waits += len(missing)
+        assert all(dead in of_wait for of_wait in missing), f"interleaving {seed}: {missing}"
+    assert waits
 
 
 # Mistakes that the checks above find

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.hidden_rows import exact
 from support.masked_problems import MaskedProblem, Tensors
 from support.problems import shard
 from support.processes import Processes
@@ -113,6 +114,20 @@ def biased(rank: int) -> None:
         for bias in ("boolean s", "additive hs"):
             leaves, grad_out, expected = leaves_of(problem(Causal(), bias), rank, 2)
             check(compiled(attend)(*leaves), leaves, grad_out, expected, (method, bias))
+        leaves, grad_out, expected = with_hidden_rows(rank)
+        with no_compilation():
+            check(compiled(attend)(*leaves), leaves, grad_out, expected, (method, "hidden rows"))
+
+
+def with_hidden_rows(rank: int) -> tuple[Tensors, torch.Tensor, Tensors]:
+    """`leaves_of` an additive bias that hides all keys of every other row by the least float."""
+    *qkv, grad_out, bias = problem(Causal(), "additive hs").draw(3)
+    bias[:, :, ::2] = torch.finfo(bias.dtype).min
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    out, _, *grads = exact(*qkv, grad_out, bias, seen)
+    expected = tuple(shard(x, HeadTail(), rank, RANKS) for x in (out, *grads))
+    leaves = tuple(shard(x, HeadTail(), rank, RANKS).clone().requires_grad_() for x in (*qkv, bias))
+    return leaves, shard(grad_out, HeadTail(), rank, RANKS), expected
 
 
 def test_biases_of_functions(two_processes: Processes) -> None:

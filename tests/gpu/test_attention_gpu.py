@@ -27,8 +27,10 @@ from support.attention_kernels import (
     to,
 )
 from support.dropouts import dropout_in_runs, dropout_of, moved
+from support.hidden_rows import NAMES, assert_close, exact, row_bias
 from support.row_masks import window
 
+from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.masked import (
     RowMask,
     attention_backward,
@@ -37,6 +39,7 @@ from cp_dtensor.attention.masked import (
     attention_forward,
     uses_triton,
 )
+from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.triton.dropout import kept_reference
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +52,38 @@ def test_pointers_intervals_and_an_additive_bias() -> None:
     for kind in ("any intervals", "documents", "prefixes"):
         mask, bias = masks_of(ROWS, COLUMNS)[kind], biases_of(4, ROWS, COLUMNS)["additive"]
         check(tensors, mask, bias, SMALL)
+
+
+def test_hidden_rows() -> None:
+    """Rows whose keys are all hidden by large finite numbers, in two tiles of columns, whose results are merged."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, grad_out = (torch.randn(2, heads, 80, 32, generator=generator) for heads in (4, 2, 2, 4))
+    bias, scale = row_bias(80, 80), 32**-0.5
+    expected = exact(q, k, v, grad_out, bias, torch.ones(80, 80, dtype=torch.bool))
+    *tensors, bias = (x.cuda() for x in (q, k, v, grad_out, bias))
+    q, k, v, grad_out = tensors
+    halves = (slice(0, 48), slice(48, 80))
+    parts = [
+        attention_forward(q, k[:, :, half], v[:, :, half], RowMask(), scale, bias=bias[..., half], split_lse=True)
+        for half in halves
+    ]
+    (out, lse), (part_out, part_lse) = parts
+    merge(out, lse, out, lse, [((0, 80), part_out, part_lse)])
+    grads = [
+        attention_backward(grad_out, q, k[:, :, half], v[:, :, half], out, lse, RowMask(), scale, bias=bias[..., half])
+        for half in halves
+    ]
+    of_q, of_k, of_v = zip(*grads, strict=True)
+    results = (out, rounded_lse(lse), sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2))
+    for name, got, wanted in zip(NAMES, results, expected, strict=False):
+        assert_close(got.cpu(), wanted, name, 1e-4)
+
+
+def test_nan_of_a_seen_key_reaches_the_gradients() -> None:
+    q, k, v = draw("cuda", ROWS, COLUMNS, batch=2)
+    k[:, :, 7] = float("nan")
+    out, lse, dq, dk, dv = through_kernels((q, k, v), torch.ones_like(q), RowMask(), None, SMALL)
+    assert all(x.isnan().all() for x in (out, lse, dq, dk, dv))
 
 
 def test_descriptors_a_causal_mask_and_a_boolean_bias() -> None:

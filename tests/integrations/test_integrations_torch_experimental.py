@@ -85,7 +85,7 @@ def test_buffers_as_training_loops_have_them(bound: bool, container: Callable[[A
         mesh = cp_mesh(2)
         make = functools.partial(context_parallel, mesh=mesh) if bound else functools.partial(context_parallel, mesh)
         tokens, labels = torch.arange(32).view(2, 16), torch.arange(32, 64).view(2, 16)
-        freqs = [torch.randn(16, 4, dtype=torch.complex64) for _ in range(2)]  # one for each pipeline stage
+        freqs = [torch.polar(torch.ones(16, 4), torch.arange(64.0).view(16, 4) + stage) for stage in range(2)]
         mask = torch.ones(2, 16, dtype=torch.bool)
         buffers, dims = container([tokens, labels, mask, *freqs]), container([1, 1, 1, 0, 0])
         whole = [x.clone() for x in buffers]

@@ -196,7 +196,6 @@ def test_dropout_is_that_of_one_device(mode: Callable[..., Mode]) -> None:
 
 
 def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
-    q = torch.randn(1, 2, 4, 8)
     keys_of_this_rank = "the 8 keys of the whole sequence, in the order of their positions"
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"attn_mask": torch.zeros(4, 4)}, ValueError, keys_of_this_rank),
@@ -205,6 +204,7 @@ def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
     ]
 
     def body(rank: int) -> None:
+        q = torch.randn(1, 2, 4, 8) + rank
         for mode in (UnifiedAttnMode, UlyssesAttnMode, RingAttnMode):
             for options, error, message in refused:
                 with mode(), pytest.raises(error, match=message):

@@ -44,7 +44,7 @@ class IntervalAttention(AttentionBackend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         rows, options = self._tile(mask, q.device)
         k, v = rows.without_hidden(k, v)
-        return attention_forward(q, k, v, rows.mask, scale, **options)
+        return attention_forward(q, k, v, rows.mask, scale, **options, split_lse=self.modifiers.split_lse)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float

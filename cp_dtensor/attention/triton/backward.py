@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import (
+    ADDITIVE,
     CAUSAL,
     FULL,
     INTERVALS,
@@ -29,6 +30,7 @@ from cp_dtensor.attention.triton.common import (
     load_positions,
     load_row_values,
     load_rows,
+    lse_strides,
     mask_arguments,
     modifier_arguments,
     place_of_program,
@@ -87,11 +89,14 @@ def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
 
 @triton.jit(do_not_specialize=["rows", "padded_rows", "heads"])
 def attention_rows_kernel(
-    shift_ptr, padded_delta_ptr, lse_ptr, delta_ptr,
-    rows, padded_rows, heads, log_scale, kept_share, lse_stride_b, lse_stride_h, delta_stride_b, delta_stride_h,
-    BLOCK_ROWS: tl.constexpr,
+    shift_ptr, low_ptr, padded_delta_ptr, lse_ptr, delta_ptr,
+    rows, padded_rows, heads, log_scale, kept_share,
+    lse_stride_b, lse_stride_h, lse_stride_low, delta_stride_b, delta_stride_h,
+    ADDITIVE_BIAS: tl.constexpr, SPLIT_LSE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes LSE (in units of log 2) and delta of each (batch, head) as lines of `padded_rows` numbers.
+
+    ADDITIVE_BIAS: the LSE is in natural units, and its second float (or 0), in units of log 2, is written to `low_ptr`.
 
     The LSE of rows without keys, and of padding, is infinity: every weight is exp2(x - inf) = 0. Dropout's scale s is
     folded into both, since P (s dP - delta) = s P (dP - delta / s): `log_scale` is log2(s), `kept_share` is 1 / s.
@@ -104,14 +109,37 @@ def attention_rows_kernel(
     lse = tl.load(lse_ptrs, mask=row < rows, other=float("-inf")).to(tl.float32)
     delta = tl.load(delta_ptrs, mask=row < rows, other=0.0).to(tl.float32)
     at = (batch * heads + head) * padded_rows + row
-    shift = lse * LOG2_E - log_scale
+    if ADDITIVE_BIAS:
+        low = tl.zeros_like(lse)
+        if SPLIT_LSE:
+            low = tl.load(lse_ptrs + lse_stride_low, mask=row < rows, other=0.0).to(tl.float32)
+        tl.store(low_ptr + at, low * LOG2_E - log_scale, mask=row < padded_rows)
+        shift = lse
+    else:
+        shift = lse * LOG2_E - log_scale
     tl.store(shift_ptr + at, tl.where(lse == float("-inf"), float("inf"), shift), mask=row < padded_rows)
     tl.store(padded_delta_ptr + at, delta * kept_share, mask=row < padded_rows)
 
 
+@triton.jit
+def _weights(logits, bias_block, shift, low, scale_log2, scale, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Softmax weights of logits from the bias (if BIAS) and from lines of `attention_rows_kernel`, which broadcast.
+
+    The logits are q k^T, or with SOFTCAP the capped ones, which are scaled.
+    """
+    if SOFTCAP != 0.0:
+        scale_log2, scale = LOG2_E, 1.0
+    if BIAS == ADDITIVE:
+        return tl.math.exp2((logits * scale + bias_block - shift) * LOG2_E - low)
+    elif BIAS == NO_BIAS:
+        return tl.math.exp2(logits * scale_log2 - shift)
+    else:
+        return tl.math.exp2(logits * scale_log2 + bias_block - shift)
+
+
 @attention_kernel
 def attention_dq_kernel(
-    dq_ptr, grad_ptr, q_ptr, k, v, shift_ptr, delta_ptr, lo_ptr, hi_ptr, bias_ptr,
+    dq_ptr, grad_ptr, q_ptr, k, v, shift_ptr, low_ptr, delta_ptr, lo_ptr, hi_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
     rows, columns, offset, scale_log2, scale, heads, group, padded_rows,
     dq_stride_b, dq_stride_h, dq_stride_s, grad_stride_b, grad_stride_h, grad_stride_s,
@@ -144,6 +172,7 @@ def attention_dq_kernel(
     grad = tl.load(grad_ptrs, mask=in_rows[:, None] & (v_dim < V_DIM)[None, :], other=0.0)
     at = (batch_64 * heads + head_64) * padded_rows + row.to(tl.int64)
     shift = tl.load(shift_ptr + at)
+    low = tl.load(low_ptr + at) if BIAS == ADDITIVE else shift
     delta = tl.load(delta_ptr + at)
     if DROPOUT:
         q_position_ptr += batch_64 * q_position_stride_b
@@ -164,16 +193,17 @@ def attention_dq_kernel(
             v_block = load_rows(
                 v, batch, kv_head, start, columns, v_strides, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
             )
-            logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2
+            logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
             if SOFTCAP != 0.0:
-                logits = capped(logits, SOFTCAP)
+                logits = capped(logits * scale, SOFTCAP)
                 slope = slope_of_cap(logits, SOFTCAP)
             column = start + tl.arange(0, BLOCK_COLUMNS)
+            bias_block = logits
             if BIAS != NO_BIAS:
-                logits += load_bias(
+                bias_block = load_bias(
                     bias_ptr, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
                 )
-            weights = tl.math.exp2(logits - shift[:, None])
+            weights = _weights(logits, bias_block, shift[:, None], low[:, None], scale_log2, scale, BIAS, SOFTCAP)
             if MASKED:
                 seen = column[None, :] < hi[:, None]
                 if MASK == INTERVALS:
@@ -194,7 +224,7 @@ def attention_dq_kernel(
 
 @attention_kernel
 def attention_dkv_kernel(
-    dk_ptr, dv_ptr, grad, q, k_ptr, v_ptr, shift, delta, lo, hi, ranges_ptr, bias_ptr,
+    dk_ptr, dv_ptr, grad, q, k_ptr, v_ptr, shift, low, delta, lo, hi, ranges_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
     rows, columns, offset, scale_log2, scale, heads, group, padded_rows,
     dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
@@ -250,16 +280,19 @@ def attention_dkv_kernel(
             line = batch * heads + head
             q_block = load_rows(q, batch, head, start, rows, q_strides, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, True, TMA)
             row_shift = load_row_values(shift, line, padded_rows, start, BLOCK_ROWS, TMA)
-            logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * scale_log2
+            row_low = load_row_values(low, line, padded_rows, start, BLOCK_ROWS, TMA) if BIAS == ADDITIVE else row_shift
+            logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
             if SOFTCAP != 0.0:
-                logits = capped(logits, SOFTCAP)
+                logits = capped(logits * scale, SOFTCAP)
                 slope = slope_of_cap(logits, SOFTCAP)
+            bias_block = logits
             if BIAS != NO_BIAS:
-                logits += load_bias(
+                bias_block = load_bias(
                     bias_ptr + head.to(tl.int64) * bias_stride_h, row[None, :], column[:, None], rows, columns,
                     bias_stride_s, bias_stride_t, BIAS,
                 )  # fmt: skip
-            weights = tl.math.exp2(logits - row_shift[None, :])
+            row_shift, row_low = row_shift[None, :], row_low[None, :]
+            weights = _weights(logits, bias_block, row_shift, row_low, scale_log2, scale, BIAS, SOFTCAP)
             if MASKED and MASK == CAUSAL:
                 weights = tl.where(column[:, None] <= row[None, :] + offset, weights, 0.0)
             elif MASKED:
@@ -322,7 +355,9 @@ def launch_attention_backward(
     # Kernels read LSE and delta in whole blocks, which begin at any row; descriptors need lines of 16 bytes.
     padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
     padded_rows += -padded_rows % 4
-    shift, padded_delta = lse.new_empty((2, batch * heads, padded_rows), dtype=torch.float32).unbind()
+    is_additive = kinds[0] == ADDITIVE.value
+    lines = lse.new_empty((2 + is_additive, batch * heads, padded_rows), dtype=torch.float32).unbind()
+    shift, low, padded_delta = lines[0], lines[-2], lines[-1]  # without an additive bias, `low` is not read
     lo = hi = ranges = lse  # not read without intervals
     interval_strides = (0, 0, 0)
     if mask.lo is not None:
@@ -335,9 +370,9 @@ def launch_attention_backward(
         tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), numbers, (*kinds, float(softcap)),
         float(scale), padded_rows, config,
     )  # fmt: skip
-    launch_rows(shift, padded_delta, lse, delta)
-    launch_dkv(dk, dv, grad_out, q, k, v, shift, padded_delta, lo, hi, ranges, *others)
-    launch_dq(dq, grad_out, q, k, v, shift, padded_delta, lo, hi, *others)
+    launch_rows(shift, low, padded_delta, lse, delta)
+    launch_dkv(dk, dv, grad_out, q, k, v, shift, low, padded_delta, lo, hi, ranges, *others)
+    launch_dq(dq, grad_out, q, k, v, shift, low, padded_delta, lo, hi, *others)
 
 
 @cached_launch
@@ -370,7 +405,7 @@ def _launches(
             *(None, None),
             blocks_of_rows(grad_out, cut.block_rows, block_v, cut.tma),
             blocks_of_rows(q, cut.block_rows, block_dim, cut.tma),
-            *(None, None, line, line, interval_line, interval_line),
+            *(None, None, line, line if bias_kind == ADDITIVE.value else None, line, interval_line, interval_line),
         ),
     )
     cut = config.dq
@@ -388,7 +423,11 @@ def _launches(
     launch_rows = Launch(
         attention_rows_kernel,
         triton.cdiv(padded_rows, _ROWS_BLOCK) * heads * batch,
-        (rows, padded_rows, heads, math.log2(dropout_scale), 1 / dropout_scale, *lse.strides[:2], *delta.strides[:2]),
-        {"BLOCK_ROWS": _ROWS_BLOCK},
+        (rows, padded_rows, heads, math.log2(dropout_scale), 1 / dropout_scale, *lse_strides(lse), *delta.strides[:2]),
+        {
+            "ADDITIVE_BIAS": bias_kind == ADDITIVE.value,
+            "SPLIT_LSE": len(lse.shape) == 4,
+            "BLOCK_ROWS": _ROWS_BLOCK,
+        },
     )
     return launch_rows, launch_dkv, launch_dq

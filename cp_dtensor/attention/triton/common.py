@@ -49,7 +49,7 @@ attention_kernel = triton.jit(
         "ranges_stride_b", "q_position_stride_b", "kv_position_stride_b", "first_batch", "first_head", "dropout_limit",
     ],
     do_not_specialize_on_alignment=[
-        "lse_ptr", "lse_stride_b", "lse_stride_h", "lo_ptr", "hi_ptr", "lo", "hi",
+        "lse_ptr", "lse_stride_b", "lse_stride_h", "lse_stride_low", "lo_ptr", "hi_ptr", "lo", "hi",
         "seed_ptr", "q_position_ptr", "kv_position_ptr",
     ],
 )  # fmt: skip
@@ -117,26 +117,25 @@ def load_row_values(source, line, stride, start, BLOCK: tl.constexpr, TMA: tl.co
 
 @triton.jit
 def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.constexpr):
-    """The bias at rows and columns that broadcast, in units of log 2; -inf where a boolean bias is False."""
+    """The bias at rows and columns that broadcast; -inf where a boolean bias is False, and beyond the tile."""
     ptrs = bias + row.to(tl.int64) * stride_s + column.to(tl.int64) * stride_t
-    block = tl.load(ptrs, mask=(row < rows) & (column < columns), other=0)
+    in_tile = (row < rows) & (column < columns)
     if BIAS == BOOLEAN:
-        return tl.where(block != 0, 0.0, float("-inf"))
+        return tl.where(tl.load(ptrs, mask=in_tile, other=0) != 0, 0.0, float("-inf"))
     else:
-        return block.to(tl.float32) * LOG2_E
+        return tl.load(ptrs, mask=in_tile, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def capped(logits, SOFTCAP: tl.constexpr):
-    """SOFTCAP tanh(x / SOFTCAP) of logits x in units of log 2, from tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
-    limit: tl.constexpr = SOFTCAP * LOG2_E
-    return limit - 2 * limit / (tl.math.exp2(logits * (2 / SOFTCAP)) + 1)
+    """SOFTCAP tanh(logits / SOFTCAP) of scaled logits, from tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    return SOFTCAP - 2 * SOFTCAP / (tl.math.exp2(logits * (2 * LOG2_E / SOFTCAP)) + 1)
 
 
 @triton.jit
 def slope_of_cap(capped_logits, SOFTCAP: tl.constexpr):
     """The derivative of `capped`, 1 - tanh^2, from its result."""
-    tanh = capped_logits * (1 / (SOFTCAP * LOG2_E))
+    tanh = capped_logits * (1 / SOFTCAP)
     return 1 - tanh * tanh
 
 
@@ -375,6 +374,13 @@ def modifier_arguments(
         limit -= 2**32
     numbers = (*bias_strides, *strides, dropout.first_batch, dropout.first_head, limit)
     return (bias, dropout.seed, *positions), numbers, (bias_kind, True, dropout.in_runs, dropout.scale)
+
+
+def lse_strides(lse: Facts) -> tuple[int, int, int]:
+    """Strides of batch, head and the second float of an LSE (`attention.lse`), 0 if there is none."""
+    assert lse.strides[2] == 1 or lse.shape[2] == 1
+    stride_b, stride_h, _, *stride_low = lse.strides
+    return stride_b, stride_h, stride_low[0] if stride_low else 0
 
 
 def blocks_of_rows(x: Facts, block: int, width: int, tma: bool) -> tuple[int, ...] | None:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton.common import (
+    ADDITIVE,
     INTERVALS,
     LN_2,
+    LOG2_E,
     NO_BIAS,
     addresses,
     attention_kernel,
@@ -27,6 +29,7 @@ from cp_dtensor.attention.triton.common import (
     load_bias,
     load_positions,
     load_rows,
+    lse_strides,
     mask_arguments,
     modifier_arguments,
     place_of_program,
@@ -42,8 +45,8 @@ from cp_dtensor.attention.triton.row_mask import RowMask
 def attention_forward_kernel(
     out_ptr, lse_ptr, q_ptr, k, v, lo_ptr, hi_ptr, bias_ptr,
     seed_ptr, q_position_ptr, kv_position_ptr,
-    rows, columns, offset, scale_log2, heads, group,
-    out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
+    rows, columns, offset, scale_log2, scale, heads, group,
+    out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h, lse_stride_low,
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     intervals_stride_b, bias_stride_b, bias_stride_h, bias_stride_s, bias_stride_t,
@@ -51,9 +54,11 @@ def attention_forward_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT_LSE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they attend to.
+
+    Logits and `largest` are in units of log 2, with an additive bias in natural ones: finfo.min * LOG2_E is -inf.
 
     Example, head dim 1, scale 1: q 0 attends to keys with values 1 and 3: out 2, lse log 2.
     """
@@ -78,7 +83,7 @@ def attention_forward_kernel(
         # 0, but not a constant: with a constant, LLVM rounds weights before it selects, which took 7% longer.
         nothing = dropout_scale - dropout_scale
 
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)  # as `total`, relative to exp2(`largest`)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)  # as `total`, relative to the exponential of `largest`
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     q = tl.load(
@@ -88,8 +93,12 @@ def attention_forward_kernel(
     lo, hi, first, blocks, before, whole = seen_columns(
         lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
-    # With a bias or a cap, the scale is applied before it, else together with the shift.
-    late_scale = scale_log2 if BIAS == NO_BIAS and SOFTCAP == 0.0 else 1.0
+    if SOFTCAP != 0.0:
+        logit_scale, logit_scale_log2 = 1.0, LOG2_E  # after the cap
+    else:
+        logit_scale, logit_scale_log2 = scale, scale_log2
+    # With a bias, the scale is applied before it is added, else together with the shift.
+    late_scale = logit_scale_log2 if BIAS == NO_BIAS else 1.0
     for MASKED in tl.static_range(2):  # two loops: whole blocks, then the others
         for index in tl.range(0, blocks - whole if MASKED else whole):
             start = block_start(index, first, before, whole, BLOCK_COLUMNS, MASKED, MASK == INTERVALS)
@@ -97,13 +106,11 @@ def attention_forward_kernel(
                 k, batch, kv_head, start, columns, k_strides, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
             )
             logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
-            column = start + tl.arange(0, BLOCK_COLUMNS)
             if SOFTCAP != 0.0:
-                logits = capped(logits * scale_log2, SOFTCAP)
-            elif BIAS != NO_BIAS:
-                logits *= scale_log2
+                logits = capped(logits * scale, SOFTCAP)
+            column = start + tl.arange(0, BLOCK_COLUMNS)
             if BIAS != NO_BIAS:
-                logits += load_bias(
+                logits = logits * (logit_scale if BIAS == ADDITIVE else logit_scale_log2) + load_bias(
                     bias_ptr, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
                 )
             if MASKED:
@@ -116,8 +123,12 @@ def attention_forward_kernel(
                 shift = tl.where(new_largest > float("-inf"), new_largest, 0.0)
             else:
                 shift = new_largest
-            weights = tl.math.exp2(logits * late_scale - shift[:, None])
-            decay = tl.math.exp2(largest - shift)
+            if BIAS == ADDITIVE:
+                weights = tl.math.exp2((logits - shift[:, None]) * LOG2_E)
+                decay = tl.math.exp2((largest - shift) * LOG2_E)
+            else:
+                weights = tl.math.exp2(logits * late_scale - shift[:, None])
+                decay = tl.math.exp2(largest - shift)
             total = total * decay + tl.sum(weights, 1)
             acc = acc * decay[:, None]
             if DROPOUT:  # drops weights of values only: the denominator is that without dropout
@@ -132,10 +143,20 @@ def attention_forward_kernel(
 
     safe_total = tl.where(total == 0.0, 1.0, total)  # of a row without keys, acc is 0 and largest -inf; NaN stays
     out = acc * ((dropout_scale if DROPOUT else 1.0) / safe_total)[:, None]
-    lse = (largest + tl.math.log2(safe_total)) * LN_2
+    log_total = tl.math.log2(safe_total)
+    if BIAS == ADDITIVE:
+        log_total = log_total * LN_2
+        lse = largest + log_total
+    else:
+        lse = (largest + log_total) * LN_2
     out_ptrs = addresses(out_ptr, batch, head, row, v_dim, out_stride_b, out_stride_h, out_stride_s)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & (v_dim < V_DIM)[None, :])
-    tl.store(lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row.to(tl.int64), lse, mask=in_rows)
+    lse_ptrs = lse_ptr + batch_64 * lse_stride_b + head_64 * lse_stride_h + row.to(tl.int64)
+    tl.store(lse_ptrs, lse, mask=in_rows)
+    if SPLIT_LSE:
+        rest = largest - tl.where(lse == float("-inf"), 0.0, lse)
+        low = tl.where(lse == float("-inf"), 0.0, rest + log_total)
+        tl.store(lse_ptrs + lse_stride_low, low, mask=in_rows)
 
 
 def launch_attention_forward(
@@ -145,9 +166,10 @@ def launch_attention_forward(
 ) -> None:  # fmt: skip
     """`masked.attention_forward` into `(out, lse)`; one launch.
 
-    The last dim of all tensors but the bias is contiguous. `lse` is float32; `out`, in any floating dtype, is rounded
-    once. q, k and v are bfloat16, float16 or float32 (in Triton's interpreter not bfloat16); D and Dv are at most 256,
-    for float32 at most 128. The bias may have any strides. `config`: None means `default_config`.
+    The last dim of all tensors but the bias is contiguous. `lse`, of one float or two (`attention.lse`), is float32;
+    `out`, in any floating dtype, is rounded once. q, k and v are bfloat16, float16 or float32 (in Triton's interpreter
+    not bfloat16); D and Dv are at most 256, for float32 at most 128. The bias may have any strides. `config`: None
+    means `default_config`.
     """
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
     batch, heads, rows, _ = q.shape
@@ -179,14 +201,14 @@ def _launch(
     mask_kind, offset, intervals_stride = mask
     bias_kind, has_dropout, in_runs, dropout_scale, softcap = kinds
     numbers = (
-        rows, columns, offset, scale * math.log2(math.e), heads, heads // k.shape[1],
-        *out.strides[:3], *lse.strides[:2], *q.strides[:3], *k.strides[:3], *v.strides[:3],
+        rows, columns, offset, scale * math.log2(math.e), scale, heads, heads // k.shape[1],
+        *out.strides[:3], *lse_strides(lse), *q.strides[:3], *k.strides[:3], *v.strides[:3],
         intervals_stride, *modifiers, dropout_scale,
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v,
         "MASK": mask_kind, "BIAS": bias_kind, "DROPOUT": has_dropout, "IN_RUNS": in_runs,
-        "SOFTCAP": softcap, **config.constants(),
+        "SOFTCAP": softcap, "SPLIT_LSE": len(lse.shape) == 4, **config.constants(),
     }  # fmt: skip
     blocks = (
         *(None, None, None),

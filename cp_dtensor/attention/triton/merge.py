@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.triton_launch import Facts, Launch, cached_launch, facts
 from cp_dtensor.attention.triton import MAX_PARTS
-from cp_dtensor.attention.triton.common import addresses, place_of_program
+from cp_dtensor.attention.triton.common import addresses, lse_strides, place_of_program
 from cp_dtensor.spec.layouts import Span
 
 _SPANS = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
@@ -33,48 +33,62 @@ def lse_merge_kernel(
     out_ptr, lse_ptr, base_ptr, base_lse_ptr,
     part0_ptr, part0_lse_ptr, part1_ptr, part1_lse_ptr,
     rows, head_dim, heads,
-    out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h,
-    base_stride_b, base_stride_h, base_stride_s, base_lse_stride_b, base_lse_stride_h,
-    start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h,
-    start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h,
-    PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    out_stride_b, out_stride_h, out_stride_s, lse_stride_b, lse_stride_h, lse_stride_low,
+    base_stride_b, base_stride_h, base_stride_s, base_lse_stride_b, base_lse_stride_h, base_lse_stride_low,
+    start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h, p0_lse_low,
+    start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h, p1_lse_low,
+    SPLIT_LSE: tl.constexpr, PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program merges BLOCK_ROWS rows of one (batch, head).
+    """One program merges BLOCK_ROWS rows of one (batch, head). SPLIT_LSE: each LSE has two floats (`attention.lse`).
 
     Example, one row of head dim 1: base (1, log 1) and a part (5, log 3) become out 4, lse log 4.
     """
     row, dim, batch, head, in_rows, in_dims, in_tile = _tile(rows, head_dim, heads, BLOCK_ROWS, BLOCK_DIM)
     base_lse_ptrs = base_lse_ptr + batch * base_lse_stride_b + head * base_lse_stride_h + row.to(tl.int64)
     lse = tl.load(base_lse_ptrs, mask=in_rows, other=float("-inf")).to(tl.float32)
+    low = tl.zeros_like(lse)
+    if SPLIT_LSE:
+        low = tl.load(base_lse_ptrs + base_lse_stride_low, mask=in_rows, other=0.0).to(tl.float32)
     base_ptrs = addresses(base_ptr, batch, head, row, dim, base_stride_b, base_stride_h, base_stride_s)
     out = tl.load(base_ptrs, mask=in_tile, other=0.0).to(tl.float32)
     parts = (
-        (part0_ptr, part0_lse_ptr, start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h),
-        (part1_ptr, part1_lse_ptr, start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h),
+        (part0_ptr, part0_lse_ptr, start0, stop0, p0_b, p0_h, p0_s, p0_lse_b, p0_lse_h, p0_lse_low),
+        (part1_ptr, part1_lse_ptr, start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h, p1_lse_low),
     )
     for index in tl.static_range(PARTS):
-        ptr, part_lse_ptr, start, stop, stride_b, stride_h, stride_s, part_lse_b, part_lse_h = parts[index]
+        ptr, part_lse_ptr, start, stop, stride_b, stride_h, stride_s, lse_b, lse_h, lse_low = parts[index]
         in_part = (row >= start) & (row < stop)
-        part_lse_ptrs = part_lse_ptr + batch * part_lse_b + head * part_lse_h + (row - start).to(tl.int64)
+        part_lse_ptrs = part_lse_ptr + batch * lse_b + head * lse_h + (row - start).to(tl.int64)
         part_lse = tl.load(part_lse_ptrs, mask=in_part, other=float("-inf")).to(tl.float32)
         ptrs = addresses(ptr, batch, head, row - start, dim, stride_b, stride_h, stride_s)
         part = tl.load(ptrs, mask=in_part[:, None] & in_dims[None, :], other=0.0).to(tl.float32)
         largest = tl.maximum(lse, part_lse)
         seen = (lse != float("-inf")) | (part_lse != float("-inf"))  # also of NaN, which `maximum` ignores
         shift = tl.where(largest > float("-inf"), largest, 0.0)  # -inf - -inf would be NaN
-        weight = tl.exp(lse - shift)
-        part_weight = tl.exp(part_lse - shift)
+        if SPLIT_LSE:
+            part_low = tl.load(part_lse_ptrs + lse_low, mask=in_part, other=0.0).to(tl.float32)
+            weight = tl.exp(lse - shift + low)
+            part_weight = tl.exp(part_lse - shift + part_low)
+        else:
+            weight = tl.exp(lse - shift)
+            part_weight = tl.exp(part_lse - shift)
         total = weight + part_weight
         inverse = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
         out = out * (weight * inverse)[:, None] + part * (part_weight * inverse)[:, None]
-        lse = tl.where(seen, shift + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+        log_total = tl.log(tl.where(seen, total, 1.0))
+        lse = tl.where(seen, shift + log_total, float("-inf"))
+        if SPLIT_LSE:
+            low = tl.where(seen, (shift - lse) + log_total, 0.0)
 
     # Row values are replicated over the warps of a program: without this barrier one warp could store the merged LSE
     # in place before another has loaded the old one.
     tl.debug_barrier()
     out_ptrs = addresses(out_ptr, batch, head, row, dim, out_stride_b, out_stride_h, out_stride_s)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_tile)
-    tl.store(lse_ptr + batch * lse_stride_b + head * lse_stride_h + row.to(tl.int64), lse, mask=in_rows)
+    lse_ptrs = lse_ptr + batch * lse_stride_b + head * lse_stride_h + row.to(tl.int64)
+    tl.store(lse_ptrs, lse, mask=in_rows)
+    if SPLIT_LSE:
+        tl.store(lse_ptrs + lse_stride_low, low, mask=in_rows)
 
 
 def launch_merge(
@@ -93,10 +107,9 @@ def _merge_launch(
     out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
 ) -> Launch:
     """The launch for tensors of these shapes, strides and dtypes."""
-    assert all(of_lse.strides[-1] == 1 for of_lse in (lse, base_lse, *(part_lse for _, _, part_lse in parts)))
-    strides = (*out.strides[:3], *lse.strides[:2], *base_out.strides[:3], *base_lse.strides[:2])
-    sizes = [(*span, *part_out.strides[:3], *part_lse.strides[:2]) for span, part_out, part_lse in parts]
-    return _launch_of(lse_merge_kernel, out, strides, sizes)
+    strides = (*out.strides[:3], *lse_strides(lse), *base_out.strides[:3], *lse_strides(base_lse))
+    sizes = [(*span, *part_out.strides[:3], *lse_strides(part_lse)) for span, part_out, part_lse in parts]
+    return _launch_of(lse_merge_kernel, out, strides, 8, sizes, {"SPLIT_LSE": len(lse.shape) == 4})
 
 
 @triton.jit(do_not_specialize=["rows", "heads", *_SPANS, *_COUNTS])
@@ -142,17 +155,20 @@ def launch_sum(out: Tensor, base: Tensor, parts: Sequence[tuple[Span, Tensor]]) 
 def _sum_launch(out: Facts, base: Facts, parts: tuple[tuple[Span, Facts], ...]) -> Launch:
     """The launch for tensors of these shapes, strides and dtypes."""
     sizes = [(stack.shape[0], *span, *stack.strides[:4]) for span, stack in parts]
-    return _launch_of(part_sum_kernel, out, (*out.strides[:3], *base.strides[:3]), sizes)
+    return _launch_of(part_sum_kernel, out, (*out.strides[:3], *base.strides[:3]), 7, sizes, {})
 
 
-def _launch_of(kernel: Any, out: Facts, strides: tuple[int, ...], sizes: Sequence[tuple[int, ...]]) -> Launch:
-    """The launch of either kernel, with the 7 numbers of each part in `sizes`."""
+def _launch_of(
+    kernel: Any, out: Facts, strides: tuple[int, ...], count: int, sizes: Sequence[tuple[int, ...]],
+    constants: dict[str, object],
+) -> Launch:  # fmt: skip
+    """The launch of either kernel, with the `count` numbers of each part in `sizes`."""
     batch, heads, rows, head_dim = out.shape
     block_dim = triton.next_power_of_2(head_dim)
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
     return Launch(
         kernel,
         triton.cdiv(rows, block_rows) * heads * batch,
-        (rows, head_dim, heads, *strides, *sum(sizes, ()), *(0,) * 7 * (MAX_PARTS - len(sizes))),
-        {"PARTS": len(sizes), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
+        (rows, head_dim, heads, *strides, *sum(sizes, ()), *(0,) * count * (MAX_PARTS - len(sizes))),
+        {**constants, "PARTS": len(sizes), "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim},
     )

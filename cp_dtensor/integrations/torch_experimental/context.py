@@ -27,7 +27,12 @@ from cp_dtensor.api.extension import (
     never_compiled,
     refuse_unsupported_sdpa,
 )
-from cp_dtensor.integrations.torch_experimental.options import _cp_options, axis_group, default_layout
+from cp_dtensor.integrations.torch_experimental.options import (
+    _cp_options,
+    axis_group,
+    check_one_dim_each,
+    default_layout,
+)
 from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather, refuse_patched_rings
 
 
@@ -59,11 +64,7 @@ def context_parallel(
     refuse_patched_rings()
     tensors = checked_sequence("buffers", () if buffers is None else buffers)
     dims = checked_sequence("buffer_seq_dims", () if buffer_seq_dims is None else buffer_seq_dims)
-    if len(tensors) != len(dims):
-        raise ValueError(
-            "`seq_dims` must have the same number of elements as `buffers`: expected one sequence dim per buffer, got "
-            f"{len(tensors)} buffers and {len(dims)} dims"
-        )
+    check_one_dim_each(tensors, dims)
     dims = checked_buffers(tensors, dims, Contiguous())
     if not isinstance(no_restore_buffers, torch.Tensor):
         for tensor in no_restore_buffers or ():
@@ -222,7 +223,7 @@ class _ContextParallel(ParallelStyle):
 def _with_all_keys(
     seq_dim: int, group_name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments (query, key, value, ...) of flex_attention with the keys and values of all ranks."""
+    """The arguments (query, key, value, ...) of flex_attention with the keys and values of all ranks."""
     names = ("query", "key", "value")
     given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
     missing = [name for name in names if not isinstance(given.get(name), torch.Tensor)]
@@ -245,7 +246,7 @@ def _forward_of_shards(forward: Callable[..., Any], mesh: Mesh, seq_dim: int, *a
 
 
 def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:
-    """Returns the layout of the shards, and the global lengths recorded in it."""
+    """The layout of the shards, and the global lengths recorded in it."""
     group = axis_group(mesh)
     noted = _cp_options.orders.of_group(group)
     layouts = {layout for _, layout in noted}
@@ -265,7 +266,7 @@ def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:
 
 
 def _local_shard(value: Any, mesh: Mesh, seq_dim: int) -> Any:
-    """Returns the local tensor of a DTensor over the axis, other values unchanged."""
+    """The local tensor of a DTensor over the axis, other values unchanged."""
     if not isinstance(value, DTensor) or value.device_mesh.ndim != 1:
         return value
     if value.device_mesh.get_group() is not axis_group(mesh):

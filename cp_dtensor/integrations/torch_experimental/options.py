@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 from weakref import WeakKeyDictionary
 
@@ -48,11 +49,11 @@ class ShardOrders:
         noted[length, layout] = None
 
     def of_length(self, group: dist.ProcessGroup, length: int) -> list[Layout | None]:
-        """Returns the layouts in which sequences of this length were sharded, the latest last."""
+        """The layouts in which sequences of this length were sharded, the latest last."""
         return [layout for noted, layout in self.of_group(group) if noted == length]
 
     def of_group(self, group: dist.ProcessGroup) -> list[tuple[int, Layout | None]]:
-        """Returns all (length, layout), the latest last."""
+        """All (length, layout), the latest last."""
         return list(self._noted.get(group, {}))
 
     def forget(self) -> None:
@@ -127,7 +128,7 @@ def set_rotate_method(rotate_method: str) -> None:
 
 
 def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """Returns the call of `rank` on the keys of rank - i, under `_cp_options.enable_load_balance`."""
+    """The call of `rank` on the keys of rank - i, under `_cp_options.enable_load_balance`."""
     if not is_causal:
         return _CausalBehavior.NOT_IS_CAUSAL
     if i == 0:
@@ -136,8 +137,17 @@ def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> 
     return _CausalBehavior.NOT_IS_CAUSAL if is_seen else _CausalBehavior.SKIP
 
 
+def check_one_dim_each(buffers: Sequence[object], dims: Sequence[object]) -> None:
+    """Refuses more or fewer dims than buffers, in torch's words."""
+    if len(buffers) != len(dims):
+        raise ValueError(
+            "`seq_dims` must have the same number of elements as `buffers`: expected one sequence dim per buffer, got "
+            f"{len(buffers)} buffers and {len(dims)} dims"
+        )
+
+
 def axis_group(mesh: Mesh) -> dist.ProcessGroup:
-    """Returns the process group of a context-parallel axis."""
+    """The process group of a context-parallel axis."""
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, DeviceMesh):
@@ -150,13 +160,13 @@ def axis_group(mesh: Mesh) -> dist.ProcessGroup:
 
 
 def default_layout(length: int, world_size: int) -> Layout:
-    """Returns the layout of a context: torch's, so that its shards fit those of other helpers."""
+    """The layout of a context: torch's, so that its shards fit those of other helpers."""
     balanced = _cp_options.enable_load_balance and length % (2 * world_size) == 0
     return HeadTail() if balanced else Contiguous()
 
 
 def assumed_layout(group: dist.ProcessGroup, length: int) -> Layout:
-    """Returns the layout of shards for calls that do not name one, if all sequences of this length have one layout."""
+    """The layout of shards for calls that do not name one, if all sequences of this length have one layout."""
     orders = _cp_options.orders.of_length(group, length)
     if not orders:
         return default_layout(length, group.size())

@@ -31,13 +31,13 @@ _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
+    """The leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
     leaves, structure = tree_flatten(tree, is_leaf=is_leaf)
     return leaves, lambda others: tree_unflatten(others, structure)
 
 
 def simulated(mesh: DeviceMesh, tensor: Any, shard: Callable[[Any, int], torch.Tensor]) -> torch.Tensor | None:
-    """Returns the `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
+    """The `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
 
     Args:
         mesh: an axis; its ranks are those of the simulation.

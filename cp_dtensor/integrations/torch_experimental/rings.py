@@ -186,7 +186,7 @@ def _checked_call(
     is_causal: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Layout | None, str | None]:
-    """Returns the layout under a causal mask (None without one), and the name of a fused op (None for others)."""
+    """The layout under a causal mask (None without one), and the name of a fused op (None for others)."""
     layout = None
     if is_causal:
         if query.size(2) != key.size(2):
@@ -238,7 +238,7 @@ _BACKENDS = {
 def _fused_forward(
     name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Returns the results of a fused op; differentiable. There is no random state, since there is no dropout."""
+    """The results of a fused op; differentiable. There is no random state, since there is no dropout."""
     out, lse = ring_attention_by_backend(_BACKENDS[name], query, key, value, **arguments)
     if name == _CPU_FLASH:
         return out, lse
@@ -253,7 +253,7 @@ def _fused_forward(
 def _ring_arguments(
     group: dist.ProcessGroup, layout: Layout | None, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a ring attention from those of a fused op, except tensors."""
+    """The arguments of a ring attention from those of a fused op, except tensors."""
     mask = next((kwargs[name] for name in ("attn_bias", "attn_mask") if kwargs.get(name) is not None), None)
     refuse_unsupported_sdpa(mask, 0.0)
     if kwargs.get("return_debug_mask"):
@@ -280,16 +280,16 @@ class _Part(NamedTuple):
     is_causal: bool
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the call's part of a tensor of queries."""
+        """The call's part of a tensor of queries."""
         return tensor.narrow(2, self.first_query, tensor.size(2) - self.first_query) if self.first_query else tensor
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the call's part of keys, values or their gradients."""
+        """The call's part of keys, values or their gradients."""
         return tensor if self.keys is None else tensor.narrow(2, 0, self.keys)
 
 
 def _part_of(rank: int, source: int, length: int, layout: Layout | None, world_size: int) -> _Part | None:
-    """Returns the call of the queries of `rank` on the keys of `source`; None if no query sees them.
+    """The call of the queries of `rank` on the keys of `source`; None if no query sees them.
 
     `layout` is `Contiguous()` or `HeadTail()` under a causal mask, None without a mask.
     """
@@ -359,7 +359,7 @@ class _Transfer:
         )
 
     def wait(self) -> list[torch.Tensor]:
-        """Returns the received tensors, contiguous."""
+        """The received tensors, contiguous."""
         self._work.wait()
         pieces = self._received.split(self._sizes)
         return [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, self._like, strict=True)]
@@ -418,7 +418,7 @@ class _SDPAMerger:
         merge(total_out, total_lse, total_out, total_lse, [((0, out.size(2)), out, lse.contiguous())])
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `(out, lse)` over all keys, in the form and dtypes of the last call.
+        """`(out, lse)` over all keys, in the form and dtypes of the last call.
 
         Raises:
             RuntimeError: no call was merged.
@@ -430,7 +430,7 @@ class _SDPAMerger:
 
 
 def _without_padding(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns (B, H, S) of an LSE that may have a last dim of 1, or be padded to 32 rows by the efficient backend."""
+    """(B, H, S) of an LSE that may have a last dim of 1, or be padded to 32 rows by the efficient backend."""
     lse = lse.squeeze(-1) if lse.dim() == out.dim() else lse
     if out.dim() == 4 and lse.shape[:2] == out.shape[:2] and lse.size(-1) > out.size(2):
         lse = lse[..., : out.size(2)]

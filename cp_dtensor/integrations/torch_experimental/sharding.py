@@ -15,7 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from cp_dtensor import Contiguous, HeadTail, Layout, PerDocument, context_parallel_shard
 from cp_dtensor import context_parallel_unshard as unshard
 from cp_dtensor.api.extension import sequence_ranks, take_shard
-from cp_dtensor.integrations.torch_experimental.options import _cp_options, assumed_layout, axis_group
+from cp_dtensor.integrations.torch_experimental.options import (
+    _cp_options,
+    assumed_layout,
+    axis_group,
+    check_one_dim_each,
+)
 from cp_dtensor.integrations.torch_experimental.private import flatten_tree, simulated
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,7 +34,7 @@ def _context_parallel_shard(
     load_balancer: Any = None,
     batch_and_seq: tuple[int, int] | None = None,
 ) -> Any:
-    """Returns this rank's shards, in the structure of `buffers`.
+    """This rank's shards, in the structure of `buffers`.
 
     It changes no setting; it records the order of sequences of this length for `context_parallel_unshard` and
     `_ContextParallel`.
@@ -51,11 +56,7 @@ def _context_parallel_shard(
     """
     flat_buffers, rebuild = flatten_tree(buffers, lambda leaf: isinstance(leaf, BlockMask))
     flat_dims, _ = flatten_tree(seq_dims, lambda leaf: False)
-    if len(flat_buffers) != len(flat_dims):
-        raise ValueError(
-            "`seq_dims` must have the same number of elements as `buffers`: expected one sequence dim per buffer, got "
-            f"{len(flat_buffers)} buffers and {len(flat_dims)} dims"
-        )
+    check_one_dim_each(flat_buffers, flat_dims)
     return rebuild(
         [
             _shard_one(mesh, index, buffer, dim, load_balancer)
@@ -104,7 +105,7 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
 
 
 def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) -> torch.Tensor:
-    """Returns tokens (along `dim`) in the order of `indices`: (1, tokens), or (B, tokens) for each batch row."""
+    """Tokens (along `dim`) in the order of `indices`: (1, tokens), or (B, tokens) for each batch row."""
     indices = indices.to(tensor.device)
     if indices.size(0) == 1:
         return tensor.index_select(dim, indices[0])
@@ -121,7 +122,7 @@ def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) 
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], load_balancer: Any = None
 ) -> list[torch.Tensor]:
-    """Returns whole tensors on every rank from the ranks' shards.
+    """Whole tensors on every rank from the ranks' shards.
 
     Args:
         mesh: the context-parallel axis.
@@ -138,8 +139,7 @@ def context_parallel_unshard(
         TypeError, ValueError: arguments that do not fit; sequences of this length were sharded in several orders.
     """
     group = axis_group(mesh)
-    if len(buffers) != len(seq_dims):
-        raise ValueError(f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(seq_dims)} dims")
+    check_one_dim_each(buffers, seq_dims)
     local = [buffer.size(dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
     by_rank = sequence_ranks(group).gather_integers(local, buffers[0].device) if local else []
     lengths = [sum(lengths) for lengths in zip(*by_rank, strict=True)]
@@ -166,7 +166,7 @@ class _LoadBalancer(ABC):
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> torch.Tensor | None:
-        """Returns indices so that `x[indices]` is in balanced order; with `restore`, those of the inverse permutation.
+        """Indices so that `x[indices]` is in balanced order; with `restore`, those of the inverse permutation.
 
         Returns:
             (1, S), or (B, S) if batch rows differ; None for no permutation.
@@ -286,14 +286,14 @@ class _PTRRLoadBalancer(_LoadBalancer):
 
 
 def _layout_positions(layout: Layout, length: int, world_size: int, device: Any) -> torch.Tensor:
-    """Returns (S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
+    """(S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
     segments = [segment for rank in range(world_size) for segment in layout.segments(length, rank, world_size)]
     parts = [torch.arange(segment.start, segment.start + segment.length, device=device) for segment in segments]
     return torch.cat(parts)
 
 
 def _balancer_indices(balancer: Any, length: int, restore: bool = False) -> torch.Tensor | None:
-    """Returns the permutation of a balancer of these classes, of torch's or of the program's own; None for None."""
+    """The permutation of a balancer of these classes, of torch's or of the program's own; None for None."""
     if balancer is None:
         return None
     if not hasattr(balancer, "_generate_indices"):
@@ -308,7 +308,7 @@ def _balancer_indices(balancer: Any, length: int, restore: bool = False) -> torc
 
 
 def _balancer_layout(balancer: Any, length: int, world_size: int) -> Layout | None:
-    """Returns the layout that has a balancer's order, None if no layout has it."""
+    """The layout that has a balancer's order, None if no layout has it."""
     if getattr(balancer, "world_size", world_size) != world_size:
         raise ValueError(
             f"expected a load balancer for {world_size} ranks, got one for {balancer.world_size}, "
@@ -338,7 +338,7 @@ def _create_cp_block_mask(
     device_mesh: Any = None,
     load_balancer: Any = None,
 ) -> BlockMask:
-    """Returns the mask of this rank's queries and the keys of all ranks, rank after rank.
+    """The mask of this rank's queries and the keys of all ranks, rank after rank.
 
     Before torch 2.15 there is no `BLOCK_SIZE`, and `device_mesh` is the sixth argument; both ways of calling work here.
 
@@ -380,7 +380,7 @@ def _block_mask_of_rank(
     mesh: DeviceMesh,
     order: torch.Tensor | None,
 ) -> BlockMask:
-    """Returns this rank's rows of a mask of `shape` (batch rows, heads, queries, keys).
+    """This rank's rows of a mask of `shape` (batch rows, heads, queries, keys).
 
     `order` is (1 or B, S), the global position of each token, rank after rank; None for contiguous shards.
     """

@@ -104,7 +104,7 @@ class Case:
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
     def layout_value(self, name: str | None = None) -> Layout:
-        """Returns the layout of a name, by default that of the case.
+        """The layout of a name, by default that of the case.
 
         Raises:
             ValueError: the layout does not fit the mask.
@@ -112,7 +112,7 @@ class Case:
         return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
 
     def layout_refusal(self, name: str | None = None) -> str | None:
-        """Returns the reason why there is no such layout; None if there is."""
+        """The reason why there is no such layout; None if there is."""
         try:
             self.layout_value(name)
         except ValueError as error:
@@ -120,7 +120,7 @@ class Case:
         return None
 
     def flops(self, pass_name: str) -> float:
-        """Returns the floating point operations of a pass over the whole sequence; masked pairs do not count.
+        """The floating point operations of a pass over the whole sequence; masked pairs do not count.
 
         >>> Case(1024, Heads(32, 8), 128, 1, "bfloat16", "full", "HeadTail", "auto").flops("fwd")
         17179869184.0
@@ -132,7 +132,7 @@ class Case:
 def grid(
     seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str], **fixed: Any
 ) -> tuple[Case, ...]:
-    """Returns all combinations, those with few keys first, so that buffers never exceed the needs of a case.
+    """All combinations, those with few keys first, so that buffers never exceed the needs of a case.
 
     `fixed` are the other fields of all cases.
     """
@@ -156,11 +156,11 @@ class Inputs:
     grad_out: torch.Tensor
 
     def contiguous(self) -> Inputs:
-        """Returns the same numbers in (B, heads, S, D) memory."""
+        """These numbers in (B, heads, S, D) memory."""
         return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
 
     def with_expanded_kv(self) -> Inputs:
-        """Returns the same problem without GQA: each K/V head repeated for the query heads that read it."""
+        """This problem without GQA: each K/V head repeated for the query heads that read it."""
         group = self.q.size(1) // self.k.size(1)
         k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
         return Inputs(self.q, k, v, self.grad_out)
@@ -181,7 +181,7 @@ class Source:
         return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
 
     def inputs(self, case: Case, select: Select) -> Inputs:
-        """Returns the selected tokens of all heads."""
+        """The selected tokens of all heads."""
         tensors = []
         counts = {"q": case.heads.q, "k": case.heads.kv, "v": case.heads.kv, "grad_out": case.heads.q}
         for name, heads in counts.items():
@@ -199,7 +199,7 @@ class Shards(ABC):
 
     @abstractmethod
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        """Returns the function that selects a rank's tokens."""
+        """The function that selects a rank's tokens."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class ByLayout(Shards):
 
 
 def shard_of(layout: Layout, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-    """Returns the function that selects the tokens that a layout assigns to a rank."""
+    """The function that selects the tokens that a layout assigns to a rank."""
     indices = []  # (batch rows, positions) of each group of rows that is divided alike
     for group, rows in enumerate(layout.batch_groups(case.batch)):
         segments = layout.segments(case.seq_len, rank, world_size, group)
@@ -245,17 +245,17 @@ class Method:
 
     name: str
     attention: Callable[[Case, torch.device], Attention]
-    """Returns the attention of a case."""
+    """The attention of a case."""
     refusal: Callable[[Case, int], str | None] = lambda case, world_size: None
-    """Returns the reason why a case on so many ranks is not measured; None if it is."""
+    """The reason why a case on so many ranks is not measured; None if it is."""
     workspace_bytes: Callable[[torch.device], int] = lambda device: 0
-    """Returns the bytes that the method holds outside of torch's allocator."""
+    """The bytes that the method holds outside of torch's allocator."""
     context: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
-    """Returns the context in which the attention is made and runs, forward and backward."""
+    """The context in which the attention is made and runs, forward and backward."""
     shards: Shards = field(default_factory=ByLayout)
     """Tokens of each rank. With `AllTokens`, rank 0 works alone."""
     suits: Callable[[Case], bool] = lambda case: True
-    """Returns False for cases that get no row."""
+    """False for cases that get no row."""
     by_default: bool = True
     """True if the method is measured when no methods are named."""
     captured: bool = False
@@ -265,7 +265,7 @@ class Method:
     may_expand_kv: bool = False
     """True if the method is retried with repeated K/V heads where it fails with shared ones."""
     predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
-    """Returns the time of a case and pass that the library's cost model predicts, on the slowest rank."""
+    """The time of a case and pass that the library's cost model predicts, on the slowest rank."""
 
     @property
     def alone(self) -> bool:

@@ -174,7 +174,7 @@ def start(command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds
 def _measure(
     options: argparse.Namespace, ranks: Ranks, device: Device, command: str
 ) -> tuple[Sequence[Row], GroupLost | None]:
-    """Returns all rows, and the error that ended the run early."""
+    """All rows, and the error that ended the run early."""
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
     total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.methods)
@@ -215,7 +215,7 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
 
 
 def progress(total: int, visible: bool) -> Callable[[Row], None]:
-    """Returns a function that prints a line on stderr for each finished row of `total`, if `visible`."""
+    """A function that prints a line on stderr for each finished row of `total`, if `visible`."""
     numbers = count(1)
 
     def report(row: Row) -> None:

@@ -34,7 +34,7 @@ class Outcome:
 def relative_errors(
     case: Case, source: Source, outcomes: Mapping[K, Outcome], ranks: Ranks
 ) -> dict[K, dict[str, float]]:
-    """Returns relative Frobenius errors of the whole tensors, by name; a collective.
+    """Relative Frobenius errors of the whole tensors, by name; a collective.
 
     `outcomes` are the results of this rank; ranks may have different keys, for methods that run on some ranks only. The
     result has every key that any rank has.
@@ -58,7 +58,7 @@ def relative_errors(
 def _squares(
     case: Case, source: Source, outcomes: Mapping[K, Outcome]
 ) -> tuple[dict[tuple[K, str], float], dict[str, float]]:
-    """Returns sums of squares: of this rank's differences by key and name, and of the whole reference by name."""
+    """Sums of squares: of this rank's differences by key and name, and of the whole reference by name."""
     differences: dict[tuple[K, str], float] = {}
     truths = dict.fromkeys(ERRORS, 0.0)
     for name, head, truth in _reference_heads(case, source):
@@ -88,7 +88,7 @@ def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, tor
 
 
 def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
-    """Returns (2, S) on the CPU: the first key that each query sees, and the key after the last one.
+    """(2, S) on the CPU: the first key that each query sees, and the key after the last one.
 
     >>> from cp_dtensor import SlidingWindow
     >>> seen_keys(SlidingWindow(1, 0), 3).tolist()

@@ -31,7 +31,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 
 def flex_methods() -> list[Method]:
-    """Returns the methods of FlexAttention, in the layout of the case and in each other layout."""
+    """The methods of FlexAttention, in the layout of the case and in each other layout."""
     shards: dict[str, ByLayout | InBlocks] = {"flex": ByLayout(), "flex BalancedBlocks": InBlocks()}
     shards.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     return [
@@ -104,7 +104,7 @@ def _refusal(shards: ByLayout | InBlocks, case: Case, world_size: int) -> str | 
 
 
 def mask_mod(case: Case, device: torch.device) -> MaskMod:
-    """Returns the mask of a case as a function of positions."""
+    """The mask of a case as a function of positions."""
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()) as documents:
             lengths = torch.tensor(documents.lengths)
@@ -123,7 +123,7 @@ def mask_mod(case: Case, device: torch.device) -> MaskMod:
 
 @lru_cache(maxsize=1)
 def whole_mask(case: Case, device: torch.device) -> BlockMask:
-    """Returns the block mask of `create_block_mask`, which would hold all pairs in memory or have to be compiled.
+    """The block mask of `create_block_mask`, which would hold all pairs in memory or have to be compiled.
 
     The length of the case is a multiple of `BLOCK`.
     """
@@ -139,6 +139,6 @@ def whole_mask(case: Case, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the number of blocks of each row, (1, 1, rows), and their columns first, (1, 1, rows, columns)."""
+    """The number of blocks of each row, (1, 1, rows), and their columns first, (1, 1, rows, columns)."""
     listed = blocks[None, None].to(torch.int32)
     return listed.sum(-1, dtype=torch.int32), listed.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

@@ -72,7 +72,7 @@ class Ranks:
         self._round = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order. Waits on the host; values must be picklable."""
+        """The values of all ranks, in rank order. Waits on the host; values must be picklable."""
         self._round += 1
         self._store.set(self._key(self._round, self.rank), base64.b64encode(pickle.dumps(value)).decode())
         keys = [self._key(self._round, rank) for rank in range(self.world_size)]
@@ -116,7 +116,7 @@ class Ranks:
 
 
 def _kind(error: str) -> str:
-    """Returns the beginning of an error message without digits: equal for errors with one cause on several ranks."""
+    """The beginning of an error message without digits: equal for errors with one cause on several ranks."""
     return "".join(letter for letter in error if not letter.isdigit())[:50]
 
 
@@ -136,7 +136,7 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def time_ms(self, call: Call) -> float:
-        """Returns the milliseconds from the start of a call to the end of all that it launched."""
+        """The milliseconds from the start of a call to the end of all that it launched."""
         if not self._is_gpu:
             begin = time.perf_counter()
             call()
@@ -149,7 +149,7 @@ class Device:
         return start.elapsed_time(end)
 
     def launch_us(self, call: Call, calls: int) -> float | None:
-        """Returns the host's median microseconds of a call among calls without waits; None on CPUs."""
+        """The host's median microseconds of a call among calls without waits; None on CPUs."""
         if not self._is_gpu:
             return None
         seconds = []
@@ -192,7 +192,7 @@ class Device:
         return graph.replay
 
     def kernels_of(self, call: Call) -> tuple[str, ...]:
-        """Returns the kernels that take a tenth or more of the GPU's time of a call, the longest first; none on CPUs.
+        """The kernels that take a tenth or more of the GPU's time of a call, the longest first; none on CPUs.
 
         Kernels of attention have the name of their library.
         """
@@ -245,7 +245,7 @@ class Work:
             leaf.grad = None
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """Returns copies of out, or of (out, dq, dk, dv); dK and dV of repeated heads are summed in float64."""
+        """Copies of out, or of (out, dq, dk, dv); dK and dV of repeated heads are summed in float64."""
         assert self._out is not None, "no call has run yet"
         results = [self._out]
         for leaf, heads in zip(self._leaves, (self._leaves[0].size(1), self._kv_heads, self._kv_heads), strict=True):
@@ -268,7 +268,7 @@ class Effort:
     """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
 
     def repeats_of(self, call_ms: float) -> int:
-        """Returns how often a call is timed.
+        """The number of times that a call is timed.
 
         >>> effort = Effort(repeats=20, seconds=3.0)
         >>> [effort.repeats_of(call_ms) for call_ms in (1.0, 300.0, 4000.0)]
@@ -287,7 +287,7 @@ def measure(
     *,
     captured: bool,
 ) -> dict[str, Any]:
-    """Returns the numbers of repeated calls, fields of a `Row`; afterwards `work` has the results of the last call.
+    """The numbers of repeated calls, fields of a `Row`; afterwards `work` has the results of the last call.
 
     Args:
         work: work of this rank on `device`; None if only rank 0 works.

@@ -32,7 +32,7 @@ from cp_dtensor.tools.parsing import LAYOUTS
 
 
 def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False) -> tuple[Method, ...]:
-    """Returns the methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
+    """The methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
     With `graph` and `compiled`, this library's methods are added as CUDA graphs and under torch.compile.
 
@@ -111,7 +111,7 @@ def _kernels(case: Case, device: torch.device) -> Attention:
 
 
 def kernel_attention(mask: RowMask, dropout: Dropout | None = None) -> Attention:
-    """Returns attention by the library's masked kernels on one device."""
+    """Attention by the library's masked kernels on one device."""
     return lambda q, k, v: _Kernels.apply(q, k, v, mask, dropout)
 
 
@@ -168,7 +168,7 @@ class Split:
         return case.layout_refusal(self.layout)
 
     def workspace_bytes(self, device: torch.device) -> int:
-        """Returns the bytes of symmetric memory, which torch's allocator does not count; all calls share it."""
+        """The bytes of symmetric memory, which torch's allocator does not count; all calls share it."""
         never_uses_it = self.method == "ring" and self.rotate_method in ("allgather", "alltoall")
         return 0 if never_uses_it else allocated_bytes(device)
 

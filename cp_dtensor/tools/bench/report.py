@@ -97,29 +97,29 @@ class Results:
     rows: tuple[Row, ...]
 
     def ideal_of(self, row: Row) -> Row | None:
-        """Returns the fastest `ideal` of a row's case and pass."""
+        """The fastest `ideal` of a row's case and pass."""
         ideals = (other for other in self._beside(row) if other.is_ideal)
         return min(ideals, key=lambda other: other.median_ms, default=None)
 
     def percent_of_ideal(self, row: Row) -> float | None:
-        """Returns the time of `ideal` as a percentage of the row's; more than 100 is faster than `ideal`."""
+        """The time of `ideal` as a percentage of the row's; more than 100 is faster than `ideal`."""
         ideal = self.ideal_of(row)
         return None if ideal is None or row.status != MEASURED else 100 * ideal.median_ms / row.median_ms
 
     def times_others(self, row: Row) -> float | None:
-        """Returns the speedup over the fastest method that is neither this library's nor `ideal`."""
+        """The speedup over the fastest method that is neither this library's nor `ideal`."""
         beside = self._beside(row)
         others = [each.median_ms for each in beside if not each.is_ideal and not each.method.startswith(OURS_PREFIX)]
         return min(others) / row.median_ms if others and row.status == MEASURED else None
 
     def error_ratios(self, row: Row) -> dict[str, float]:
-        """Returns the row's errors over those of `ideal`."""
+        """The row's errors over those of `ideal`."""
         ideal = self.ideal_of(row)
         known = {} if ideal is None else ideal.errors
         return {name: error / known[name] for name, error in row.errors.items() if known.get(name)}
 
     def to_json(self) -> str:
-        """Returns all rows as JSON, with the derived numbers."""
+        """All rows as JSON, with the derived numbers."""
         rows = [{**dataclasses.asdict(row), **self._derived(row)} for row in self.rows]
         return json.dumps({**vars(self), "rows": rows}, indent=1)
 
@@ -189,14 +189,14 @@ rank's contiguous part; gradients are reduce-scattered in the inputs' dtype."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a Markdown table; the caller formats numbers."""
+    """A Markdown table; the caller formats numbers."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def markdown(results: Results) -> str:
-    """Returns the report of a benchmark run."""
+    """The report of a benchmark run."""
     sections = [
         f"# Benchmark, {results.world_size} {'rank' if results.world_size == 1 else 'ranks'}",
         results.environment,
@@ -211,7 +211,7 @@ def markdown(results: Results) -> str:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Returns the rows of each table by its title: rows that differ in length and method only."""
+    """The rows of each table by its title: rows that differ in length and method only."""
     tables: dict[str, list[Row]] = {}
     for row in results.rows:
         case = row.case
@@ -226,7 +226,7 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def table(results: Results, rows: list[Row]) -> str:
-    """Returns rows as a Markdown table, with a column for each error that some row has."""
+    """Rows as a Markdown table, with a column for each error that some row has."""
     names = [name for name in ERRORS if any(name in row.errors for row in rows)]
     header = [*_COLUMNS, *(f"error of {name}" for name in names)]
     return markdown_table(header, [[*_cells(results, row), *_error_cells(results, row, names)] for row in rows])
@@ -267,12 +267,12 @@ def _formatted(value: float | None, pattern: str) -> str:
 
 
 def _significant(value: float) -> str:
-    """Returns a number with three digits, more if they are before the point."""
+    """A number with three digits, more if they are before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _plain(text: str) -> str:
-    """Returns text that fits into a table cell."""
+    """Text that fits into a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

@@ -31,11 +31,11 @@ class Trial:
     method: Method
 
     def row(self, status: str, message: str = "", **measured: Any) -> Row:
-        """Returns the row of the trial; `measured` are numbers of a measurement."""
+        """The row of the trial; `measured` are numbers of a measurement."""
         return Row(self.case, self.pass_name, self.method.name, status, message, **measured)
 
     def failed_row(self, failure: Failed) -> Row:
-        """Returns the row of a method that raised; NotImplementedError means that it does not support the case."""
+        """The row of a method that raised; NotImplementedError means that it does not support the case."""
         return self.row(REFUSED if str(failure).startswith("NotImplementedError") else ERROR, str(failure))
 
 
@@ -58,7 +58,7 @@ class Suite:
     """Called with each row as soon as it is measured, before its errors are known."""
 
     def run(self, case: Case, passes: tuple[str, ...], methods: tuple[Method, ...]) -> list[Row]:
-        """Returns the rows of a case, of the methods that suit it.
+        """The rows of a case, of the methods that suit it.
 
         Raises:
             GroupLost: no further case can run. The rows so far have been reported.
@@ -122,7 +122,7 @@ class Suite:
         return case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
 
     def _inputs(self, case: Case, shards: Shards) -> tuple[Inputs | None, Select]:
-        """Returns this rank's inputs (None if it does not take part) and the function that selects its tokens."""
+        """This rank's inputs (None if it does not take part) and the function that selects its tokens."""
 
         def draw() -> tuple[Inputs, Select]:
             select = shards.select(case, self.ranks.rank, self.ranks.world_size, self.device.torch_device)
@@ -132,7 +132,7 @@ class Suite:
         return self.ranks.on_each(draw, takes_part) or (None, all_tokens)
 
     def _row(self, trial: Trial, inputs: Inputs | None) -> tuple[Row, Tensors | None]:
-        """Returns the row, and this rank's results if they are to be checked."""
+        """The row, and this rank's results if they are to be checked."""
         case, method = trial.case, trial.method
         failures: list[Failed] = []
         for expand_kv in (False, True) if case.enable_gqa and method.may_expand_kv else (False,):
@@ -155,7 +155,7 @@ class Suite:
         return trial.failed_row(failures[0]), None
 
     def _prepared(self, trial: Trial, inputs: Inputs | None, expand_kv: bool, stack: ExitStack) -> Work | None:
-        """Returns the work, usable while the stack is open; None if this rank does not take part."""
+        """The work, usable while the stack is open; None if this rank does not take part."""
 
         def prepare() -> Work:
             assert inputs is not None

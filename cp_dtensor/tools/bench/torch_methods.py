@@ -28,7 +28,7 @@ from cp_dtensor.tools.bench.report import TORCH_PREFIX
 
 
 def torch_methods() -> list[Method]:
-    """Returns a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
+    """A method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     rings = [
@@ -60,7 +60,7 @@ def torch_methods() -> list[Method]:
 
 
 def sdpa(case: Case, device: torch.device) -> Attention:
-    """Returns torch's attention under a plain mask."""
+    """Torch's attention under a plain mask."""
     is_causal = case.mask == "causal"
     # The attribute is looked up at each call, since torch's context parallel replaces it.
     return lambda q, k, v: F.scaled_dot_product_attention(
@@ -80,7 +80,7 @@ def allowed_backend(case: Case, device: torch.device) -> AbstractContextManager[
 
 @lru_cache
 def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh:
-    """Returns the mesh of all ranks, of two axes if the size of the inner one is given."""
+    """The mesh of all ranks, of two axes if the size of the inner one is given."""
     world_size = dist.get_world_size()
     if inner_size is None:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
@@ -144,7 +144,7 @@ class Rearranged(Shards):
 
 @lru_cache
 def _balancer(name: str, case: Case, world_size: int, device: torch.device) -> Any:
-    """Returns a load balancer: "HeadTail", "PerDocument" or "PTRR" (blocks by the number of keys that they see)."""
+    """A load balancer: "HeadTail", "PerDocument" or "PTRR" (blocks by the number of keys that they see)."""
     from torch.distributed.tensor.experimental import _attention
 
     check_device(device)
@@ -228,7 +228,7 @@ class VarlenArguments:
 
 
 def _documents(case: Case) -> tuple[list[Span], Span]:
-    """Returns the documents of a mask, and the window in each: keys before and after a query, -1 for all."""
+    """The documents of a mask, and the window in each: keys before and after a query, -1 for all."""
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()):
             return list(pairwise(cu_seqlens)), (-1, 0)
@@ -240,14 +240,14 @@ def _documents(case: Case) -> tuple[list[Span], Span]:
 
 
 def varlen_refusal(case: Case, world_size: int) -> str | None:
-    """Returns the reason why varlen attention of a case is not measured; None if it is."""
+    """The reason why varlen attention of a case is not measured; None if it is."""
     if case.batch != 1:
         return "the method is for one batch row"
     return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
 
 
 def varlen_on_one_gpu(case: Case, device: torch.device) -> Attention:
-    """Returns attention of a case with a batch of one, of documents or a window."""
+    """Attention of a case with a batch of one, of documents or a window."""
     documents, window = _documents(case)
     attend = _varlen(VarlenArguments.of(documents, (0, case.seq_len)), window, device)
     return lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
@@ -278,7 +278,7 @@ def _gathered(case: Case, device: torch.device) -> Attention:
 
 
 def _varlen(arguments: VarlenArguments, window: Span, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Returns attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
+    """Attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
     edges = arguments.cu_seqlens_q, arguments.cu_seqlens_k
     cu_seqlens = [torch.tensor(each, dtype=torch.int32, device=device) for each in edges]
     longest = [max(stop - start for start, stop in pairwise(each)) for each in edges]
@@ -304,10 +304,10 @@ class _Gathered(torch.autograd.Function):
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Returns (1, H, S, D) as (S, H, D)."""
+    """(1, H, S, D) as (S, H, D)."""
     return x[0].transpose(0, 1)
 
 
 def _tokens_last(x: torch.Tensor) -> torch.Tensor:
-    """Returns (S, H, D) as (1, H, S, D)."""
+    """(S, H, D) as (1, H, S, D)."""
     return x.transpose(0, 1).unsqueeze(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -40,6 +41,41 @@ def run(group: Group, seed: int, shared_queues: bool = False) -> str | None:
         if machine.error:
             return machine.error
     return None if machine.flags == group.first_flags() else "flags are left in another state"
+
+
+def run_with_death(group: Group, seed: int, dead: int) -> list[set[int]]:
+    """Runs everything, but one rank stops at a random place of each of its streams, and a watchdog frees the others.
+
+    Whenever no stream can go on, the watchdog of each rank that waits sets all flags of the rank.
+
+    Returns:
+        For each wait when that happens first, the ranks that have not set the flag.
+
+    Raises:
+        AssertionError: the streams of the ranks that live do not end.
+    """
+    choice = random.Random(seed)
+    lanes = {lane: rank for rank, of_group in enumerate(group.ranks) for lane in of_group.lanes}
+    left = {lane: list(reversed(ops)) for lane, ops in group.lanes.items()}
+    for lane in group.ranks[dead].lanes:
+        left[lane] = left[lane][choice.randint(0, len(left[lane])) :]
+    machine, missing = _Machine(group), list[set[int]]()
+    while any(left[lane] for lane, rank in lanes.items() if rank != dead):
+        waiting, moved = [lane for lane, ops in left.items() if ops], False
+        for lane in choice.sample(waiting, len(waiting)):
+            while left[lane] and machine.do(left[lane][-1]):
+                left[lane].pop()
+                moved = True
+        if moved:
+            continue
+        waits = [(lanes[lane], left[lane][-1]) for lane in waiting if lanes[lane] != dead]
+        waits = [(rank, op[1]) for rank, op in waits if op[0] == "wait"]
+        assert waits, "streams of ranks that live wait for events that never come"
+        if not missing:
+            missing = [group.missing(rank, address, machine.flags) for rank, address in waits]
+        for rank, _ in waits:
+            machine.flags.update(dict.fromkeys(itertools.chain(*group.awaited(rank)), 1))
+    return missing
 
 
 class _Machine:

@@ -51,6 +51,7 @@ class Stream:
 
     def enter_lane(self, is_capturing: bool) -> None:
         self.is_capturing, self.lane = is_capturing, self.rank.group.new_id()
+        self.rank.lanes.append(self.lane)
         self.clock: dict[int, int] = {}
 
     def submit(self, *op: Any) -> None:
@@ -83,6 +84,8 @@ class Rank:
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self._rank = group, rank
         self.submitted: list[Op] = []
+        self.lanes: list[int] = []
+        """The lanes of its streams and graphs."""
         self.signalled: Counter[str] = Counter()
         """By "kv" and "grads": how often this rank has set the READY flag."""
         self.reads: list[tuple[int, int]] = []
@@ -294,6 +297,15 @@ class Group:
             for address, memory in zip(self.workspaces[0].addresses, self.buffer.bytes_of, strict=True)
             for index, word in enumerate(memory[: 4 * count].view(torch.int32).tolist())
         }
+
+    def awaited(self, rank: int) -> list[list[int]]:
+        """Returns the addresses of the flags in a rank's memory: by flag, then by the rank that sets it."""
+        return self.workspaces[rank].flags._awaited
+
+    def missing(self, rank: int, address: int, flags: dict[int, int]) -> set[int]:
+        """Returns the ranks that have not set the flag of which one word is at `address`."""
+        words = next(addresses for addresses in self.awaited(rank) if address in addresses)
+        return {setter for setter, word in enumerate(words) if not flags[word]}
 
     def _statuses(self) -> set[int]:
         return {workspace.flags.status.addresses(flag)[0] for workspace in self.workspaces for flag in Flag}

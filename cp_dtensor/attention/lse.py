@@ -1,0 +1,67 @@
+"""The LSE of rows: the log of the softmax denominator as one float, or as two floats whose sum it is.
+
+Many models hide keys by an additive bias of -1e9 or `finfo.min`. A row that sees n such keys and no other has the LSE
+-1e9 + log(n), and float32 has no digits for log(n) beside 1e9: weights exp(logit - lse) would be 1 instead of 1/n.
+With an additive bias an LSE is therefore split: (B, H, S, 2), of which [..., 0] is the rounded LSE and [..., 1] what
+rounding lost. Other LSEs are (B, H, S). Each of the two floats is contiguous along S, in memory (2, B, H, S).
+
+Source: Dekker, "A floating-point technique for extending the available precision" (1971), Fast2Sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def empty_lse(like: Tensor, shape: Sequence[int], dtype: torch.dtype, is_split: bool) -> Tensor:
+    """An uninitialised LSE of rows of `shape` (B, H, S)."""
+    return like.new_empty((2, *shape), dtype=dtype).movedim(0, -1) if is_split else like.new_empty(shape, dtype=dtype)
+
+
+def is_split(lse: Tensor) -> bool:
+    """True for (B, H, S, 2)."""
+    return lse.dim() == 4
+
+
+def rounded_lse(lse: Tensor) -> Tensor:
+    """The LSE as one float, (B, H, S)."""
+    return lse[..., 0] if lse.dim() == 4 else lse
+
+
+def set_to_no_keys(lse: Tensor) -> None:
+    """Sets the LSE to that of rows without keys, -inf."""
+    lse.zero_()
+    rounded_lse(lse).fill_(float("-inf"))
+
+
+def store_sum(lse: Tensor, large: Tensor, small: Tensor) -> None:
+    """Writes large + small to an LSE; |large| >= |small|, or a split LSE is less precise. Both are (B, H, S).
+
+    >>> lse = torch.empty(1, 1, 1, 2)
+    >>> store_sum(lse, torch.full((1, 1, 1), -1e9), torch.full((1, 1, 1), 3.0))
+    >>> lse.tolist()
+    [[[[-1000000000.0, 3.0]]]]
+    """
+    total = large + small
+    rounded_lse(lse).copy_(total)
+    if is_split(lse):
+        lse[..., 1].copy_(torch.where(total.isinf(), 0.0, (large - total) + small))
+
+
+def without(lse: Tensor, of: Tensor) -> Tensor:
+    """`of` - lse for `of` (B, H, S, T), in its dtype and in place; `of` for rows without keys.
+
+    >>> without(torch.tensor([[[-1e9, 3.0]]]).unsqueeze(0), torch.full((1, 1, 1, 2), -1e9))
+    tensor([[[[-3., -3.]]]])
+    """
+    lse = lse.to(of.dtype)
+    of.sub_(torch.where(rounded_lse(lse) == float("-inf"), 0.0, rounded_lse(lse)).unsqueeze(-1))
+    return of.sub_(lse[..., 1].unsqueeze(-1)) if is_split(lse) else of
+
+
+def dense_lse(lse: Tensor) -> Tensor:
+    """The LSE in the memory order of `empty_lse`, without a copy if it has that order."""
+    return lse.movedim(-1, 0).contiguous().movedim(0, -1) if is_split(lse) else lse.contiguous()

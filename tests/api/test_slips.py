@@ -1,0 +1,261 @@
+"""Mistakes of users that shards alone do not show: found by comparing ranks at the first entry and the first call."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.problems import shard
+from support.ranks import run_ranks
+
+from cp_dtensor import Contiguous, HeadTail, SlidingWindow, context_parallel
+from cp_dtensor._torch import content_hash
+from cp_dtensor.api.extension import local_sdpa
+
+RANKS = 3
+LENGTH = 12
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def attend(q: torch.Tensor, k: torch.Tensor | None = None, is_causal: bool = True) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, q if k is None else k, q if k is None else k, is_causal=is_causal)
+
+
+def refused(body: Callable[[int], object], ranks: int = RANKS) -> str:
+    """The message of the ValueError that every rank raises alike."""
+    errors = errors_by_rank(ranks, body)
+    assert {type(error) for error in errors} == {ValueError}
+    (message,) = {str(error) for error in errors}
+    return message
+
+
+# Entry
+
+
+def _shards(rank: int) -> list[torch.Tensor]:
+    return [shard(torch.arange(LENGTH), HeadTail(), rank, RANKS, 0), torch.ones(2, LENGTH)]
+
+
+def _another_batch(rank: int) -> list[torch.Tensor]:
+    return [torch.arange(LENGTH) + (rank == 1), torch.ones(2, LENGTH)]
+
+
+def _other_lengths(rank: int) -> list[torch.Tensor]:
+    return [torch.arange(LENGTH + (rank == 1)), torch.ones(2, LENGTH)]
+
+
+def _another_dtype(rank: int) -> list[torch.Tensor]:
+    return [torch.arange(LENGTH, dtype=torch.int32 if rank == 1 else torch.int64), torch.ones(2, LENGTH)]
+
+
+def _fewer(rank: int) -> list[torch.Tensor]:
+    return [torch.arange(LENGTH), torch.ones(2, LENGTH)][: 1 + (rank != 1)]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(
+    ("buffers_of", "message"),
+    [
+        (_shards, r"about buffer 0: rank 1 says 'int64 \(4,\), .*, rank 2 says .*, the others"),
+        (
+            _another_batch,
+            r"about buffer 0: rank 1 says 'int64 \(12,\), sequence dim 0, contents \w+', the others 'int64",
+        ),
+        (_other_lengths, r"about buffer 0: rank 1 says 'int64 \(13,\).*the others 'int64 \(12,\)"),
+        (_another_dtype, r"about buffer 0: rank 1 says 'int32"),
+        (_fewer, r"about the number of buffers: rank 1 says 1, the others 2; about buffer 1: rank 1 says None"),
+    ],
+)
+def test_buffers_that_differ_between_ranks(
+    buffers_of: Callable[[int], list[torch.Tensor]], message: str, debug: bool
+) -> None:
+    def body(rank: int) -> None:
+        buffers = buffers_of(rank)
+        before = [each.clone() for each in buffers]
+        try:
+            with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 1][: len(buffers)], debug=debug):
+                raise AssertionError("entered")
+        finally:
+            assert all(map(torch.equal, buffers, before))
+
+    found = refused(body)
+    assert re.search(message, found), found
+    assert "Expected the same whole tensors on every rank" in found
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"debug": True}, "debug: rank 2 says True, the others False"),
+        ({"seq_len": 24}, r"seq_len: rank 2 says \(24,\), the others \(\)"),
+        ({"layout": Contiguous()}, r"layout: rank 2 says 'Contiguous\(\)', the others 'HeadTail\(\)'"),
+        ({"method": "ulysses"}, "method: rank 2 says 'ulysses', the others 'auto'"),
+        ({"mask": SlidingWindow(3, 0)}, "mask: rank 2 says .*SlidingWindow"),
+        ({"sinks": torch.zeros(2)}, r"sinks: rank 2 says 'float32 \(2,\)"),
+    ],
+)
+def test_settings_that_differ_between_ranks(odd: dict[str, Any], message: str) -> None:
+    def body(rank: int) -> None:
+        with context_parallel(group(), **(odd if rank == 2 else {})):
+            raise AssertionError("entered")
+
+    found = refused(body)
+    assert re.search(f"the ranks of the context-parallel axis disagree about {message}", found), found
+    assert "buffers" not in found
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_compare_each_kind_of_context_once_and_with_debug_always(debug: bool) -> None:
+    """Another batch, also of another length, is no other kind."""
+    tokens = [torch.randn(1, 2, length, 4) for length in (LENGTH, LENGTH, 2 * LENGTH)]
+
+    def body(rank: int) -> None:
+        for whole in tokens:
+            x = whole.clone()
+            with context_parallel(group(), buffers=[x], buffer_seq_dims=[2], debug=debug, rotate_method="alltoall"):
+                attend(x)
+
+    with recorded_collectives() as collectives:
+        run_ranks(RANKS, body)
+    gathers = kinds(collectives).count("AllGather")
+    assert gathers == (6 if debug else 1)
+
+
+def test_a_kind_that_was_refused_is_compared_again() -> None:
+    def body(rank: int) -> None:
+        for odd in (1, 2):
+            x = torch.arange(LENGTH) + (rank == odd)
+            with (
+                pytest.raises(ValueError, match=f"rank {odd} says"),
+                context_parallel(group(), buffers=[x], buffer_seq_dims=[0]),
+            ):
+                pass
+        x = torch.arange(LENGTH)
+        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
+            assert len(x) == LENGTH // RANKS
+
+    run_ranks(RANKS, body)
+
+
+def test_what_torch_conjugates_and_negates_later_is_compared_by_value() -> None:
+    def body(rank: int) -> None:
+        lazy = torch.polar(torch.ones(12), torch.arange(12.0)).conj()
+        buffers = [lazy, lazy.imag] if rank else [lazy.resolve_conj(), lazy.imag.resolve_neg()]
+        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 0]):
+            assert len(buffers[0]) == 4
+
+    run_ranks(3, body)
+
+
+def test_hashes_of_contents() -> None:
+    x = torch.randn(3 << 20, dtype=torch.float64).bfloat16()
+    copy = torch.cat([x[:1], x])[1:]  # at an odd place in memory, not a multiple of a word
+    assert content_hash(copy) == content_hash(x)
+    last = x.clone()
+    last[-1] += 1
+    swapped = x.clone()
+    swapped[[0, -1]] = x[[-1, 0]]
+    others = [x, last, swapped, x.view(3, -1), x.view(torch.int16), x[1:], x.flip(0), x.roll(1 << 20)]
+    assert len({content_hash(each) for each in others}) == len(others)
+    assert 0 <= min(map(content_hash, others)) <= max(map(content_hash, others)) < 1 << 63
+    assert content_hash(torch.ones(3, 4)[:, ::2]) == content_hash(torch.ones(3, 2))
+    assert content_hash(torch.ones(0, 4)) != content_hash(torch.ones(0, 3))
+    assert content_hash(torch.ones(2, device="meta")) != content_hash(torch.ones(2))
+    for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint64):
+        ones = torch.ones(3).to(dtype)
+        assert content_hash(ones) == content_hash(ones.clone()) != content_hash(torch.zeros(3).to(dtype))
+
+
+# Calls
+
+
+def test_whole_tensors_in_a_context() -> None:
+    whole = torch.randn(1, 2, LENGTH, 4)
+
+    def body(rank: int, is_causal: bool = True) -> None:
+        with context_parallel(group()):
+            attend(whole, is_causal=is_causal)
+            attend(whole, is_causal=is_causal)
+
+    found = refused(body)
+    assert "q (1, 2, 12, 4), k (1, 2, 12, 4) and v (1, 2, 12, 4) are equal on all 3 ranks" in found
+    assert "local_sdpa" in found
+    with warnings.catch_warnings(record=True) as caught:  # without a mask results are right
+        warnings.simplefilter("always")
+        run_ranks(RANKS, body, False)
+    assert ["are equal on all 3 ranks" in str(each.message) for each in caught] == [True] * RANKS  # once a rank
+
+
+def test_equal_tensors_that_are_no_mistake() -> None:
+    whole = torch.randn(1, 2, LENGTH, 4)
+
+    def body(rank: int) -> None:
+        shards = whole.chunk(RANKS, dim=2)[rank]
+        with context_parallel(group(), layout=Contiguous()):
+            attend(torch.ones(1, 2, LENGTH, 4))  # dummy tokens
+            attend(shards, whole, is_causal=False)
+            attend(shards)
+            with local_sdpa(queries_are_shards=False):
+                attend(whole)
+        with context_parallel(group(), seq_len=LENGTH * RANKS):  # announced
+            attend(whole)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4, 16), 1), ((4, 16, 8), 1), ((6, 2, 16, 8), 2)])
+def test_the_batch_dim_is_given_for_the_sequence_dim(shape: tuple[int, ...], dim: int) -> None:
+    def body(rank: int) -> None:
+        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
+            attend(torch.randn(x.size(0), 2, 16, 8))
+
+    found = refused(body, 2)
+    assert f"buffer 0 of shape {shape} is sharded along dim 0" in found
+    assert f"for buffer 0 maybe {dim}" in found
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (16, 2, 8)])
+def test_a_sequence_dim_that_is_the_first_is_no_mistake(shape: tuple[int, ...]) -> None:
+    """Although the shard is as long as the batch and the queries are as long as another dim."""
+
+    def body(rank: int) -> None:
+        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
+            attend(torch.randn(8, 2, 8, 8))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"buffers": True}])
+def test_generation_inside_of_a_context(options: dict[str, Any]) -> None:
+    """The new token's query is on every rank, with this rank's part of the cached keys and one more."""
+
+    def body(rank: int) -> None:
+        tokens = torch.arange(LENGTH)
+        given = {"buffers": [tokens], "buffer_seq_dims": [0]} if options else {}
+        with context_parallel(group(), **given):
+            attend(torch.randn(1, 2, LENGTH // RANKS, 4))
+            attend(torch.randn(1, 2, 1, 4), torch.randn(1, 2, LENGTH // RANKS + 1, 4), is_causal=False)
+
+    found = refused(body)
+    assert "got one query and 5 keys on each of 3 ranks, as in generation" in found
+    assert "seq_len=3" in found
+
+
+def test_one_query_on_each_rank_that_is_announced() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(LENGTH)
+        with context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0], seq_len=RANKS):
+            keys = torch.randn(1, 2, LENGTH // RANKS, 4)
+            assert attend(torch.randn(1, 2, 1, 4), keys, is_causal=False).shape == (1, 2, 1, 4)
+
+    run_ranks(RANKS, body)
