@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +12,16 @@ from cp_dtensor.api.active_context import with_inherited
 from cp_dtensor.engine.config import AttentionConfig, Mesh, axis_names, checked_mask, checked_seq_len, sequence_ranks
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
 from cp_dtensor.engine.planner import axes_of, call_spec
-from cp_dtensor.plan.cost import Hardware
+from cp_dtensor.plan.cost import TOLERANCE
+from cp_dtensor.plan.hardware import GPUS, NETWORK, NODE, Hardware, named
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
-H200 = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=330e9)
-"""An NVIDIA H200 with NVLink in bfloat16, as measured (docs/benchmarks): the default of `explain` without GPUs."""
+_RULE = (
+    f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward\n'
+    f"K/V by: symm_mem if ranks share memory, else the first of allgather and alltoall within {TOLERANCE - 1:.0%}"
+)
+Assumed = Hardware | str
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Explanation:
 
     call: str
     assumption: str
-    """Source of the hardware's numbers."""
+    """GPU and link of each axis, and the source of their speeds."""
     axes: tuple[str, ...]
     """Names of the axes, the outer one first."""
     methods: dict[str, Estimate]
@@ -51,7 +57,7 @@ class Explanation:
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
         ]
-        return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), '* chosen by method="auto"'))
+        return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), _RULE))
 
     def _received(self, estimate: Estimate) -> list[str]:
         """Table cells: MiB that a rank receives over each axis."""
@@ -62,8 +68,9 @@ class Explanation:
 def explain(
     mesh: Mesh, *, seq_len: int | tuple[int, int], q_heads: int, kv_heads: int | None = None, head_dim: int = 128,
     batch_size: int = 1, dtype: torch.dtype = torch.bfloat16, is_causal: bool | None = None, mask: Mask | None = None,
-    layout: Layout | None = None, rotate_method: str | None = None, hardware: Hardware | None = None,
-    v_head_dim: int | None = None, latent_dims: tuple[int, int] | None = None,
+    layout: Layout | None = None, rotate_method: str | None = None,
+    hardware: Assumed | Mapping[str, Assumed] | None = None,
+    v_head_dim: int | None = None, latent_dims: tuple[int, int] | None = None, quiet: bool = False,
 ) -> Explanation:  # fmt: skip
     """Predicts time, bytes on each axis and memory of every method, and prints the table on rank 0 of the mesh.
 
@@ -80,8 +87,11 @@ def explain(
         rotate_method: the KV transport of rings; None is the process default.
         v_head_dim: of values; None is `head_dim`.
         latent_dims: R and Dr of `context_parallel_mla`; `head_dim` is Dn + Dr then, and `kv_heads` None.
-        hardware: a `Hardware` of every rank. None takes the mesh's GPUs, whose links are measured once (a collective);
-            on CPUs an H200 is assumed.
+        hardware: the GPUs and links to assume: a `Hardware`, or the name of a GPU in `GPUS` ("H100"), with one of
+            `LINKS` if wanted ("H100, InfiniBand NDR"); or a mapping from the name of each mesh axis to one of these.
+            Where no link is named, nodes have 8 GPUs with NVLink, and InfiniBand NDR is between nodes. None takes the
+            mesh's GPUs, whose links are measured once (a collective); on CPUs it is "H200".
+        quiet: True prints nothing.
 
     Returns:
         the predictions; `str()` is the table. Over an axis: bytes that a rank receives in forward and backward
@@ -93,6 +103,11 @@ def explain(
     Fastest method for 32 query and 8 key heads:
 
         explain(mesh, seq_len=131072, q_heads=32, kv_heads=8).chosen
+
+    A ring over two nodes of H100s, planned on a laptop (torchrun with 16 processes):
+
+        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("ring", "ulysses"))
+        explain(mesh, seq_len=131072, q_heads=32, hardware={"ring": "H100, Ethernet 400G", "ulysses": "H100"})
 
     Bytes of multi-head latent attention, latents against keys and values of all heads:
 
@@ -139,13 +154,13 @@ def explain(
     if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         axes = [axis for axis in axes_of(ranks, device, dtype.itemsize) if axis is not None]
-        assumption = f"measured: {torch.cuda.get_device_name(device)}, " + ", ".join(
-            f"{axis.hardware.link_speed / 1e9:.0f} GB/s" for axis in axes
+        assumption = f"measured: {torch.cuda.get_device_name(device)}; " + "; ".join(
+            f"{name}: {axis.hardware.link_speed / 1e9:.0f} GB/s, {'' if axis.shares_memory else 'no '}shared memory"
+            for name, axis in zip(names, axes, strict=True)
         )
     else:
         groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
-        axes = [Axis(group.size(), hardware or H200, shares_memory=True) for group in groups]
-        assumption = "assumed: " + ("the hardware that was passed" if hardware else "NVIDIA H200s that share NVLink")
+        axes, assumption = _assumed(hardware, names, [group.size() for group in groups], dtype.itemsize)
     found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, config.transport)
     dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
@@ -155,9 +170,42 @@ def explain(
         f"{_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
         assumption, names, found, fastest(found),
     )  # fmt: skip
-    if ranks.rank == 0:
+    if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
     return explanation
+
+
+def _assumed(
+    hardware: Assumed | Mapping[str, Assumed] | None, names: tuple[str, ...], sizes: list[int], itemsize: int
+) -> tuple[list[Axis], str]:
+    """The axes of assumed hardware, and a line about it.
+
+    Raises:
+        TypeError, ValueError: hardware that is none, of an unknown name, or not of each axis.
+    """
+    by_axis = hardware if isinstance(hardware, Mapping) else dict.fromkeys(names, hardware or "H200")
+    if not set(names) <= set(by_axis):
+        raise ValueError(f"expected hardware of each mesh axis, {', '.join(names)}; got that of {', '.join(by_axis)}")
+    axes, lines = [], []
+    for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        assumed = by_axis[name]
+        if isinstance(assumed, str):
+            gpu, link = named(assumed)
+            if link is None:
+                link = GPUS[gpu].link if math.prod(sizes[index:]) <= NODE else NETWORK
+            found, text = Hardware.of(f"{gpu}, {link}").of_itemsize(itemsize), f"{gpu}, {link}"
+        elif isinstance(assumed, Hardware):
+            found, text = (
+                assumed,
+                f"the Hardware that was passed, {'' if assumed.shares_memory else 'no '}shared memory",
+            )
+        else:
+            raise TypeError(
+                f"expected hardware to be a Hardware, the name of one, or a mapping to these, got {assumed!r}"
+            )
+        axes.append(Axis(size, found, found.shares_memory))
+        lines.append(f"{name}: {text}, {found.link_speed / 1e9:.3g} GB/s")
+    return axes, "assumed: " + "; ".join(lines)
 
 
 def _check_latents(latent_dims: tuple[int, int], q_heads: int, kv_heads: int, head_dim: int) -> None:

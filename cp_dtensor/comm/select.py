@@ -13,7 +13,8 @@ from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.plan.cost import Hardware, nearly_fastest, predicted_seconds
+from cp_dtensor.plan.cost import nearly_fastest, predicted_seconds
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
@@ -22,13 +23,8 @@ from cp_dtensor.spec.cache import lru_cached
 _MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
 _REPEATS = 4
 
-# By the major CUDA compute capability:
-_FLOPS = {8: 190e12, 9: 620e12, 10: 1200e12}
-"""FLOPs per second of attention in bfloat16, forward."""
-_SINGLE_PRECISION = 0.05
-"""Speed in float32 or float64, as a part of the speed in bfloat16."""
-_MEMORY_SPEED = {8: 1.7e12, 9: 3.5e12, 10: 6e12}
-"""Bytes per second, read or written."""
+_BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.of("B200")}
+"""Hardware by the major CUDA compute capability; links are measured."""
 
 _measured = GroupCache[Hardware]()
 
@@ -51,7 +47,7 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
         return prepared(lambda: measure_bandwidth(group, device))
 
     hardware = _measured.get(group, None, measure)
-    return hardware if itemsize <= 2 else replace(hardware, flops=hardware.flops * _SINGLE_PRECISION)
+    return hardware.of_itemsize(itemsize)
 
 
 def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
@@ -73,8 +69,8 @@ def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardwar
     weakest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
     speed, capability, multiprocessors = weakest.tolist()
-    generation = min(max(int(capability), min(_FLOPS)), max(_FLOPS))
-    return Hardware(_FLOPS[generation], _MEMORY_SPEED[generation], int(multiprocessors), speed)
+    hardware = _BY_CAPABILITY[min(max(int(capability), min(_BY_CAPABILITY)), max(_BY_CAPABILITY))]
+    return replace(hardware, multiprocessors=int(multiprocessors), link_speed=speed)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.latent import EXPANDED_BYTES, rows_of_tiles
-from cp_dtensor.plan.cost import TRANSFER_TAX, Hardware, buffer_bytes, nearly_fastest, transfer_bytes
+from cp_dtensor.plan.cost import TRANSFER_TAX, buffer_bytes, nearly_fastest, transfer_bytes
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import (
     CallSpec,
     HeadPartition,

@@ -8,9 +8,9 @@ predictions differ by 3% at most, where links are slow.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan, Transfer
 from cp_dtensor.plan.tiles import IntervalMask, Tile
@@ -20,7 +20,7 @@ Way = TypeVar("Way")
 
 TRANSFER_TAX = 0.15
 """Fraction by which attention slows down while transfer kernels take multiprocessors."""
-_TOLERANCE = 1.05
+TOLERANCE = 1.05
 """Predictions within this ratio count as equal."""
 _BLOCK = 128
 """Queries (keys in backward) of a thread block of attention kernels."""
@@ -34,22 +34,6 @@ _INTERVALS_TIME = 1.3
 """GPU time of interval-masked tiles over tiles by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
 _INTERVALS_LAUNCH = 1.7
 """Host time of a launch of an interval-masked tile over one of a tile by shape."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Speeds of a GPU and its links, in seconds, bytes and floating-point operations."""
-
-    flops: float
-    """FLOPs per second of a large attention call."""
-    memory_speed: float
-    """Bytes read or written per second."""
-    multiprocessors: int
-    link_speed: float
-    """Bytes per second into a rank, all ranks together sending and receiving."""
-    link_latency: float = 20e-6
-    launch: float = 60e-6
-    """Seconds of host time for a tile in forward."""
 
 
 def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool, slows_compute: bool) -> float:
@@ -86,7 +70,7 @@ def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backwa
 
 def nearly_fastest(ways: Sequence[Way], seconds: Sequence[float]) -> Way:
     """The first way whose predicted time is the least, within the tolerance of predictions."""
-    return next(way for way, each in zip(ways, seconds, strict=True) if each <= _TOLERANCE * min(seconds))
+    return next(way for way, each in zip(ways, seconds, strict=True) if each <= TOLERANCE * min(seconds))
 
 
 def _compute_seconds(step: Step, plan: TilePlan, spec: CallSpec, hardware: Hardware, backward: bool) -> float:

@@ -8,18 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
-from cp_dtensor.api.explain import H200, Explanation
+from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, head_stages
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
 from cp_dtensor.spec.masks import Causal
 
+H200 = Hardware.of("H200")
 AUTO = ROTATE_METHODS["auto"]
 SHARED = Axis(8, H200, shares_memory=True)
 
@@ -116,7 +118,8 @@ def test_explain_prints_one_table_and_returns_what_is_in_it(capsys: pytest.Captu
     assert printed == f"{tables.pop()}\n"
     assert "32,768 tokens on 2 x 2 ranks, 32:8 heads of 128" in printed
     assert "over ring  over ulysses" in printed
-    assert "assumed: NVIDIA H200s" in printed
+    assert "assumed: ring: H200, NVLink 4, 330 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in printed
+    assert "the first row within 5% of the fastest" in printed
 
 
 def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +136,62 @@ def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixtu
     for usual, slower in run_ranks(2, body):
         assert usual < slower
     assert "over the group" in capsys.readouterr().out
+
+
+def test_explain_assumes_a_network_between_nodes_of_eight(capsys: pytest.CaptureFixture[str]) -> None:
+    """No shared memory across a network: K/V of its ring come by collectives."""
+
+    def body(rank: int) -> dict[str, Explanation]:
+        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("ring", "ulysses"))
+
+        def of(hardware: object, axes: DeviceMesh = mesh) -> Explanation:
+            return explain(axes, seq_len=32768, q_heads=32, kv_heads=8, hardware=hardware, quiet=True)  # type: ignore[arg-type]
+
+        flat = init_device_mesh("cpu", (16,), mesh_dim_names=("cp",))
+        ethernet = {"ring": "h200, ethernet 100g", "ulysses": "H200"}
+        return {"default": of(None), "flat": of("h100", flat), "named": of(ethernet)}
+
+    found = run_ranks(16, body)[0]
+    assert found["default"].assumption == (
+        "assumed: ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s"
+    )
+    assert found["flat"].assumption == "assumed: cp: H100, InfiniBand NDR, 36.7 GB/s"
+    assert "ring: H200, Ethernet 100G, 9.17 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in found["named"].assumption
+    for name in ("default", "named"):
+        assert found[name].methods["hybrid"].transport in ("allgather", "alltoall")
+        assert found[name].methods["ring"].transport == "symm_mem"  # of the inner rings
+    assert found["flat"].methods["ring"].transport != "symm_mem"
+    assert found["named"].methods["hybrid"].forward > found["default"].methods["hybrid"].forward
+    assert capsys.readouterr().out == ""
+
+
+def test_assumed_gpus_are_slower_in_float32() -> None:
+    def body(rank: int) -> list[float]:
+        return [
+            explain(dist.group.WORLD, seq_len=65536, q_heads=8, dtype=dtype, quiet=True).methods["ring"].forward
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+
+    half, single = run_ranks(2, body)[0]
+    assert single > 15 * half
+
+
+@pytest.mark.parametrize(
+    ("hardware", "error", "message"),
+    [
+        ("V100", ValueError, "expected hardware to be a GPU, one of A100, H100, .* got 'V100'"),
+        ("H100, string", ValueError, "one of NVLink 3, .* got 'H100, string'"),
+        ({"ring": "H100"}, ValueError, "expected hardware of each mesh axis, ring, ulysses; got that of ring"),
+        (620e12, TypeError, "expected hardware to be a Hardware, the name of one, or a mapping to these, got 6"),
+    ],
+)
+def test_explain_refuses_unknown_hardware(hardware: object, error: type[Exception], message: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        explain(mesh, seq_len=8, q_heads=4, hardware=hardware)  # type: ignore[arg-type]
+
+    with pytest.raises(error, match=message):
+        run_ranks(4, body)
 
 
 def test_explain_of_a_mask(capsys: pytest.CaptureFixture[str]) -> None:

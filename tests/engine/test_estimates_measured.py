@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_dtensor.api.explain import H200
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.balanced_layouts import Balanced
@@ -19,6 +19,7 @@ from cp_dtensor.spec.layouts import HeadTail
 from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.parsing import mask_by_name
 
+H200 = Hardware.of("H200")
 TABLES = Path(__file__).parents[2] / "docs" / "benchmarks"
 BY_NAME: dict[str, Callable[[CallSpec, Axis], Estimate]] = {
     "ours-symm_mem": lambda shape, axis: ring_estimate(shape, axis, ROTATE_METHODS["symm_mem"]),

@@ -25,7 +25,7 @@ from cp_dtensor import (
     context_parallel_mla,
     explain,
 )
-from cp_dtensor.api.explain import H200, Explanation
+from cp_dtensor.api.explain import Explanation
 from cp_dtensor.attention.latent import expand_latents
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import ROTATE_METHODS
@@ -34,8 +34,10 @@ from cp_dtensor.engine import planner
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, Estimate, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 
+H200 = Hardware.of("H200")
 AUTO = ROTATE_METHODS["auto"]
 
 

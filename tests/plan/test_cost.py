@@ -13,7 +13,8 @@ from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
 from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
-from cp_dtensor.plan.cost import Hardware, predicted_seconds
+from cp_dtensor.plan.cost import predicted_seconds
+from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.documents import Documents
