@@ -7,7 +7,8 @@ from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
-from cp_dtensor.api.sequence import causal_conv1d, halo, relayout, shift
+from cp_dtensor.api.recurrent import gated_delta_rule, kda, linear_attention, mamba2
+from cp_dtensor.api.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import varlen_attention
 from cp_dtensor.comm.faults import PeerError
@@ -43,6 +44,7 @@ __all__ = [
     "PrefixLM",
     "SlidingWindow",
     "Striped",
+    "affine_scan",
     "causal_conv1d",
     "context_parallel",
     "context_parallel_attention",
@@ -53,9 +55,14 @@ __all__ = [
     "disable_context_parallel_dispatcher",
     "enable_context_parallel_dispatcher",
     "explain",
+    "gated_delta_rule",
     "halo",
     "imbalance",
+    "kda",
+    "linear_attention",
     "local_positions",
+    "local_runs",
+    "mamba2",
     "relayout",
     "ring_attention",
     "set_rotate_method",

@@ -70,21 +70,10 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
 
 
 def dtensor_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Mask,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    method: str = "auto",
-    rotate_method: str | None = None,
-    deterministic: bool = False,
-    needs_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, enable_gqa: bool = False,
+    method: str = "auto", rotate_method: str | None = None, deterministic: bool = False, needs_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
     Args:
@@ -382,14 +371,9 @@ def is_seq_sharded(*placements: Sequence[Placement]) -> bool:
 
 
 def plan_placements(
-    q: Sequence[Placement],
-    k: Sequence[Placement],
-    v: Sequence[Placement],
-    mesh_shape: Sequence[int],
-    q_heads: int,
-    kv_heads: int,
-    axis_names: Sequence[str] | None = None,
-) -> AttentionPlacements:
+    q: Sequence[Placement], k: Sequence[Placement], v: Sequence[Placement], mesh_shape: Sequence[int], q_heads: int,
+    kv_heads: int, axis_names: Sequence[str] | None = None,
+) -> AttentionPlacements:  # fmt: skip
     """The placements of the computation, axis by axis.
 
     Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis whose name begins with

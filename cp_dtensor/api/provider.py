@@ -9,11 +9,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import current_context, innermost_context, open_local_sdpa, refuse_sinks
+from cp_dtensor.api.context import sdpa_of_shards
+from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.api.transformers_hooks import block_mask_of
 from cp_dtensor.api.transformers_masks import ModelMask
-from cp_dtensor.engine.attend import attend, attend_traced, modifiers_of
+from cp_dtensor.engine.attend import attend_traced, modifiers_of
 from cp_dtensor.engine.compiled_spec import CallKeys, compiled_spec_of, keys_of
-from cp_dtensor.engine.config import check_batch_size, check_qkv, checked_mask, refuse_dtensors
+from cp_dtensor.engine.config import check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.engine.named_masks import is_name, named_mask
 from cp_dtensor.spec.masks import Mask
 
@@ -38,13 +40,12 @@ def attention_of_shards(
         TypeError, ValueError: arguments that do not fit.
         NotImplementedError: sinks besides those of the context.
     """
-    mask_name = attn_mask if is_name(attn_mask) else None
-    bias = None if mask_name is not None else attn_mask
     if _torch.is_traced(q):
         keys = _keys_in_context(is_causal)
         if keys is None:
             return None
         check_qkv(q, k, v, enable_gqa=True)
+        mask_name, bias = (attn_mask, None) if is_name(attn_mask) else (None, attn_mask)
         modifiers = modifiers_of(q, bias, dropout_p, sinks)
         return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, mask_name=mask_name)[0]
     context = current_context()
@@ -54,13 +55,8 @@ def attention_of_shards(
     context.seen.add("attention")
     if sinks is not None and context.sinks is not None:
         raise NotImplementedError("this attention has sinks of its own, and its context has sinks, too")
-    check_batch_size(q, context.config)
-    check_qkv(q, k, v, enable_gqa=True)
-    out, _ = attend(
-        q, k, v, context.config, mask=checked_mask(mask, is_causal), scale=scale, mask_name=mask_name,
-        modifiers=modifiers_of(q, bias, dropout_p, context.sinks if sinks is None else sinks),
-    )  # fmt: skip
-    return out
+    call = SdpaArguments(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa=True)
+    return sdpa_of_shards(context, call, mask, sinks)
 
 
 @_torch.constant_in_trace

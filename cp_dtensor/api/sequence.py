@@ -1,4 +1,4 @@
-"""Operations along a sharded sequence: halos, shifts, changes of layout and causal convolution."""
+"""Operations along a sharded sequence: halos, shifts, changes of layout, causal convolution and scans."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.sequence_arguments import checked_number, checked_tensor, layer, moved_rows
+from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.api.sequence_arguments import checked_number, checked_tensor, layer, moved_rows, runs_of_rank
 from cp_dtensor.attention.convolution import ACTIVATIONS
 from cp_dtensor.engine.compiled_spec import parts_of
-from cp_dtensor.engine.config import Mesh
-from cp_dtensor.engine.layers import CausalConv1d
+from cp_dtensor.engine.config import Mesh, checked_length
+from cp_dtensor.engine.layers import AffineScan, CausalConv1d
 from cp_dtensor.plan.rows import Halo, Relayout, Shift
 from cp_dtensor.spec.layouts import Layout
 
@@ -158,7 +159,89 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d expects bias (channels,); {received}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d expects activation to be one of {ACTIVATIONS}, got {activation!r}")
+    x, weight = cast_by_autocast(x), cast_by_autocast(weight)
+    bias = bias if bias is None else cast_by_autocast(bias)
     return layer(
         "causal_conv1d", [x, weight, bias], ["BTC", "CK", "C"], (CausalConv1d, (activation,)), mesh, layout, cu_seqlens,
         seq_len,
     )[0]  # fmt: skip
+
+
+def local_runs(
+    mesh: Mesh, seq_len: int, layout: Layout | None = None, *, cu_seqlens: Any = None
+) -> list[tuple[int, int]]:
+    """Ranges of positions of this rank's runs within documents, in local order: the spans of `affine_scan`.
+
+    A run is a longest range of consecutive positions in the local order, cut where documents begin and end. A rank
+    without tokens has one empty run, (0, 0).
+
+    Args:
+        mesh, seq_len, layout, cu_seqlens: as for `halo`.
+
+    Returns:
+        pairs (start, stop).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `halo`.
+
+        local_runs(mesh, 8)  # of two ranks, rank 0: [(0, 2), (6, 8)]; rank 1: [(2, 6)]
+    """
+    return runs_of_rank("local_runs", mesh, layout, cu_seqlens, seq_len)
+
+
+def affine_scan(
+    transition: torch.Tensor, state: torch.Tensor, *, mesh: Mesh, seq_len: int, layout: Layout | None = None,
+    cu_seqlens: Any = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The state that enters each run of this rank, if run r maps a state S to M_r S + B_r.
+
+    The ranks exchange the maps of runs whose documents lie in several runs, in one all-gather, and compose them in the
+    order of positions; backward is one reduce-scatter. A layer with a state of its own kind computes M and B of each
+    run from a state of zero, calls this, and computes its runs again from the states that enter them.
+
+    Args:
+        transition: M of each run in `local_runs` order: (R, ..., K, K) matrices, (R, ..., K) diagonals or (R, ...)
+            numbers.
+        state: B of each run: (R, ..., K, V).
+        mesh, layout, cu_seqlens: as for `halo`.
+        seq_len: tokens of the whole sequence.
+        initial_state: (documents, ..., K, V), equal on every rank; its gradient is a share. None for zeros.
+        output_final_state: True also returns the state at the end of each document.
+
+    Returns:
+        (R, ..., K, V); with `output_final_state`, also (documents, ..., K, V), on every rank: if it is part of a loss,
+        the loss is the sum over ranks.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, before any collective.
+        NotImplementedError: layouts that divide batch rows differently; contexts as for `halo`.
+
+    Two ranks of one run each, `Contiguous()`, that double the state and add 1 and 5: the states 0 and 1 enter:
+
+        two, added = torch.full((1,), 2.0), torch.tensor([[1.0], [5.0]][rank]).view(1, 1, 1)
+        entering = affine_scan(two, added, mesh=mesh, seq_len=2, layout=Contiguous())
+
+    Source: parallel scans (Blelloch, 1990); for linear attention LASP-2 (arXiv 2502.07563).
+    """
+    checked_tensor("affine_scan", "transition", transition)
+    checked_tensor("affine_scan", "state", state)
+    received = f"got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
+    numbers = state.shape[:-2]
+    if state.dim() < 3 or transition.shape not in (numbers, state.shape[:-1], (*state.shape[:-1], state.size(-2))):
+        raise ValueError(
+            "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
+            f"(runs, ...); {received}"
+        )
+    if transition.dtype != state.dtype:
+        raise ValueError(f"affine_scan expects one dtype, got {transition.dtype} and {state.dtype}; {received}")
+    for name, tensor in (("transition", transition), ("state", state), ("initial_state", initial_state)):
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"affine_scan expects {name} to be a plain tensor, got a DTensor")
+    if initial_state is not None and initial_state.shape[1:] != state.shape[1:]:
+        raise ValueError(f"affine_scan expects initial_state (documents, ..., K, V), got {tuple(initial_state.shape)}")
+    checked_length(seq_len)
+    out, final = layer(
+        "affine_scan", [state, transition, initial_state], ["", "", ""],
+        (AffineScan, ("affine_scan", bool(output_final_state))), mesh, layout, cu_seqlens, seq_len,
+    )  # fmt: skip
+    return out if final is None else (out, final)

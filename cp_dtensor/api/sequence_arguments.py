@@ -15,7 +15,6 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import config_around
 from cp_dtensor.api.dtensor_attention import from_local
-from cp_dtensor.api.functional import cast_by_autocast
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
 from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, sequence_ranks
@@ -80,7 +79,7 @@ def layer(
     assert x is not None
     place = _Place.of(owner, x, 1, mesh, layout, seq_len)
     local = [
-        None if each is None else cast_by_autocast(place.local_beside(owner, x, dims[0], each, letters))
+        None if each is None else place.local_beside(owner, x, dims[0], each, letters)
         for each, letters in zip(tensors, dims, strict=True)
     ]
     first = local[0]
@@ -92,10 +91,17 @@ def layer(
         final = state if state.numel() else None
     else:
         call, edges = _call(owner, place, made_of(operation), cu_seqlens, False)
-        length = call.length(first, 1, place.seq_len, edges)
+        length = call.operation.length(call, local, place.seq_len, edges)
         with no_autocast(first):
             out, final = call.operation.forward(call, local, length, edges)
     return place.global_result(out, x, 1, None), final
+
+
+def runs_of_rank(owner: str, mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
+    """The runs of this rank within documents."""
+    place = _Place(mesh, None, layout, index(checked_length(seq_len)))
+    call, edges = _call(owner, place, None, cu_seqlens, dim_is_first=True)
+    return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
 
 
 # Ranks, layout and documents

@@ -29,18 +29,10 @@ from cp_dtensor.spec.masks import Mask, mask_intersection
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: AttentionConfig,
-    *,
-    mask: Mask,
-    scale: float | None,
-    modifiers: Modifiers = NO_MODIFIERS,
-    lengths: tuple[int, int] | None = None,
-    needs_lse: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, *, mask: Mask, scale: float | None,
+    modifiers: Modifiers = NO_MODIFIERS, lengths: tuple[int, int] | None = None, needs_lse: bool = False,
     mask_name: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards.
 
     Args:
@@ -75,18 +67,10 @@ def attend(
 
 
 def attend_traced(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: CallKeys,
-    *,
-    scale: float | None,
-    modifiers: Modifiers = NO_MODIFIERS,
-    lengths: tuple[int, int] | None = None,
-    needs_lse: bool = False,
-    mask_name: torch.Tensor | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: CallKeys, *, scale: float | None,
+    modifiers: Modifiers = NO_MODIFIERS, lengths: tuple[int, int] | None = None, needs_lse: bool = False,
+    mask_name: torch.Tensor | None = None, cu_seqlens: CuSeqlens | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attend` in a program that is being captured, as one operator whose constants are `keys`.
 
     With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
@@ -104,15 +88,9 @@ def attend_traced(
 
 
 def attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: AttentionConfig,
-    cu_seqlens: CuSeqlens,
-    *,
-    within: Mask,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, cu_seqlens: CuSeqlens, *, within: Mask,
     scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)`, (1, H, T, Dv) and (1, H, T), of packed documents.
 
     Args:
@@ -134,13 +112,9 @@ def attend_packed(
 
 
 def modifiers_of(
-    q: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    sinks: torch.Tensor | None = None,
-    first: tuple[int, int] = (0, 0),
-    up: torch.Tensor | None = None,
-) -> Modifiers:
+    q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None = None,
+    first: tuple[int, int] = (0, 0), up: torch.Tensor | None = None,
+) -> Modifiers:  # fmt: skip
     """The checked modifiers of a call, as far as one rank can check them; no seed is drawn.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.convolution import causal_convolution
+from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
+from cp_dtensor.engine.scan import scanned
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_calls
 from cp_dtensor.plan.rows import Edges, Extended
+from cp_dtensor.plan.scan import scan_plan
 
 Tensors = Sequence[Tensor | None]
 MOST_TENSORS = 6
@@ -28,9 +31,14 @@ class SequenceLayer(ABC):
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         """The output of this rank's tokens and, if asked for, the final state; differentiable."""
 
+    def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
+        """The global length, checked or found."""
+        assert tensors[0] is not None
+        return call.length(tensors[0], 1, seq_len, edges)
+
     @abstractmethod
-    def shapes(self, tensors: Tensors, documents: int) -> tuple[Sequence[int], Sequence[int] | None]:
-        """The shapes of both results."""
+    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
+        """The shape of the final state, None if there is none; the output has the shape of the first tensor."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,118 @@ class CausalConv1d(SequenceLayer):
             outs.append(causal_convolution(extended, tokens, weight, bias, self.activation))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
 
-    def shapes(self, tensors: Tensors, documents: int) -> tuple[Sequence[int], Sequence[int] | None]:
+    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class LinearRecurrence(SequenceLayer):
+    """`ChunkedRecurrence` of v (B, T, H, V), q and k (B, T, H', K), g, beta and the initial state.
+
+    H is a multiple of H'. States are (B, H, K, V), or (documents, H, K, V) with documents, in float32 or float64.
+    """
+
+    owner: str
+    scale: float
+    normalizes: bool
+    """True if q and k are divided by their norms first."""
+    returns_state: bool
+
+    def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+        v, q, k, g, beta, initial = tensors
+        assert v is not None
+        assert q is not None
+        assert k is not None
+        self._check_states(v, initial, edges)
+        if self.normalizes:
+            q, k = _normalized(q), _normalized(k)
+        if q.size(2) != v.size(2):
+            q, k = (x.repeat_interleave(v.size(2) // x.size(2), 2) for x in (q, k))
+        rank, documents = call.ranks.rank, max(len(edges) - 1, 1)
+        chunk = BY_CHANNEL_CHUNK if g is not None and g.dim() == 4 else CHUNK
+        outs, finals = [], []
+        for (start, stop), sequence in call.sequences(seq_len, v.size(0), edges):
+            lengths = [last - first for first, last in sequence.pieces(rank)]
+            plan = scan_plan(sequence, rank, self.returns_state)
+            g_, beta_ = (x if x is None else x[start:stop] for x in (g, beta))
+            recurrence = ChunkedRecurrence.of(
+                q[start:stop], k[start:stop], v[start:stop], g_, beta_, self.scale, lengths, chunk
+            )
+            of_group = None
+            if initial is not None:  # (documents, B, H, K, V)
+                of_group = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(v))
+            entering, ends = scanned(
+                *recurrence.maps(plan.sent), plan, call.groups, of_group, documents, self.returns_state
+            )
+            outs.append(recurrence.outputs(entering))
+            if ends is not None:
+                finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
+        return torch.cat(outs), torch.cat(finals) if finals else None
+
+    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
+        v, q, *_ = tensors
+        assert v is not None
+        assert q is not None
+        rows = v.size(0) if documents is None else documents
+        return (rows, v.size(2), q.size(3), v.size(3)) if self.returns_state else None
+
+    def _check_states(self, v: Tensor, initial: Tensor | None, edges: Edges) -> None:
+        """Refuses states of documents in several batch rows, and another number of them."""
+        if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
+            raise ValueError(f"{self.owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
+        states = len(edges) - 1 if edges else v.size(0)
+        if initial is not None and initial.size(0) != states:
+            raise ValueError(
+                f"{self.owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
+                f"{tuple(initial.shape)}"
+            )
+
+
+@dataclass(frozen=True)
+class AffineScan(SequenceLayer):
+    """The states (pieces, ..., K, V) that enter this rank's pieces. Tensors: state, transition, initial state."""
+
+    owner: str
+    returns_state: bool
+
+    def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
+        assert seq_len is not None
+        return seq_len
+
+    def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+        state, transition, initial, *_ = tensors
+        assert state is not None
+        assert transition is not None
+        if len(call.layout.batch_groups(2)) > 1:
+            raise NotImplementedError(
+                f"{self.owner} expects a layout that divides all batch rows alike, got {call.layout}"
+            )
+        ((_, sequence),) = call.sequences(seq_len, 1, edges)
+        plan = scan_plan(sequence, call.ranks.rank, self.returns_state)
+        documents = max(len(edges) - 1, 1)
+        if state.size(0) != len(plan.documents):
+            raise ValueError(
+                f"{self.owner} expects a map of each of this rank's runs, {sequence.pieces(plan.rank)}, got state "
+                f"{tuple(state.shape)}"
+            )
+        if initial is not None and initial.size(0) != documents:
+            raise ValueError(
+                f"{self.owner} expects an initial state of each of {documents} documents, got {tuple(initial.shape)}"
+            )
+        sent = torch.tensor(plan.sent, dtype=torch.int64, device=state.device)
+        maps = transition.index_select(0, sent), state.index_select(0, sent)
+        entering, final = scanned(*maps, plan, call.groups, initial, documents, self.returns_state)
+        nothing = torch.zeros_like(state[0])
+        return torch.stack([nothing if each is None else each for each in entering]), final
+
+    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
         assert tensors[0] is not None
-        return tensors[0].shape, None
+        return (documents or 1, *tensors[0].shape[1:]) if self.returns_state else None
+
+
+def _normalized(x: Tensor) -> Tensor:
+    wide = x.to(wide_dtype(x))
+    return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)
 
 
 # Operators in compiled code
@@ -73,11 +190,9 @@ def traced_layer(key: str, tensors: Tensors, cu_seqlens: Tensor | None, seq_len:
 def _run(tensors: Tensors, cu_seqlens: Tensor | None, key: str, seq_len: int) -> tuple[Tensor, Tensor]:
     call = sequence_calls.value_of(key)
     edges = document_edges(call.owner, cu_seqlens)
-    x = tensors[0]
-    assert x is not None
-    length = call.length(x, 1, None if seq_len < 0 else seq_len, edges)
+    length = call.operation.length(call, tensors, None if seq_len < 0 else seq_len, edges)
     out, final = call.operation.forward(call, tensors, length, edges)
-    return out, x.new_empty(0) if final is None else final
+    return out, out.new_empty(0) if final is None else final
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -89,11 +204,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, key, _ = arguments
-    documents = 1 if cu_seqlens is None else cu_seqlens.numel() - 1
-    operation = sequence_calls.value_of(key).operation
-    out, final = operation.shapes(tensors, documents)
+    documents = None if cu_seqlens is None or cu_seqlens.numel() == 1 else cu_seqlens.numel() - 1
+    final = sequence_calls.value_of(key).operation.state_shape(tensors, documents)
     x = tensors[0]
-    return x.new_empty(out), x.new_empty(0) if final is None else x.new_empty(final, dtype=wide_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(0) if final is None else x.new_empty(final, dtype=wide_dtype(x))
 
 
 def _backward(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -130,28 +244,18 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor |
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None
 
 
-def _defined() -> torch.library.Library:
+def _define() -> None:
     tensors = "Tensor x, " + "".join(f"Tensor? x{number}, " for number in range(1, MOST_TENSORS))
     arguments = f"{tensors}Tensor? cu_seqlens, str call, SymInt seq_len"
     grads = ", ".join(["Tensor"] * MOST_TENSORS)
-    library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    operators: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
-        ("sequence_layer", f"({arguments}) -> (Tensor, Tensor)", _forward, _fake_forward),
-        (
-            "sequence_layer_backward",
-            f"(Tensor grad_out, Tensor grad_final, {arguments}, bool[] needed) -> ({grads})",
-            _backward,
-            _fake_backward,
-        ),
-    )
-    for name, schema, implementation, fake in operators:
-        library.define(f"{name}{schema}", tags=(torch.Tag.cudagraph_unsafe,))
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-    torch.library.register_autograd(
-        "cp_dtensor::sequence_layer", _gradients, setup_context=_keep_arguments, lib=library
-    )
-    return library
+    _torch.define_operator(
+        f"sequence_layer({arguments}) -> (Tensor, Tensor)", _forward, _fake_forward, gradients=_gradients,
+        save=_keep_arguments,
+    )  # fmt: skip
+    _torch.define_operator(
+        f"sequence_layer_backward(Tensor grad_out, Tensor grad_final, {arguments}, bool[] needed) -> ({grads})",
+        _backward, _fake_backward,
+    )  # fmt: skip
 
 
-_library = _defined()  # operators exist as long as this does
+_define()

@@ -59,16 +59,9 @@ _axes: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = Weak
 
 
 def bound_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: AttentionConfig,
-    lengths: tuple[int, int],
-    mask: Mask,
-    modifiers: Modifiers,
-    scale: float,
-    allowed: Allowed | None = None,
-) -> BoundCall:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, lengths: tuple[int, int], mask: Mask,
+    modifiers: Modifiers, scale: float, allowed: Allowed | None = None,
+) -> BoundCall:  # fmt: skip
     """The call on checked local shards with these global (queries, keys).
 
     A call like an earlier one costs one look-up.

@@ -238,7 +238,7 @@ def test_layout_documents_and_length_of_the_context() -> None:
 
     with recorded_collectives() as collectives:
         run_ranks(2, body)
-    assert kinds(collectives) == ["AllToAllBase", "AllToAllBase"]
+    assert kinds(collectives)[1:] == ["AllToAllBase", "AllToAllBase"]  # the first compares contexts
 
 
 # Refusals

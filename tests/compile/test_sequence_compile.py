@@ -12,7 +12,19 @@ from support.sequences import Sequence
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cp_dtensor import Contiguous, HeadTail, Striped, causal_conv1d, context_parallel, halo, relayout, shift
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Striped,
+    affine_scan,
+    causal_conv1d,
+    context_parallel,
+    gated_delta_rule,
+    halo,
+    linear_attention,
+    relayout,
+    shift,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -86,6 +98,30 @@ def _in_context(rank: int) -> None:
             _compare(labels, inputs)
 
 
+def _layers(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def every(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
+        options: dict[str, Any] = {"mesh": mesh, "layout": HeadTail(), "cu_seqlens": cu_seqlens}
+        k = torch.nn.functional.normalize(q, dim=-1)
+        out, final = gated_delta_rule(
+            q, k, v * 2.0, g, g.exp(), initial_state=state, output_final_state=True, **options
+        )  # fmt: skip
+        out = out + linear_attention(q, k, v, g.unsqueeze(-1).expand_as(q), **options)
+        entering = affine_scan(final, state, mesh=mesh, seq_len=4, layout=Striped(1), cu_seqlens=[0])
+        return out.sum() * final.square().sum() + entering.square().sum()
+
+    def inputs(seed: int = 0) -> Tensors:
+        sequence, generator = Sequence(11, 2, HeadTail()), torch.Generator().manual_seed(seed)
+        whole = [torch.randn(1, 11, 2, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
+        whole.append(-torch.rand(1, 11, 2, dtype=torch.float64, generator=generator))
+        shards = [sequence.shard(x, rank).requires_grad_() for x in whole]
+        state = torch.randn(2, 2, 3, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        return *shards, state, torch.tensor([0, 4 + seed, 11])
+
+    _compare(every, inputs, again=lambda: inputs(1))
+
+
 def _refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     fresh()
@@ -93,6 +129,8 @@ def _refusals(rank: int) -> None:
         compiled(lambda x: halo(x, 1, mesh=mesh, dim=0))(torch.ones(4))
 
 
-@pytest.mark.parametrize("body", [_local, _dtensors, _in_context, _refusals], ids=lambda body: body.__name__[1:])
+@pytest.mark.parametrize(
+    "body", [_local, _dtensors, _in_context, _layers, _refusals], ids=lambda body: body.__name__[1:]
+)
 def test_compiled(two_processes: Processes, body: Any) -> None:
     two_processes.run(body)

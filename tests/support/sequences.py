@@ -113,3 +113,36 @@ def convolved(
             parts.append(F.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2))
     out = torch.cat(parts, 1) if parts else x * 1
     return F.silu(out) if activation else out
+
+
+def recurrence(
+    sequence: Sequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None,
+    beta: torch.Tensor | None, scale: float, initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Linear attention or a delta rule, token by token: the output and the state at the end of each document.
+
+    States are (documents, B, H, K, V).
+    """
+    group = v.size(2) // q.size(2)
+    q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+    decay = torch.ones_like(k) if g is None else (g if g.dim() == 4 else g.unsqueeze(-1)).exp().expand_as(k)
+    outs, finals, edges = [], [], sequence.edges or (0, sequence.length)
+    for start, stop in sequence.documents():
+        index = edges.index(start) if start in edges and stop > start else None
+        inside = index is not None and edges[0] <= start < edges[-1]
+        state = torch.zeros(v.size(0), v.size(2), k.size(3), v.size(3), dtype=v.dtype)
+        if inside and initial is not None:
+            state = initial[max(each for each, edge in enumerate(edges) if edge <= start)]
+        for t in range(start, stop):
+            state = decay[:, t].unsqueeze(-1) * state
+            value = (
+                v[:, t]
+                if beta is None
+                else beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+            )
+            state = state + k[:, t].unsqueeze(-1) * value.unsqueeze(-2)
+            outs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        if inside:
+            finals.append(state)
+    out = torch.stack(outs, 1) if outs else v * 0
+    return out, torch.stack(finals) if finals else v.new_zeros(0)
