@@ -80,5 +80,5 @@ def roll_call(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
             if not missing or time.monotonic() > end:
                 return missing
             time.sleep(0.05)
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError, KeyError):  # also of groups that torch does not know by now
         return None
