@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, torch_before_2_12
 from support.masked_problems import MaskedProblem, any_mask, fits
 from support.ranks import run_ranks
@@ -100,7 +101,7 @@ def check(
 
 
 @torch_before_2_12
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_functions_equal_full_tensors(call: tuple[Any, ...]) -> None:
     run_ranks(torch.Size(call[0]).numel(), check, *call)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.attention_kernels import SCALE, biases_of, masks_of
+from support.cases import examples
 from support.row_masks import documents, prefix, window
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
@@ -85,7 +86,7 @@ def test_capped_logits(kind: str, bias: str) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_intervals(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 20), "rows"), data.draw(st.integers(0, 20), "columns")
     edge = st.lists(st.integers(-3, columns + 3), min_size=rows, max_size=rows)
@@ -96,7 +97,7 @@ def test_any_intervals(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_masks_by_their_words(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 30), "length")
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, length), max_size=4), "edges")), length]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import errors_by_rank, recorded_collectives
 from support.packed_documents import PackedProblem, assert_close, equal_generators, shard_packed
 from support.ranks import run_ranks
@@ -71,7 +72,7 @@ _ends = st.one_of(st.none(), st.integers(0, 9))
 
 @each_packing
 def test_out_and_gradients_are_those_of_one_device(packing: str) -> None:
-    @settings(max_examples=14, deadline=None)
+    @settings(max_examples=examples(14), deadline=None)
     @given(
         st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 5),
         st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.booleans(), st.booleans(), st.booleans(), st.tuples(_ends, _ends),
