@@ -327,7 +327,7 @@ def checked_dropout_p(dropout_p: float) -> float:
 
 
 def checked_softcap(softcap: float) -> float:
-    """Returns `softcap`; refuses anything but a finite number of at least 0."""
+    """`softcap`; refuses anything but a finite number of at least 0."""
     if not isinstance(softcap, (int, float)):
         raise TypeError(f"expected softcap to be a number, 0.0 for none, got {softcap!r}")
     if not 0.0 <= softcap < float("inf"):
