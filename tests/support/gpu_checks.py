@@ -31,7 +31,7 @@ def on_one_gpu(rank: int, body: Callable[..., Any], *args: Any) -> Any:
     """Calls `body(rank, *args)` in a process with gloo that shares the only GPU, and its memory, with other ranks."""
     torch.cuda.set_device(0)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    with mock.patch.object(symm_mem_workspace, "probe_p2p", lambda *_: None):  # it expects NCCL and a GPU for each rank
+    with mock.patch.object(symm_mem_workspace, "probe_p2p", return_value=None):  # it asks for NCCL and a GPU each
         return body(rank, *args)
 
 
