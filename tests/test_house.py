@@ -39,7 +39,7 @@ DOORS = (
 PROVIDERS = ("integrations.accelerate", "integrations.diffusers")
 
 ATTENTION_OP = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+(\.\w+)?")
-NAMEDTUPLE_API = {"_asdict", "_fields", "_make", "_replace"}
+PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit"}  # of named tuples, and os._exit
 MAX_LINES = 500
 
 
@@ -266,7 +266,7 @@ def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
         private = name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
         if private and not (may_call_attention and ATTENTION_OP.fullmatch(name)):
             violations.append((line, name))
-    allowed = NAMEDTUPLE_API | set(own_names(tree))
+    allowed = PUBLIC | set(own_names(tree))
     for line, name in attributes(tree):
         attention_op = may_call_attention and name.startswith("_scaled_dot_product_")
         if is_private(name) and name not in allowed and not attention_op and not starts_with(module, PROVIDERS):

@@ -19,8 +19,8 @@ from cp_dtensor._torch.collectives import (
     reduce_scatter_single, start_all_to_all, symmetric_buffer, traced_broadcast, uses_nccl,
 )
 from cp_dtensor._torch.compiler import (
-    begin_traced_scope, compiled_code_kept_apart, constant_in_trace, end_traced_scope, is_traced, never_compiled,
-    refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
+    begin_traced_scope, compiled_code_kept_apart, constant_in_trace, define_operator, end_traced_scope, is_traced,
+    never_compiled, refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
 )
 from cp_dtensor._torch.dtensor import bound_arguments, dispatched_by_default, dtensor_ops_handled
 from cp_dtensor._torch.patches import (

@@ -194,3 +194,27 @@ def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
         return disabled[0](*args, **kwargs)
 
     return run
+
+
+_library = torch.library.Library("cp_dtensor", "FRAGMENT")  # operators exist as long as this does
+
+
+def define_operator(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *,
+    gradients: Callable[..., Any] | None = None, save: Callable[..., None] | None = None, in_graphs: bool = False,
+) -> None:  # fmt: skip
+    """Defines an operator of compiled code, in `torch.ops.cp_dtensor`.
+
+    Args:
+        schema: its name, arguments and results.
+        fake: makes results of the right shapes.
+        gradients, save: its backward, and the function that saves tensors for it.
+        in_graphs: True if Inductor may put it into CUDA graphs. Replays use the lengths and masks of the capture, so
+            operators that find or compare them when they run stay between graphs.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=() if in_graphs else (torch.Tag.cudagraph_unsafe,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=_library)
+    if gradients is not None:
+        torch.library.register_autograd(f"cp_dtensor::{name}", gradients, setup_context=save, lib=_library)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +15,6 @@ from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.gather_kv import KVGather, Pair
 from cp_dtensor.engine.lengths import longest_length
 from cp_dtensor.spec.masks import Full, Mask
-
-
-def defined(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch.library.Library:
-    """An operator in `torch.ops.cp_dtensor`, which exists as long as the result."""
-    library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    # When the code runs, lengths are exchanged, and compared with those of masks: no CUDA graphs.
-    name = library.define(schema, tags=torch.Tag.cudagraph_unsafe)
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-    return library
 
 
 @_torch.constant_in_trace
@@ -140,19 +129,16 @@ def _gradients(
     return None, *grads, *[None] * 6
 
 
-_keys_library = defined(
+_torch.define_operator(
     "flex_keys(Tensor q, Tensor k, Tensor v, str spec_key, int q_len, int kv_len, bool declared, float scale, "
     "bool needs_backward) -> (Tensor keys, Tensor values, Tensor positions, Tensor kv_total, Tensor numbers)",
-    _keys, _fake_keys,
+    _keys, _fake_keys, gradients=_gradients, save=_save_for_backward,
 )  # fmt: skip
-_backward_library = defined(
+_torch.define_operator(
     "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor numbers, str spec_key, int kv_len, SymInt local) "
     "-> (Tensor grad_k, Tensor grad_v)",
     _keys_backward, _fake_keys_backward,
 )  # fmt: skip
-torch.library.register_autograd(
-    "cp_dtensor::flex_keys", _gradients, setup_context=_save_for_backward, lib=_keys_library
-)
 
 
 # Tables of the block mask
@@ -220,7 +206,7 @@ def _fake_tables(*arguments: Any) -> list[torch.Tensor]:
     ]
 
 
-_tables_library = defined(
+_torch.define_operator(
     "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
     "Tensor numbers, str spec_key, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
     "bool with_q) -> Tensor[]",

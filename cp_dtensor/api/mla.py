@@ -12,26 +12,12 @@ from cp_dtensor.spec.masks import Mask
 
 
 def context_parallel_mla(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    *,
-    up: torch.Tensor,
-    mesh: Mesh | None = None,
-    method: str = "auto",
-    is_causal: bool = False,
-    mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None,
-    debug: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, *, up: torch.Tensor, mesh: Mesh | None = None,
+    method: str = "auto", is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, layout: Layout | None = None,
+    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
+    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Multi-head latent attention (MLA) of a sequence that is sharded over the ranks of `mesh`.
 
     Every rank passes its shard and gets its rows of `context_parallel_attention(q, k, v)` with, for each head,

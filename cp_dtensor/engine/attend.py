@@ -16,6 +16,7 @@ from cp_dtensor.engine.config import (
     check_bias,
     checked_dropout_p,
     checked_sinks,
+    checked_softcap,
     four_dims_of_mask,
     positive_scale,
     softmax_scale,
@@ -29,18 +30,10 @@ from cp_dtensor.spec.masks import Mask, mask_intersection
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: AttentionConfig,
-    *,
-    mask: Mask,
-    scale: float | None,
-    modifiers: Modifiers = NO_MODIFIERS,
-    lengths: tuple[int, int] | None = None,
-    needs_lse: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, *, mask: Mask, scale: float | None,
+    modifiers: Modifiers = NO_MODIFIERS, lengths: tuple[int, int] | None = None, needs_lse: bool = False,
     mask_name: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of checked local shards.
 
     Args:
@@ -75,18 +68,10 @@ def attend(
 
 
 def attend_traced(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: CallKeys,
-    *,
-    scale: float | None,
-    modifiers: Modifiers = NO_MODIFIERS,
-    lengths: tuple[int, int] | None = None,
-    needs_lse: bool = False,
-    mask_name: torch.Tensor | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: CallKeys, *, scale: float | None,
+    modifiers: Modifiers = NO_MODIFIERS, lengths: tuple[int, int] | None = None, needs_lse: bool = False,
+    mask_name: torch.Tensor | None = None, cu_seqlens: CuSeqlens | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attend` in a program that is being captured, as one operator whose constants are `keys`.
 
     With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
@@ -97,22 +82,16 @@ def attend_traced(
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
         q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, modifiers.up, *(cu_seqlens or (mask_name, None)),
-        spec_key, backends, mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale,
-        *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
+        spec_key, backends, mask, modifiers.dropout_p, modifiers.softcap, modifiers.first_batch, modifiers.first_head,
+        scale, *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
     return out, rounded_lse(lse)
 
 
 def attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: AttentionConfig,
-    cu_seqlens: CuSeqlens,
-    *,
-    within: Mask,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, cu_seqlens: CuSeqlens, *, within: Mask,
     scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)`, (1, H, T, Dv) and (1, H, T), of packed documents.
 
     Args:
@@ -134,21 +113,17 @@ def attend_packed(
 
 
 def modifiers_of(
-    q: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    sinks: torch.Tensor | None = None,
-    first: tuple[int, int] = (0, 0),
-    up: torch.Tensor | None = None,
-) -> Modifiers:
+    q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None = None,
+    first: tuple[int, int] = (0, 0), up: torch.Tensor | None = None, softcap: float = 0.0,
+) -> Modifiers:  # fmt: skip
     """The checked modifiers of a call, as far as one rank can check them; no seed is drawn.
 
     Args:
         first: global index of this rank's first batch row and first query head.
         up: (H, Dn + Dv, R) of latents, checked.
     """
-    dropout_p = checked_dropout_p(dropout_p)
-    if attn_mask is None and not dropout_p and sinks is None and up is None:
+    dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
+    if attn_mask is None and not dropout_p and sinks is None and not softcap and up is None:
         return NO_MODIFIERS
     bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
-    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), up)
+    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), softcap, up)

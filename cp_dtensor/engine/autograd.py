@@ -101,17 +101,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        modifiers: Modifiers,
-        call: BoundCall,
-        needs_lse: bool,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+        sinks: torch.Tensor | None, modifiers: Modifiers, call: BoundCall, needs_lse: bool,
         up: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """`out`, `lse` and `origin`. `bias`, `sinks` and `up` are those of `modifiers`, for autograd to see."""
         # The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the opposite values.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,28 +244,18 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor |
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None
 
 
-def _defined() -> torch.library.Library:
+def _define() -> None:
     tensors = "Tensor x, " + "".join(f"Tensor? x{number}, " for number in range(1, MOST_TENSORS))
     arguments = f"{tensors}Tensor? cu_seqlens, str call, SymInt seq_len"
     grads = ", ".join(["Tensor"] * MOST_TENSORS)
-    library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    operators: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
-        ("sequence_layer", f"({arguments}) -> (Tensor, Tensor)", _forward, _fake_forward),
-        (
-            "sequence_layer_backward",
-            f"(Tensor grad_out, Tensor grad_final, {arguments}, bool[] needed) -> ({grads})",
-            _backward,
-            _fake_backward,
-        ),
-    )
-    for name, schema, implementation, fake in operators:
-        library.define(f"{name}{schema}", tags=(torch.Tag.cudagraph_unsafe,))
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-    torch.library.register_autograd(
-        "cp_dtensor::sequence_layer", _gradients, setup_context=_keep_arguments, lib=library
-    )
-    return library
+    _torch.define_operator(
+        f"sequence_layer({arguments}) -> (Tensor, Tensor)", _forward, _fake_forward, gradients=_gradients,
+        save=_keep_arguments,
+    )  # fmt: skip
+    _torch.define_operator(
+        f"sequence_layer_backward(Tensor grad_out, Tensor grad_final, {arguments}, bool[] needed) -> ({grads})",
+        _backward, _fake_backward,
+    )  # fmt: skip
 
 
-_library = _defined()  # operators exist as long as this does
+_define()

@@ -81,6 +81,7 @@ class _Constants(NamedTuple):
     backends: str
     mask: str
     dropout_p: float
+    softcap: float
     first_batch: int
     first_head: int
     scale: float
@@ -94,7 +95,7 @@ class _Constants(NamedTuple):
         return mask_keys.value_of(self.mask)
 
     def modifiers(self, bias: Optional, seed: Optional, sinks: Optional, up: Optional) -> Modifiers:
-        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, up)
+        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, self.softcap, up)
 
     def found_at_run_time(self, cu_seq_q: Tensor | None) -> bool:
         """True if lengths or mask are known only when the code runs."""
@@ -224,32 +225,27 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
     return gradients
 
 
-def _defined() -> torch.library.Library:
+def _define() -> None:
     modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks, Tensor? up"
-    constants = "str spec_key, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
-    constants += "float scale, SymInt q_len, SymInt kv_len"
+    constants = "str spec_key, str backends, str mask, float dropout_p, float softcap, SymInt first_batch, "
+    constants += "SymInt first_head, float scale, SymInt q_len, SymInt kv_len"
     forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {constants}, "
     forward += "bool needs_lse, bool needs_backward) -> (Tensor out, Tensor lse, Tensor numbers)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers, "
     backward += f"{modifiers}, {constants}, bool needs_grad_bias, bool needs_grad_sinks, bool needs_grad_up) -> "
     backward += "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, Tensor grad_up)"
-    library = torch.library.Library("cp_dtensor", "DEF")
-    for overload, tags in (("default", ()), ("found", (torch.Tag.cudagraph_unsafe,))):
+    for overload in ("default", "found"):
         suffix = "" if overload == "default" else f".{overload}"
-        for name, schema, implementation, fake in (
-            (f"attention{suffix}", forward, _forward, _fake_forward),
-            (f"attention_backward{suffix}", backward, _backward, _fake_backward),
-        ):
-            library.define(f"{name}{schema}", tags=tags)
-            library.impl(name, implementation, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-        torch.library.register_autograd(
-            f"cp_dtensor::attention{suffix}", _gradients_by(overload), setup_context=_save_for_backward, lib=library
+        _torch.define_operator(
+            f"attention{suffix}{forward}", _forward, _fake_forward, gradients=_gradients_by(overload),
+            save=_save_for_backward, in_graphs=overload == "default",
+        )  # fmt: skip
+        _torch.define_operator(
+            f"attention_backward{suffix}{backward}", _backward, _fake_backward, in_graphs=overload == "default"
         )
-    return library
 
 
-_library = _defined()  # operators exist as long as this does
+_define()
 
 ATTENTION_OPS = (
     torch.ops.cp_dtensor.attention.default,

@@ -202,17 +202,13 @@ def _gradient_by(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
     return gradient
 
 
-def _defined() -> torch.library.Library:
-    library = torch.library.Library("cp_dtensor", "FRAGMENT")
+def _define() -> None:
     arguments = "Tensor? cu_seqlens, str call, int dim, SymInt seq_len, SymInt rows) -> Tensor"
     for name, implementation, transposed in (("rows", _rows, "rows_back"), ("rows_back", _rows_back, "rows")):
-        library.define(f"{name}(Tensor x, {arguments}", tags=(torch.Tag.cudagraph_unsafe,))
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cp_dtensor::{name}", _fake_rows, lib=library)
-        torch.library.register_autograd(
-            f"cp_dtensor::{name}", _gradient_by(transposed), setup_context=_keep_arguments, lib=library
-        )
-    return library
+        _torch.define_operator(
+            f"{name}(Tensor x, {arguments}", implementation, _fake_rows, gradients=_gradient_by(transposed),
+            save=_keep_arguments,
+        )  # fmt: skip
 
 
-_library = _defined()  # operators exist as long as this does
+_define()

@@ -119,12 +119,12 @@ def environment() -> str:
     return "  \n".join(lines)
 
 
-def backends(device: str, dtype: torch.dtype) -> list[str]:
+def backends(device: str, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
     """The backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q = torch.randn(1, 2, 128, 64, device=device, dtype=dtype, requires_grad=True)
+    q = torch.randn(1, 2, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     names = {
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "flash": SDPBackend.FLASH_ATTENTION,

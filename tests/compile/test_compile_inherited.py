@@ -97,7 +97,7 @@ def calls(_rank: int) -> None:
             check(attend, Full(), HeadTail())
             check(attend, SECOND, Striped(1), context(mask=SECOND, layout=Striped(1)))
             check(masked, Full(), Striped(1), context(mask=SECOND, layout=Striped(1)))
-        # One token for Contiguous() and all layouts of one length.
+        # One key for Contiguous() and all layouts of one length.
         check(attend, FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
         with no_compilation():
             for each in (FIRST, SECOND):

@@ -41,7 +41,7 @@ def refusals(rank: int) -> None:
         fails("needs a block mask of the whole sequence", lambda: of_one_length(q, None))
         with torch.no_grad():
             of_one_length(q, block_mask(window, 16))
-    with context(layout=layout, mask=Causal()):  # of an equal token
+    with context(layout=layout, mask=Causal()):  # of an equal key
         fails("does not take the mask of its context", lambda: of_one_length(q, block_mask(window, 16)))
 
 

@@ -25,6 +25,8 @@ from cp_dtensor.spec.layouts import Segment
 Tensors = tuple[torch.Tensor, ...]
 NAN, INF = float("nan"), float("inf")
 NAMES = ("out", "lse", "dq", "dk", "dv")
+INPUTS = ("query", "key", "value", "gradient")
+each_input = pytest.mark.parametrize("of", INPUTS)
 
 # Batch row 0 sees keys 0 to 39 of 50, batch row 1 keys 0 to 29.
 PADDED = Batched([Documents([0, 17, 40], within=Causal()), Documents([0, 30], within=Causal())])
@@ -69,13 +71,13 @@ def test_keys_that_no_query_sees_reach_nothing(way: str, layout: Layout, value: 
             assert not got.isnan().any(), f"{name} of rank {here}"
 
 
-@pytest.mark.parametrize("of", ["key", "value"])
+@each_input
 @pytest.mark.parametrize("mask", [Causal(), PADDED], ids=["causal", "padded"])
 @pytest.mark.parametrize("way", WAYS)
-def test_nan_of_a_seen_key_reaches_what_it_reaches_on_one_device(way: str, mask: Mask, of: str) -> None:
+def test_nan_reaches_what_it_reaches_on_one_device(way: str, mask: Mask, of: str) -> None:
     at = 21
     tensors = MaskedProblem(50, 50, mask, batch=2, q_heads=4).draw(seed=2)
-    tensors[1 if of == "key" else 2][:, :, at] = NAN
+    tensors[INPUTS.index(of)][:, :, at] = NAN
     layout, size = HeadTail(), torch.Size(WAYS[way][0]).numel()
     for here, got in over_ranks(tensors, mask, layout, way).items():
         _check_reached(got, shown(mask, 50, 50, 2), at, of, partial(shard, layout=layout, rank=here, world_size=size))
@@ -84,13 +86,19 @@ def test_nan_of_a_seen_key_reaches_what_it_reaches_on_one_device(way: str, mask:
 def _check_reached(results: Tensors, seen: torch.Tensor, at: int, of: str, cut: Any = lambda x: x) -> None:
     """Checks that NaN is where it must be: P of the rows that see the key, and all sums over these rows or of P."""
     rows = seen[..., at]  # (B, 1, S)
+    if of in ("query", "gradient"):
+        rows = torch.zeros_like(rows).index_fill(2, torch.tensor(at), True)
     columns = (seen & rows[..., None]).any(2)  # the keys that these rows see
     out, lse, dq, dk, dv = results
     rows, columns = cut(rows), cut(columns)
     assert rows.any() or columns.any()
-    must = {"out": (out, rows), "dq": (dq, rows), "dk": (dk, columns)}
-    if of == "key":
-        must |= {"lse": (lse, rows), "dv": (dv, columns)}
+    must = {"dq": (dq, rows), "dk": (dk, columns)}
+    if of != "gradient":
+        must["out"] = out, rows
+    if of != "value":
+        must["dv"] = dv, columns
+    if of in ("key", "query"):
+        must["lse"] = lse, rows
     for name, (got, where) in must.items():
         where = (where[..., None] if got.dim() == 4 else where).expand(got.shape)
         assert got[where].isnan().all(), name
@@ -141,11 +149,11 @@ def test_columns_that_no_row_sees(kernels: str, value: float) -> None:
     assert all((grad[:, :, hidden] == 0).all() for grad in dirty[3:])
 
 
-@pytest.mark.parametrize("of", ["key", "value"])
-def test_a_seen_column(kernels: str, of: str) -> None:
+@each_input
+def test_nan_in_a_tile(kernels: str, of: str) -> None:
     mask = tile(IntervalBand(first=0, last=36, lo=0, hi=40, left=20, right=1))
     q, k, v, grad_out = draw()
-    (k if of == "key" else v)[:, :, 9] = NAN
+    (q, k, v, grad_out)[INPUTS.index(of)][:, :, 9] = NAN
     row, column = torch.arange(40)[:, None], torch.arange(40)[None, :]
     seen = (column >= row - 20) & (column <= row + 1) & (row < 36)
     _check_reached(run_tile(mask, (q, k, v, grad_out)), seen.expand(2, 1, 40, 40), 9, of)

@@ -19,7 +19,7 @@ from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
 from cp_dtensor.tools.draw import assignment, key_positions
 
-balance, hybrid, methods, schedules = (docs_script(name) for name in ("balance", "hybrid", "methods", "schedules"))
+balance, methods, schedules, states = (docs_script(name) for name in ("balance", "methods", "schedules", "states"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -36,16 +36,16 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
     return rank_of
 
 
-@pytest.mark.parametrize(("_title", "layout", "edges"), hybrid.PANELS, ids=lambda value: repr(value))
+@pytest.mark.parametrize(("_title", "layout", "edges"), states.PANELS, ids=lambda value: repr(value))
 def test_ways_of_states(_title: str, layout: Layout, edges: tuple[int, ...]) -> None:
     """A state passes through the positions of its document in order, on the ranks that own them."""
-    for way in hybrid.ways(layout, edges):
+    for way in states.ways(layout, edges):
         positions = [position for _, run in way for position in range(*run)]
         assert positions == list(range(positions[0], positions[-1] + 1))
         assert not edges or {positions[0], positions[-1] + 1} <= {*edges}
         for rank, (start, stop) in way:
             owned = [
-                each for segment in layout.segments(hybrid.SEQ_LEN, rank, hybrid.RANKS) for each in segment.positions()
+                each for segment in layout.segments(states.SEQ_LEN, rank, states.RANKS) for each in segment.positions()
             ]
             assert {*range(start, stop)} <= {*owned}
 

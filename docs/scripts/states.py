@@ -1,6 +1,6 @@
 """Picture of the way of a recurrent layer's state through the runs of all ranks, by layout.
 
-python docs/scripts/hybrid.py --output docs/images/hybrid.png
+python docs/scripts/states.py --output docs/images/states.png
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def draw(axis: Axes, layout: Layout, edges: tuple[int, ...]) -> None:
 def main() -> None:
     """Draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/images/hybrid.png"))
+    parser.add_argument("--output", type=Path, default=Path("docs/images/states.png"))
     arguments = parser.parse_args()
     figure, axes = plt.subplots(1, len(PANELS), figsize=(6 * len(PANELS), 3.2))
     for axis, (title, layout, edges) in zip(axes, PANELS, strict=True):

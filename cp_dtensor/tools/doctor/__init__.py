@@ -1,0 +1,1 @@
+"""Checks of a machine for context parallelism; `python -m cp_dtensor doctor`."""

@@ -1,0 +1,178 @@
+"""Checks of several ranks together: bandwidth of exchanges, shared memory, and results of every method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cp_dtensor import (
+    Causal,
+    Documents,
+    Hardware,
+    Mask,
+    context_parallel_attention,
+    context_parallel_shard,
+    local_positions,
+)
+from cp_dtensor.tools.bench.errors import seen_keys
+from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding, gpu_name
+
+_EXCHANGED = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""Bytes of each rank in a timed all-gather."""
+_LEAST_OF_LINK = 0.5
+_HEAD_DIM, _TOKENS = 64, 128
+"""Of the small calls; tokens of each rank."""
+_TOLERANCE, _MOST_ERROR = 1e-9, 2.0
+"""Largest relative error in float64 on CPUs; in bfloat16 on GPUs, the largest error over that of one device."""
+MASKS = ("causal", "documents")
+
+
+def first_kernels(device: torch.device) -> Iterator[Finding]:
+    """Compiles and runs the kernels of masks, on each rank alone; a collective."""
+    began = time.monotonic()
+    dtype = torch.float64 if device.type == "cpu" else torch.bfloat16
+    q = torch.randn(1, 2, 256, _HEAD_DIM, device=device, dtype=dtype, requires_grad=True)
+    alone, _ = dist.new_subgroups(1)
+    out = context_parallel_attention(q, q, q, mesh=alone, mask=Documents([0, 100, 256]))
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    what = "kernels compiled and ran" if device.type == "cuda" else "torch operations on CPUs"
+    yield Finding("masks", OK, f"{what}, {time.monotonic() - began:.1f} s")
+
+
+def bandwidth(group: dist.ProcessGroup, device: torch.device, hosts: int) -> Iterator[Finding]:
+    """All-gathers bytes, checks them, and compares the bandwidth with that of the link; a collective."""
+    world_size, rank = group.size(), group.rank()
+    name = "gloo" if device.type == "cpu" else "NCCL"
+    count = _EXCHANGED[device.type]
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the former since torch 2.13
+    rows = torch.full((count,), rank + 1, dtype=torch.uint8, device=device)
+    gathered = torch.zeros(world_size * count, dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(3):  # the first makes connections
+        dist.barrier(group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        gather(gathered, rows, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    if not torch.equal(gathered[::count].cpu(), torch.arange(1, world_size + 1, dtype=torch.uint8)) or any(
+        (each != each[0]).any() for each in gathered.view(world_size, -1)
+    ):
+        yield Finding(name, PROBLEM, f"an all-gather gave rank {rank} other bytes than were sent", "check the links")
+        return
+    if world_size == 1:
+        yield Finding(name, OK, "works; one rank has nothing to exchange")
+    else:
+        gpu = gpu_name() if device.type == "cuda" else None
+        yield link(name, gpu, world_size, hosts, (world_size - 1) * count / best)
+
+
+def link(name: str, gpu: str | None, world_size: int, hosts: int, per_second: float) -> Finding:
+    """The finding about the measured bytes per second into a rank."""
+    where = "one host" if hosts == 1 else f"{hosts} hosts"
+    text = f"all-gather over {world_size} ranks on {where}: {per_second / 1e9:.3g} GB/s into a rank"
+    if gpu is None:
+        return Finding(name, OK, text)
+    if hosts > 1:
+        expected = Hardware.of(f"{gpu}, InfiniBand NDR").link_speed
+        return Finding(name, OK, f"{text}; with InfiniBand NDR for each GPU expect about {expected / 1e9:.3g}")
+    expected = Hardware.of(gpu).link_speed
+    slow = per_second < _LEAST_OF_LINK * expected
+    remedy = "look for links that are down: nvidia-smi topo -m, nvidia-smi nvlink --status" if slow else ""
+    text += f"; NVLink of {gpu}s gives about {expected / 1e9:.3g}"
+    return Finding(name, PROBLEM if slow else OK, text, remedy)
+
+
+def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Finding:
+    """The finding about memory that ranks share; `obstacle` is the reason why they share none."""
+    name = "symmetric memory"
+    if world_size == 1:
+        return Finding(name, OK, "not tried: it needs two ranks")
+    if obstacle is None:
+        return Finding(name, OK, "ranks read each other's memory")
+    if hosts > 1:
+        return Finding(name, NOTE, f"not over all ranks: {obstacle}; ranks of one host may share memory")
+    remedy = "K/V travel by NCCL instead; containers need --ipc=host and all GPUs of the host"
+    return Finding(name, PROBLEM, obstacle, remedy)
+
+
+Way = tuple[str, DeviceMesh, str, str | None]
+"""Name, mesh, method and KV transport."""
+
+
+def methods(world_size: int, device: torch.device, shares_memory: bool) -> list[Way]:
+    """Every method that this number of ranks allows."""
+    flat = init_device_mesh(device.type, (world_size,), mesh_dim_names=("cp",))
+    transports = ("allgather", "alltoall", *(("symm_mem",) if shares_memory else ()))
+    found: list[Way] = [
+        *((f"ring by {name}", flat, "ring", name) for name in transports),
+        ("ulysses", flat, "ulysses", None),
+    ]
+    if world_size >= 4 and world_size % 2 == 0:
+        shape, names = (2, world_size // 2), ("ring", "ulysses")
+        nested = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        found += [("hybrid", nested, "hybrid", None), ("nested ring", nested, "ring", None)]
+    return found
+
+
+class Problem:
+    """A small attention problem, whole on every rank, and its results in float64 on one device."""
+
+    def __init__(self, mask_name: str, world_size: int, device: torch.device) -> None:
+        length, heads = _TOKENS * world_size, max(4, world_size)
+        cuts = [0, 50, length // 2 + 7, length]
+        self._mask: Mask = Causal() if mask_name == "causal" else Documents(cuts, within=Causal())
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.float64 if device.type == "cpu" else torch.bfloat16
+        self._inputs = [  # q, k, v and the gradient of out
+            torch.randn(1, count, length, _HEAD_DIM, generator=generator, dtype=torch.float64).to(device, dtype)
+            for count in (heads, heads // 2, heads // 2, heads)
+        ]
+        first, last = seen_keys(self._mask, length).to(device)
+        column = torch.arange(length, device=device)
+        allowed = (column >= first[:, None]) & (column < last[:, None])
+        self._truth = _attention([each.double() for each in self._inputs], allowed)
+        self._norms = [truth.norm() for truth in self._truth]
+        self._limits = [_TOLERANCE] * 4
+        if device.type == "cuda":
+            alone = _attention(self._inputs, allowed)
+            self._limits = [
+                _MOST_ERROR * float((each.double() - truth).norm() / norm)
+                for each, truth, norm in zip(alone, self._truth, self._norms, strict=True)
+            ]
+
+    def error(self, mesh: DeviceMesh, method: str, transport: str | None) -> float:
+        """The largest error of out, dq, dk and dv of this rank, over the limit; a collective."""
+        dims = [2] * 4
+        q, k, v, grad = context_parallel_shard(mesh, self._inputs, dims)
+        q, k, v = (each.requires_grad_() for each in (q, k, v))
+        length = self._inputs[0].size(2)
+        out = context_parallel_attention(
+            q, k, v, mesh=mesh, method=method, rotate_method=transport, mask=self._mask, enable_gqa=True, seq_len=length
+        )
+        assert isinstance(out, torch.Tensor)
+        out.backward(grad)
+        mine = local_positions(mesh, length).to(q.device)
+        results = zip((out.detach(), q.grad, k.grad, v.grad), self._truth, self._norms, self._limits, strict=True)
+        errors = [
+            float((found.double() - truth[:, :, mine]).norm() / norm) / limit  # type: ignore[union-attr]
+            for found, truth, norm, limit in results
+        ]
+        return max(errors) if all(error == error for error in errors) else float("inf")
+
+
+def _attention(inputs: Sequence[torch.Tensor], allowed: torch.Tensor) -> list[torch.Tensor]:
+    """out, dq, dk and dv on one device, of q, k, v and the gradient of out."""
+    q, k, v = leaves = [each.detach().requires_grad_() for each in inputs[:3]]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]

@@ -1,0 +1,180 @@
+"""`python -m cp_dtensor doctor`: its findings, on machines that are sound and on others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.forked_programs import launch
+from support.ranks import run_ranks
+
+from cp_dtensor.tools.bench.measure import Ranks
+from cp_dtensor.tools.doctor import command, exchange, machine
+from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding
+
+
+def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
+    return {each.check: each for each in findings}
+
+
+def test_a_sound_machine_ends_in_ok(tmp_path: Path) -> None:
+    """Two gloo ranks: every method is compared with one device, and the shape of the options is explained."""
+    text = launch(2, "cp_dtensor", "doctor", "--json", "--seq-len", "65536", "--heads", "16:4", folder=tmp_path)
+    found = json.loads(text[text.index("{") :])
+    assert found["ok"] is True
+    findings = {each["check"]: each for each in found["findings"]}
+    assert {each["status"] for each in findings.values()} <= {OK, NOTE}
+    assert torch.__version__ in findings["versions"]["text"]
+    for name in ("ring by allgather", "ring by alltoall", "ulysses"):
+        assert name in findings["correctness"]["text"]
+    assert "over 2 ranks on one host" in findings["gloo"]["text"]
+    assert "65,536 tokens on 2 ranks, 16:4 heads of 128" in findings["auto"]["text"]
+
+
+def test_four_ranks_have_hybrids_and_nested_rings() -> None:
+    store = dist.HashStore()
+
+    def body(rank: int) -> list[Finding]:
+        report = command._Report(as_json=True, visible=False)
+        command._check_methods(report, Ranks(store, rank, 4), torch.device("cpu"), shares_memory=False)
+        return report.findings
+
+    ((finding,), *_) = run_ranks(4, body)
+    assert finding.status == OK
+    assert finding.text.startswith("ring by allgather, ring by alltoall, ulysses, hybrid, nested ring: forward and")
+
+
+def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    """The gradient of one rank is off by 1e-6 in one method."""
+    store = dist.HashStore()
+    right = exchange.context_parallel_attention
+
+    def attention(*tensors: torch.Tensor, **options: object) -> object:
+        out = right(*tensors, **options)  # type: ignore[arg-type]
+        if options["method"] == "ulysses" and dist.get_rank() == 1:
+            tensors[1].register_hook(lambda grad: grad * (1 + 1e-6))
+        return out
+
+    def body(rank: int) -> int:
+        report = command._Report(as_json=False, visible=rank == 0)
+        command._check_methods(report, Ranks(store, rank, 2), torch.device("cpu"), shares_memory=False)
+        return report.end()
+
+    with mock.patch.object(exchange, "context_parallel_attention", attention):
+        assert run_ranks(2, body) == [1, 1]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines if line.startswith(PROBLEM)] == [
+        [PROBLEM, "ulysses,", "causal"],
+        [PROBLEM, "ulysses,", "documents"],
+        [PROBLEM, "correctness", "ring"],
+    ]
+    assert "choose another method or rotate_method" in lines[1]
+    assert lines[-1].startswith("3 problems: ulysses, causal, ulysses, documents, correctness")
+
+
+def test_ranks_that_crash_are_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "executable", "false")  # ends with 1, which of rank 0 may be a verdict
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", "cpu", "--json"])
+    assert ended.value.code == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["status"] == PROBLEM
+    assert finding["text"] == "rank 1 ended with status 1"
+    assert "troubleshooting.md" in finding["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.10.1", PROBLEM), ("2.11.0+cu130", None), ("2.15.0a0", None), ("2.16.0", NOTE)]
+)
+def test_versions_of_torch(version: str, status: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    found = by_check(machine.versions())
+    assert (found["torch"].status if "torch" in found else None) == status
+
+
+def test_another_cudnn_is_a_problem() -> None:
+    message = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)\nmore"
+    with mock.patch.object(machine, "environment", side_effect=RuntimeError(message)):
+        found = by_check(machine.versions())
+    assert found["cuDNN"].status == PROBLEM
+    assert found["cuDNN"].text == message.splitlines()[0]
+
+
+def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(machine, "environment", lambda: "torch")
+    monkeypatch.setattr(machine, "installed_version", lambda name: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    found = by_check(machine.versions())
+    assert (found["Triton"].status, found["packages"].status) == (PROBLEM, NOTE)
+    (setting,) = machine.settings()
+    assert (setting.status, setting.remedy) == (PROBLEM, "unset CUDA_LAUNCH_BLOCKING")
+    monkeypatch.setattr(machine, "installed_version", lambda name: "1.0")
+    assert set(by_check(machine.versions())) == {"versions"}
+
+
+@pytest.mark.parametrize(
+    ("flops", "launch", "expected"),
+    [
+        ((700e12, 690e12), 5e-6, (OK, OK)),
+        ((700e12, 300e12), 5e-6, (PROBLEM, OK)),  # below half of 989e12
+        ((800e12, 600e12), 30e-6, (PROBLEM, NOTE)),  # rank 1 is slower than 85% of rank 0
+    ],
+)
+def test_slow_gpus_and_slow_hosts(
+    flops: tuple[float, float], launch: float, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpu_name", lambda: "H200")
+    found = by_check(machine.speed([(each, launch) for each in flops]))
+    assert (found["GPU speed"].status, found["launches"].status) == expected
+    assert ("rank 1" in found["GPU speed"].text) == (expected[0] == PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", None), ("NVIDIA L40S", None)]
+)
+def test_names_of_gpus(name: str, gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert machine.gpu_name() == gpu
+
+
+def test_clocks_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU 1 has an uncorrected memory error."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '1980, 1980, 41, 0'\necho '1200, 1980, 88, 2'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    found = by_check(machine.clocks())
+    assert found["clocks"].text == "1980 of 1980 MHz, 41 C; 1200 of 1980 MHz, 88 C"
+    assert "GPU 1" in found["memory errors"].text
+    smi.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
+    assert by_check(machine.clocks())["clocks"].status == NOTE
+
+
+def test_slow_links_are_a_problem() -> None:
+    """Half of 330 GB/s is expected of NVLink at least; nothing is known of the network between hosts."""
+    slow = exchange.link("NCCL", "H200", 8, 1, 100e9)
+    assert slow.status == PROBLEM
+    assert "100 GB/s into a rank; NVLink of H200s gives about 330" in slow.text
+    assert "nvidia-smi nvlink --status" in slow.remedy
+    assert exchange.link("NCCL", "H200", 8, 1, 300e9).status == OK
+    assert exchange.link("NCCL", "H200", 16, 2, 20e9).status == OK
+    assert exchange.link("NCCL", None, 8, 1, 1e9).status == OK
+
+
+def test_symmetric_memory_is_expected_on_one_host_only() -> None:
+    statuses = [
+        exchange.symmetric_memory(obstacle, ranks, hosts).status
+        for obstacle, ranks, hosts in ((None, 8, 1), ("no peer access", 8, 1), ("2 hosts", 8, 2), ("alone", 1, 1))
+    ]
+    assert statuses == [OK, PROBLEM, NOTE, OK]
