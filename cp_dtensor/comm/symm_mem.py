@@ -41,7 +41,7 @@ from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, K
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan
 
-_log = logging.getLogger("cp_dtensor")
+_log = logging.getLogger("cp_dtensor.comm")
 _logged = GroupCache[None]()
 
 
