@@ -12,6 +12,7 @@ COMMANDS = {
     "info": ("cp_dtensor.tools.info", "versions, devices, and what the library can use on this machine"),
     "bench": ("cp_dtensor.tools.bench.command", "time of attention, beside one GPU and torch; start it with torchrun"),
     "accuracy": ("cp_dtensor.tools.accuracy", "error of attention against float64; start it with torchrun"),
+    "soak": ("cp_dtensor.tools.soak", "random attention calls for minutes or hours, compared with dense attention"),
     "draw": ("cp_dtensor.tools.draw", "picture of the pairs that each rank computes under a mask and a layout"),
 }
 

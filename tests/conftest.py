@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from support.cases import choose_cases
 from support.nan_memory import poisoned_empty
 from support.processes import Processes
 
@@ -23,6 +24,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Collectives and first calls of kernels may take long, which is no failure.
 hypothesis.settings.register_profile("cp_dtensor", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("cp_dtensor")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "cases of each random test that compares attention with a reference; a failing one is printed as a call"
+    parser.addoption("--cases", type=int, metavar="N", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    choose_cases(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

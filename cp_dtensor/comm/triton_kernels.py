@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from cp_dtensor._torch.triton_launch import Launch, cached_launch
+from cp_dtensor.spec.layouts import Span
 
 PIECE_FIELDS = 7
 """Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
@@ -81,6 +82,66 @@ def _copy_launch(
     tasks = triton.cdiv(most_rows, block_rows)
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_WORDS": block_words, "num_warps": 8}
     return Launch(copy_pieces_kernel, max(1, min(programs, tasks * count)), (count, tasks), constants)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "pitch", "heads"])
+def write_rows_kernel(
+    k_ptr, v_ptr, rows_ptr, first_row, rows, pitch, batch, heads, stage_heads, k_dim, v_dim,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """One program writes BLOCK_ROWS rows of one head of K and V, from `first_row` on, to their places in stages.
+
+    A stage is (pitch, width) and has `stage_heads` heads of all batch rows: `[heads of K | heads of V]`.
+
+    Example: one batch row, two heads of dim 1, stages of one head, pitch 2. K [[1, 2], [3, 4]] and V [[5, 6], [7, 8]]
+    (by head, then by row) become 1 5 2 6 3 7 4 8.
+    """
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head_of_all = tl.program_id(0) // blocks
+    row = (tl.program_id(0) % blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    of_batch, head = (head_of_all // heads).to(tl.int64), head_of_all % heads
+    stage, unit = (head // stage_heads).to(tl.int64), head % stage_heads
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    in_rows = (row < rows)[:, None]
+    row = (first_row + row).to(tl.int64)[:, None]
+    head = head.to(tl.int64)
+    columns = batch * stage_heads * (k_dim + v_dim)
+    target = rows_ptr + (stage * pitch + row) * columns
+    k = k_ptr + of_batch * k_stride_b + head * k_stride_h + row * k_stride_s + dim
+    v = v_ptr + of_batch * v_stride_b + head * v_stride_h + row * v_stride_s + dim
+    k_target = target + (of_batch * stage_heads + unit) * k_dim + dim
+    v_target = target + batch * stage_heads * k_dim + (of_batch * stage_heads + unit) * v_dim + dim
+    in_k, in_v = in_rows & (dim < k_dim), in_rows & (dim < v_dim)
+    tl.store(k_target, tl.load(k, mask=in_k), mask=in_k)
+    tl.store(v_target, tl.load(v, mask=in_v), mask=in_v)
+
+
+def launch_rows(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, span: Span, pitch: int, stage_heads: int) -> None:
+    """Writes some rows of K and V for other ranks, in one launch on the current stream.
+
+    Args:
+        k: (B, Hkv, T, D), the last dim contiguous.
+        v: (B, Hkv, T, Dv), the last dim contiguous.
+        rows: flat memory in their dtype: a (pitch, B * stage_heads * (D + Dv)) for each stage, one after the other.
+        span: rows to write.
+        pitch: rows of a stage.
+        stage_heads: heads of each stage.
+    """
+    _rows_launch(k.shape, v.size(3), k.dtype, k.stride(), v.stride(), span, pitch, stage_heads)(k, v, rows)
+
+
+@cached_launch
+def _rows_launch(
+    k_shape: tuple[int, ...], v_dim: int, _dtype: torch.dtype, k_strides: tuple[int, ...], v_strides: tuple[int, ...],
+    span: Span, pitch: int, stage_heads: int,
+) -> Launch:  # fmt: skip
+    batch, heads, _, k_dim = k_shape
+    count, block_dim = span[1] - span[0], triton.next_power_of_2(max(k_dim, v_dim))
+    block_rows = max(1, min(64, 8192 // block_dim))
+    numbers = (span[0], count, pitch, batch, heads, stage_heads, k_dim, v_dim, *k_strides[:3], *v_strides[:3])
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim, "num_warps": 4}
+    return Launch(write_rows_kernel, triton.cdiv(count, block_rows) * batch * heads, numbers, constants)
 
 
 # Flags

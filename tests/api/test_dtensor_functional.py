@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, torch_before_2_12
 from support.masked_problems import MaskedProblem, any_mask, fits
 from support.ranks import run_ranks
@@ -52,6 +53,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     problem = MaskedProblem(
         q_len, kv_len, mask, batch, 4, draw(st.sampled_from([2, 4])), is_causal=draw(st.booleans()),
         bias=draw(st.sampled_from(["", "", "boolean s", "additive hs"])), sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 0.7])),
     )  # fmt: skip
     return shape, names, placements, draw(st.sampled_from(methods)), problem, draw(st.integers(0, 99))
 
@@ -81,7 +83,7 @@ def check(
         options["sinks"] = distribute_tensor(sinks, mesh, replicated, src_data_rank=None).requires_grad_()
     out, lse = context_parallel_attention(
         q, k, v, method=method, mask=problem.mask, is_causal=problem.is_causal, enable_gqa=True, return_lse=True,
-        **options,
+        softcap=problem.softcap, **options,
     )  # fmt: skip
     out.backward(distribute_tensor(whole[3], mesh, out.placements, src_data_rank=None))  # type: ignore[attr-defined]
     expected = problem.reference(*whole, sinks=sinks)
@@ -99,7 +101,7 @@ def check(
 
 
 @torch_before_2_12
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_functions_equal_full_tensors(call: tuple[Any, ...]) -> None:
     run_ranks(torch.Size(call[0]).numel(), check, *call)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.dtensor_checks import (
     CAUSAL,
     CP,
@@ -105,7 +106,7 @@ TWO_AXES = st.tuples(*[st.sampled_from((R, DP, TP, CP, Shard(3)))] * 2)
 
 
 @pytest.mark.usefixtures("_dispatcher")
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(TWO_AXES, TWO_AXES, TWO_AXES, st.sampled_from(list(PROBLEMS.values())))
 def test_any_placements_of_a_two_dim_mesh(q: Placements, k: Placements, v: Placements, problem: Problem) -> None:
     assume(CP in (*q, *k, *v))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.latent_problems import LatentCase, LatentProblem, check_latents
 from support.masked_checks import LAYOUTS, WAYS
 from support.masked_problems import any_mask, fits
@@ -47,14 +48,14 @@ group_bytes = st.sampled_from([1, 3000, latents.EXPANDED_BYTES])
 """Limits that make a group of one head, of a few, and of all."""
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(cases(1), min_size=1, max_size=3), st.integers(1, 5), group_bytes)
 def test_any_problem_over_one_axis(some: list[LatentCase], ranks: int, most: int) -> None:
     with mock.patch.object(latents, "EXPANDED_BYTES", most):
         check_latents(some, (ranks,))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(cases(2), min_size=1, max_size=3),
     st.sampled_from([(2, 2), (2, 3), (3, 2), (1, 2), (2, 1)]),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.ranks import run_ranks
 from support.sequences import LAYOUTS, Sequence, convolved, halos, sequences, shifted
@@ -60,7 +61,7 @@ def check_rows(
         equal(grad, sequence.shard(whole_grad, rank))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sequences(), st.integers(-9, 9))
 def test_shift(sequence: Sequence, n: int) -> None:
     check_rows(
@@ -70,7 +71,7 @@ def test_shift(sequence: Sequence, n: int) -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sequences(), st.integers(0, 7))
 def test_halo(sequence: Sequence, left: int) -> None:
     check_rows(
@@ -80,7 +81,7 @@ def test_halo(sequence: Sequence, left: int) -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sequences(), st.sampled_from(LAYOUTS))
 def test_relayout(sequence: Sequence, target: Layout) -> None:
     in_target = Sequence(sequence.length, sequence.ranks, target, sequence.batch)
@@ -92,7 +93,7 @@ def test_relayout(sequence: Sequence, target: Layout) -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sequences(), st.integers(1, 5), st.booleans(), st.sampled_from([None, "silu", "swish"]))
 def test_causal_conv1d(sequence: Sequence, width: int, has_bias: bool, activation: str | None) -> None:
     leaves = [normal(sequence.batch, sequence.length, 3), normal(3, width, seed=1), normal(3, seed=2)]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import errors_by_rank
 from support.packed_documents import (
     NAMES,
@@ -39,7 +40,7 @@ from cp_dtensor import (
     varlen_attention,
 )
 
-few = settings(max_examples=6, deadline=None)
+few = settings(max_examples=examples(6), deadline=None)
 METHODS: tuple[dict[str, Any], ...] = (
     {"method": "ring", "rotate_method": "allgather"},
     {"method": "ring", "rotate_method": "alltoall"},

@@ -21,6 +21,7 @@ from support.accumulations import (
     check,
     float64_results,
 )
+from support.cases import examples
 
 from cp_dtensor.attention.merge import Part, place_sums
 from cp_dtensor.attention.triton import MAX_PARTS
@@ -57,7 +58,7 @@ def scripts(draw: st.DrawFn, source: Source) -> list[Add]:
 
 
 @each_kind
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObject) -> None:
     source = Source(kind, data.draw(st.sampled_from(DTYPES)), seed=data.draw(st.integers(0, 1000)))

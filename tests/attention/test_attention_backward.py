@@ -22,6 +22,7 @@ from support.attention_kernels import (
     through_kernels,
     to,
 )
+from support.cases import examples
 from support.row_masks import window
 
 from cp_dtensor.attention.masked import RowMask
@@ -148,7 +149,7 @@ def test_rows_that_see_nothing_between_documents_do_not_split_what_is_seen_wholl
 
 @interpreted
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_any_intervals_and_lengths(device: str, data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(1, 40), "columns")
     edge = st.lists(st.integers(-3, columns + 3), min_size=rows, max_size=rows)

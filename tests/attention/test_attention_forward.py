@@ -24,6 +24,7 @@ from support.attention_kernels import (
     launch,
     seen_by,
 )
+from support.cases import examples
 
 from cp_dtensor.attention.masked import RowMask
 
@@ -164,7 +165,7 @@ def test_the_numbers_of_the_docstring(device: str) -> None:
 
 @interpreted
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_any_lengths_offset_groups_and_blocks(device: str, data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(0, 90), "columns")
     offset = data.draw(st.none() | st.integers(-50, 70), "offset")

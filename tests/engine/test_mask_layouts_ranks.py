@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.masked_checks import WAYS, MaskedCase, check_masked
 from support.masked_problems import MaskedProblem, fits
 from support.method_checks import RING_ULYSSES, ULYSSES_RING, check
@@ -63,7 +64,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     return draw(st.sampled_from([PerDocument(edges, seq_len=seq_len), Balanced(mask, seq_len)])), seq_len
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(layouts(), st.integers(1, 4))
 def test_unshard_is_the_inverse_of_shard(case: tuple[Layout, int], world_size: int) -> None:
     layout, seq_len = case
@@ -127,7 +128,7 @@ def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pyte
     def exchange(*args: object) -> None:
         raise AssertionError("the ranks exchange their lengths")
 
-    monkeypatch.setattr(engine_lengths, "_facts", exchange)
+    monkeypatch.setattr(engine_lengths, "facts_of_call", exchange)
     check_against_reference(CAUSAL, 2, layout)
 
 

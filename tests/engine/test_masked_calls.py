@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import errors_by_rank
 from support.masked_checks import MaskedCase, check_masked, masked_cases
 from support.masked_problems import MaskedProblem
@@ -27,7 +28,7 @@ from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.select import ROTATE_METHODS
 
-few = settings(max_examples=5, deadline=None)
+few = settings(max_examples=examples(5), deadline=None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

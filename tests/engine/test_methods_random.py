@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.method_checks import RING_ULYSSES, ULYSSES_RING, check, place
 from support.problems import Problem, shard
 from support.ranks import run_ranks
@@ -65,7 +66,7 @@ def check_staged(problem: Problem, layout: Layout, ranks: Ranks, stages: int, ro
         check(problem, layout, ranks.names, ranks.shape, method=ranks.method, rotate_method=rotate_method)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     any_problem(),
     any_layout,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 from support.ring_checks import Tensors, attend, check_against_reference
@@ -42,7 +43,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(problems(), st.integers(1, 8), any_layout, st.sampled_from(TRANSPORTS), st.integers(0, 1000))
 def test_any_problem_on_any_ranks_equals_one_device(
     problem: Problem, world_size: int, layout: Layout, rotate_method: str, seed: int

@@ -159,7 +159,7 @@ def _dtensor_body(
 
 
 def _own_recompute_body(rank: int) -> str:
-    q = torch.randn(1, 2, 8, 16, device="cuda", requires_grad=True)
+    q = torch.randn(1, 2, 8, 16, device="cuda").add_(rank).requires_grad_()
     with context_parallel(_group()):
         out = _OwnRecompute.apply(lambda q: F.scaled_dot_product_attention(q, q, q), q)
         try:

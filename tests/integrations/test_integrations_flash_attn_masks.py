@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import recorded_collectives
 from support.packed_documents import PackedProblem, assert_close, equal_generators
 from support.ranks import run_ranks
@@ -63,7 +64,7 @@ _ends = st.one_of(st.none(), st.integers(0, 12))
 def test_windows_and_causal_masks_are_those_of_flash_attn(name: str) -> None:
     """Also with different lengths of queries and keys, where the last query is aligned with the last key."""
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(st.integers(1, 5), st.integers(1, 24), st.integers(1, 24), st.booleans(), st.booleans(), _ends, _ends)
     def checked(
         ranks: int, q_len: int, kv_len: int, same: bool, causal: bool, left: int | None, right: int | None

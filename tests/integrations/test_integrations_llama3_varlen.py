@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import errors_by_rank, recorded_collectives
 from support.packed_documents import PackedProblem, assert_close, equal_generators, shard_packed
 from support.ranks import run_ranks
@@ -71,7 +72,7 @@ _ends = st.one_of(st.none(), st.integers(0, 9))
 
 @each_packing
 def test_out_and_gradients_are_those_of_one_device(packing: str) -> None:
-    @settings(max_examples=14, deadline=None)
+    @settings(max_examples=examples(14), deadline=None)
     @given(
         st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 5),
         st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.booleans(), st.booleans(), st.booleans(), st.tuples(_ends, _ends),
@@ -151,6 +152,7 @@ PROBLEM = PackedProblem((0, 5, 12))
 CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
     "dropout_p": (0.5, None),
     "softmax_scale": (0.9, replace(PROBLEM, scale=0.9)),
+    "softcap": (0.5, replace(PROBLEM, softcap=0.5)),
     "causal": (True, replace(PROBLEM, is_causal=True)),
     "window_size": ((2, 1), replace(PROBLEM, window=(2, 1))),
 }
@@ -163,7 +165,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "max_seqlen_k": (6, ValueError, "max_seqlen_k to be at least 7, the longest document; got 6"),
     "heads_k_stride": (3, ValueError, "heads_k_stride to divide the 2 key heads, got 3"),
     "alibi_slopes": (torch.ones(2), NotImplementedError, r"alibi_slopes, a tensor of shape \(2,\), expected None"),
-    "softcap": (30.0, NotImplementedError, r"softcap=30\.0, expected 0\.0"),
+    "softcap": (-1.0, ValueError, "softcap to be a finite number of at least 0.0"),
     "group": (3, TypeError, "got int"),
 }
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.collectives import errors_by_rank, recorded_collectives
 from support.masked_problems import fits
 from support.packed_documents import PackedProblem, assert_close, equal_generators
@@ -91,7 +92,7 @@ _ends = st.one_of(st.none(), st.integers(0, 9))
 def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> None:
     """Documents of any length that the ranks divide evenly, also empty ones, with padding after them."""
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=examples(12), deadline=None)
     @given(
         st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 5), st.integers(0, 3),
         st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.booleans(), st.tuples(_ends, _ends), st.booleans(),
@@ -193,13 +194,14 @@ CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
     "cu_seqlens": ([0, 2, 8], replace(PROBLEM, cu_seqlens=(0, 4, 16))),
     "dropout_p": (0.5, None),
     "softmax_scale": (0.9, replace(PROBLEM, scale=0.9)),
+    "softcap": (0.5, replace(PROBLEM, softcap=0.5)),
     "causal": (True, replace(PROBLEM, is_causal=True)),
     "window_size": ((2, 1), replace(PROBLEM, window=(2, 1))),
 }
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "max_seqlen": (3, ValueError, r"max_seqlen to be at least 4, the longest document; got 3"),
     "alibi_slopes": (torch.ones(2), NotImplementedError, r"alibi_slopes, a tensor of shape \(2,\), expected None"),
-    "softcap": (30.0, NotImplementedError, r"softcap=30\.0, expected 0\.0"),
+    "softcap": (-1.0, ValueError, "softcap to be a finite number of at least 0.0"),
     "group": (3, TypeError, "got int"),
 }
 

@@ -1,0 +1,110 @@
+"""The soak command: cases by every way in, what it calls wrong, and the program that it prints."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forked_programs import launch
+from support.masked_problems import shown
+from support.ranks import run_ranks
+
+import cp_dtensor
+from cp_dtensor.spec import masks
+from cp_dtensor.tools import soak, soak_cases
+from cp_dtensor.tools.soak_cases import ENTRIES, SURROUNDINGS, Case, draw_case, errors_of
+
+RANKS = 2
+DRAWN = [draw_case(number, 0, RANKS) for number in range(300)]
+
+
+def short(entry: str, around: str) -> Case:
+    """The drawn case of fewest tokens, but of more than 9."""
+    found = [case for case in DRAWN if (case.entry, case.around) == (entry, around) and max(case.lengths) > 9]
+    return min(found, key=lambda case: max(case.lengths))
+
+
+def errors(case: Case) -> list[dict[str, float]]:
+    return run_ranks(RANKS, lambda rank: errors_of(case, soak._meshes(False)[case.mesh]))
+
+
+def test_all_ways_in_are_drawn() -> None:
+    assert {case.entry for case in DRAWN} == {*ENTRIES}
+    assert {case.around for case in DRAWN} == {*SURROUNDINGS}
+    assert {type(case.layout).__name__ for case in DRAWN} == {
+        "HeadTail", "Contiguous", "Striped", "MirroredBatch", "Balanced", "PerDocument",
+    }  # fmt: skip
+    assert len({*DRAWN}) == len(DRAWN)
+    assert draw_case(7, 0, RANKS) == DRAWN[7] != draw_case(7, 1, RANKS)
+
+
+def test_masks_mean_what_they_are_defined_to_mean() -> None:
+    r = random.Random(0)
+    for _ in range(60):
+        q_len, kv_len = r.randint(1, 7), r.randint(1, 7)
+        mask = soak_cases._draw_mask(r, q_len, kv_len, 1)
+        assert torch.equal(soak_cases.pairs(mask, q_len, kv_len), shown(mask, q_len, kv_len, 1)[0, 0]), mask
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, as the command does
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_way_in_is_right(entry: str) -> None:
+    arounds = {case.around for case in DRAWN if case.entry == entry}
+    assert arounds
+    for around in sorted(arounds):
+        case = short(entry, around)
+        for found in errors(case):
+            assert "out" in found
+            assert entry == "flex" or {"q"} < {*found}
+            assert all(error <= 1 for error in found.values()), (case, found)
+
+
+@pytest.mark.parametrize("wrong", ["out", "v"])
+def test_wrong_results_are_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = soak_cases._dense
+
+    def other(case: Case, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = dense(case, tensors)
+        return out * (1 + 1e-6) if wrong == "out" else out + 1e-6 * (tensors["v"] - tensors["v"].detach()).sum()
+
+    monkeypatch.setattr(soak_cases, "_dense", other)
+    case = next(case for case in DRAWN if (case.entry, case.around, case.dtype) == ("function", "plain", "float64"))
+    assert all(found[wrong] > 1 for found in errors(case))
+
+
+def test_a_wrong_case_is_printed_as_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak, "errors_of", lambda case, mesh: {"out": float("nan"), "q": 0.5})
+    assert run_ranks(RANKS, lambda rank: soak._soak(60, 2, 5, 256, False)) == [True] * RANKS
+    output = capsys.readouterr().out
+    assert "rank 1, case 1: errors in multiples of what is allowed: {'out': nan}" in output
+    assert "2 cases, 2 wrong, RSS of a rank" in output
+    printed = output.partition("case 1 is wrong:\n\n")[2].splitlines()
+    code = "\n".join(line for line in printed if line.startswith(("#", "from ", "run(")))
+    ran: list[Case] = []
+    names: dict[str, Any] = {"Case": Case, "run": ran.append}
+    exec(code.replace("from cp_dtensor.tools.soak import Case, run", ""), names)
+    assert ran == [draw_case(1, 5, RANKS)]
+    assert code.startswith("# torchrun --nproc-per-node 2 case.py\n")
+    assert cp_dtensor.Documents is names["Documents"]
+    assert masks.Intersection is names["Intersection"]
+
+
+def test_memory_that_grows_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(soak, "errors_of", lambda case, mesh: {"out": 0.5})
+    monkeypatch.setattr(soak, "_memory", lambda use_gpu: [next(memory), 0])
+    assert run_ranks(1, lambda rank: soak._soak(60, 8, 5, 59, False)) == [True]
+    memory = iter(range(0, 10_000, 10))
+    assert run_ranks(1, lambda rank: soak._soak(60, 8, 5, 60, False)) == [False]
+    assert "memory has grown by 60 MiB after the first quarter, 59 MiB are allowed" in capsys.readouterr().out
+
+
+def test_the_command(tmp_path: Path) -> None:
+    output = launch(RANKS, "cp_dtensor", "soak", "--cases", "2", "--seed", "3", folder=tmp_path)
+    assert "2 ranks, seed 3" in output
+    assert "2 cases, 0 wrong" in output
