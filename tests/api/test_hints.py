@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from cp_dtensor import context_parallel
+from cp_dtensor import context_parallel, ring_attention
 
 
 def full_text(error: BaseException) -> str:
@@ -58,9 +58,7 @@ def test_shapes_of_whole_and_shard_have_a_hint(body: Callable[[torch.Tensor, tor
     [
         lambda x, whole: x @ torch.zeros(7, 7),
         lambda x, whole: x[0, 0, 64],
-        lambda x, whole: context_parallel_attention(
-            x[None], whole[None], whole[None], mesh=dist.group.WORLD, seq_len=64
-        ),
+        lambda x, whole: ring_attention(x[None], whole[None], whole[None], mesh=dist.group.WORLD, seq_len=64),
     ],
     ids=["other lengths", "one index", "ours"],
 )
