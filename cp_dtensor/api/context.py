@@ -366,13 +366,15 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
 
 
 def sdpa_of_shards(
-    context: ActiveContext, call: SdpaArguments, mask: Mask | None = None, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
+    context: ActiveContext, call: SdpaArguments, mask: Mask | None = None, sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """SDPA of plain tensors, shards of the sequence.
 
     Args:
         mask: combined with those of the call and the context.
         sinks: those of the call; None for those of the context.
+        softcap: as for `context_parallel_attention`.
     """
     sinks = context.sinks if sinks is None else sinks
     if call.q.dim() != 4 and len(context.config.layout.batch_groups(2)) > 1:
@@ -393,7 +395,7 @@ def sdpa_of_shards(
     bias = None if mask_name is not None else _mask_for_four_dims(call)
     out, _ = attend(
         q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale, mask_name=mask_name,
-        modifiers=modifiers_of(q, bias, call.dropout_p, sinks, first=call.first),
+        modifiers=modifiers_of(q, bias, call.dropout_p, sinks, first=call.first, softcap=softcap),
     )  # fmt: skip
     return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
 

@@ -74,7 +74,8 @@ def bound_call(
     ranks = config.ranks
     properties = (
         mask, q.shape, k.shape, v.shape, q.dtype, q.device,
-        modifiers.bias is not None, modifiers.dropout_p > 0, is_deterministic(q, allowed, config.deterministic),
+        modifiers.bias is not None, modifiers.dropout_p > 0 or modifiers.softcap > 0,
+        is_deterministic(q, allowed, config.deterministic),
         None if modifiers.up is None else modifiers.value_dim(q, v),
     )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
@@ -95,14 +96,14 @@ def bound_call(
 
 def call_spec(
     partition: SequencePartition, mask: Mask, q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype,
-    device: torch.device, has_bias: bool = False, has_dropout: bool = False, deterministic: bool = False,
+    device: torch.device, has_bias: bool = False, changes_weights: bool = False, deterministic: bool = False,
     value_dim: int | None = None,
 ) -> CallSpec:  # fmt: skip
     """The `CallSpec` of shards of these shapes.
 
     With `value_dim`, the head dim of values, k and v are latents and rotary keys.
     """
-    masking = masking_of(partition, mask, has_bias, has_dropout, deterministic)
+    masking = masking_of(partition, mask, has_bias, changes_weights, deterministic)
     return CallSpec(
         partition=partition,
         mask=as_plain(mask) if masking is Masking.BY_SHAPE else mask,
