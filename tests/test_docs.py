@@ -9,7 +9,7 @@ import pytest
 from support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
 HYBRID = ROOT / "docs" / "hybrid.md"
