@@ -35,9 +35,14 @@ def enabled_sdpa_backends() -> tuple[bool, ...]:
 
 
 def user_sdpa_priority() -> list[str] | None:
-    """Backend names in the order that the user asked for, None if the order is torch's own."""
+    """Backend names in the order that the user asked for, None if the order is torch's own.
+
+    On Hopper and datacenter Blackwell the first SDPA of a process makes cuDNN the first backend of torch's own order.
+    """
     order = torch._C._get_sdp_priority_order()
-    return None if order == _DEFAULT_PRIORITY else [_BACKEND_NAMES[value] for value in order]
+    names = [_BACKEND_NAMES[value] for value in order]
+    is_cudnn_first = [name for name in names if name in SDPA_BACKENDS] == [*SDPA_BACKENDS]
+    return None if order == _DEFAULT_PRIORITY or is_cudnn_first else names
 
 
 def activated_flash_attention() -> str | None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
-from cp_dtensor.comm.faults import peer_errors
+from cp_dtensor.comm.faults import raise_peer_error
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend
@@ -27,6 +27,7 @@ from cp_dtensor.engine.config import (
     checked_dropout_p,
     checked_mask,
     checked_sinks,
+    checked_softcap,
     four_dims_of_mask,
     is_ulysses_axis,
 )
@@ -71,8 +72,9 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
 
 def dtensor_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, enable_gqa: bool = False,
-    method: str = "auto", rotate_method: str | None = None, deterministic: bool = False, needs_lse: bool = False,
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
+    enable_gqa: bool = False, method: str = "auto", rotate_method: str | None = None, deterministic: bool = False,
+    needs_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
@@ -80,6 +82,7 @@ def dtensor_attention(
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
         mask: by global position.
         attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
+        softcap: as for `context_parallel_attention`.
         method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
         rotate_method: None for the process default.
         needs_lse: False if lse may be empty.
@@ -90,7 +93,7 @@ def dtensor_attention(
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     call = LocalCall.of(q, k, v, method, rotate_method, deterministic)
-    modifiers = _local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, call.placed)
+    modifiers = _local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, softcap, call.placed)
     out, lse = attend(
         call.q, call.k, call.v, call.config, mask=_of_local_rows(mask, q, call), scale=scale, modifiers=modifiers,
         lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
@@ -267,11 +270,11 @@ def local_only_sdpa(
 
 def _local_modifiers(
     q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None,
-    placed: AttentionPlacements,
+    softcap: float, placed: AttentionPlacements,
 ) -> Modifiers:  # fmt: skip
     """The modifiers of a rank's queries. With dropout, a collective of the whole mesh."""
-    dropout_p = checked_dropout_p(dropout_p)
-    if attn_mask is None and not dropout_p and sinks is None:
+    dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
+    if attn_mask is None and not dropout_p and sinks is None and not softcap:
         return NO_MODIFIERS
     bias = None if attn_mask is None else _local_bias(q, attn_mask, placed)
     check_bias(q, bias, (q.size(2), kv_len))
@@ -280,8 +283,9 @@ def _local_modifiers(
         sinks = checked_sinks(_on_mesh_of(q, "sinks", sinks), q)
         of_heads = _beside_queries(sinks, placed, lambda dim: 0 if dim == HEAD_DIM else None)
     if not dropout_p:
-        return Modifiers(bias, sinks=of_heads)
-    return Modifiers(bias, dropout_p, _seed_of_all(q.to_local(), q.device_mesh), *_first_of(q, placed), of_heads)
+        return Modifiers(bias, sinks=of_heads, softcap=softcap)
+    seed = _seed_of_all(q.to_local(), q.device_mesh)
+    return Modifiers(bias, dropout_p, seed, *_first_of(q, placed), of_heads, softcap)
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -291,8 +295,10 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if _torch.is_traced(local):
             seed = _torch.traced_broadcast(seed, mesh.get_group(axis))
         else:
-            with peer_errors(mesh.get_group(axis), "the exchange of a dropout seed"):
+            try:
                 dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
+            except RuntimeError as error:
+                raise_peer_error(error, mesh.get_group(axis), "the exchange of a dropout seed")
     return seed
 
 

@@ -14,7 +14,7 @@ from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.provider import attention_of_shards, softcapped_attention
+from cp_dtensor.api.provider import attention_of_shards
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_checks import PROVIDER, models_with_positions, problems_of
 from cp_dtensor.api.transformers_hooks import block_mask_of, provider_mask, transformers_hooks
@@ -51,7 +51,6 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
-    "softcapped_attention",
     # models of transformers
     "PROVIDER", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks", "block_mask_of",
     "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",

@@ -29,7 +29,7 @@ from cp_dtensor.spec.masks import Mask
 def context_parallel_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, method: str = "auto",
     is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None, scale: float | None = None, enable_gqa: bool = False,
+    sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
     layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
     return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -65,6 +65,8 @@ def context_parallel_attention(
         sinks: (H,), any floating dtype, equal on every rank: a logit of each of this rank's query heads that counts in
             the softmax denominator alone and is neither scaled nor dropped. Its gradient is the share of this rank's
             queries; the sum over the ranks is the whole gradient. The sinks of a context do not apply here.
+        softcap: 0.0 for none, or c > 0: scaled logits x become c tanh(x / c), as in Gemma 2, before a floating
+            `attn_mask` is added; sinks are not capped. Our own kernels compute it, which are slower than cuDNN's.
         scale: factor of the logits; None is 1 / sqrt(D).
         enable_gqa: True allows H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
         layout: the tokens of each rank. None takes the layout of the context (or module) around the call, if that
@@ -111,14 +113,14 @@ def context_parallel_attention(
             mask = None if around is None else around.mask
         out, lse = dtensor_attention(
             q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
-            scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
+            softcap=softcap, scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
             deterministic=checked_deterministic(deterministic), needs_lse=return_lse,
         )  # fmt: skip
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
         out, lse = attend_shards(
-            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks), scale, lengths,
-            return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
+            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks, softcap=softcap), scale,
+            lengths, return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -127,7 +129,7 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
-    scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
+    softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
     rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
     seq_len: int | tuple[int, int] | None = None, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -140,7 +142,7 @@ def ring_attention(
     """
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
+        sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
         deterministic=deterministic, return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
 
@@ -149,8 +151,9 @@ def ulysses_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
     mask: Mask | None = None,
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
-    scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
+    deterministic: bool = False, return_lse: bool = False, seq_len: int | tuple[int, int] | None = None,
+    debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
 
@@ -162,7 +165,7 @@ def ulysses_attention(
     """
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
+        sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
         return_lse=return_lse, seq_len=seq_len, debug=debug,
     )  # fmt: skip
 

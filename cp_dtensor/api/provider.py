@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import current_context, innermost_context, open_local_sdpa, refuse_sinks
 from cp_dtensor.api.context import sdpa_of_shards
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.api.transformers_hooks import block_mask_of
-from cp_dtensor.api.transformers_masks import ModelMask
 from cp_dtensor.engine.attend import attend_traced, modifiers_of
 from cp_dtensor.engine.compiled_spec import CallKeys, compiled_spec_of, keys_of
 from cp_dtensor.engine.config import check_qkv, checked_mask, refuse_dtensors
-from cp_dtensor.engine.named_masks import is_name, named_mask
+from cp_dtensor.engine.named_masks import is_name
 from cp_dtensor.spec.masks import Mask
 
 
 def attention_of_shards(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
     is_causal: bool = False, mask: Mask | None = None, dropout_p: float = 0.0, scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, softcap: float = 0.0,
 ) -> torch.Tensor | None:  # fmt: skip
     """Attention in the context of the caller, compiled or not; None outside of contexts.
 
     Args:
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), this rank's shards; H may be a multiple of Hkv.
         attn_mask: as of SDPA in a context, or the tensor of a mask function of transformers.
-        is_causal, dropout_p, scale, sinks: as for `context_parallel_attention`.
+        is_causal, dropout_p, scale, sinks, softcap: as for `context_parallel_attention`.
         mask: one more mask; not in compiled code.
 
     Returns:
@@ -46,7 +41,7 @@ def attention_of_shards(
             return None
         check_qkv(q, k, v, enable_gqa=True)
         mask_name, bias = (attn_mask, None) if is_name(attn_mask) else (None, attn_mask)
-        modifiers = modifiers_of(q, bias, dropout_p, sinks)
+        modifiers = modifiers_of(q, bias, dropout_p, sinks, softcap=softcap)
         return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, mask_name=mask_name)[0]
     context = current_context()
     if context is None or open_local_sdpa(context) is not None:
@@ -56,7 +51,7 @@ def attention_of_shards(
     if sinks is not None and context.sinks is not None:
         raise NotImplementedError("this attention has sinks of its own, and its context has sinks, too")
     call = SdpaArguments(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa=True)
-    return sdpa_of_shards(context, call, mask, sinks)
+    return sdpa_of_shards(context, call, mask, sinks, softcap)
 
 
 @_torch.constant_in_trace
@@ -70,44 +65,3 @@ def _keys_in_context(is_causal: bool) -> CallKeys | None:
         return None
     refuse_sinks(context.sinks is not None, "attention in compiled code")
     return keys_of(context.config, mask)
-
-
-def softcapped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softcap: float, attn_mask: torch.Tensor | None,
-    is_causal: bool, scale: float | None,
-) -> torch.Tensor | None:  # fmt: skip
-    """Attention with logits softcap * tanh(logits / softcap), by FlexAttention in the context; None outside of any.
-
-    Arguments as of `attention_of_shards`; `attn_mask` is None or the tensor of a mask function of transformers.
-
-    Raises:
-        NotImplementedError: gradients on CPUs, compiled code, and an `attn_mask` tensor.
-    """
-    if innermost_context() is None:
-        return None
-    refused = (
-        "compiled code" if _torch.is_traced(q)
-        else "an attn_mask tensor" if attn_mask is not None and not is_name(attn_mask)
-        else "gradients on CPUs, which FlexAttention does not have"
-        if torch.is_grad_enabled() and q.requires_grad and not q.is_cuda
-        else "a causal mask that is not the model's" if is_causal
-        else None
-    )  # fmt: skip
-    if refused is not None:
-        raise NotImplementedError(f"softcap={softcap} does not support {refused}")
-    context = current_context()
-    assert context is not None
-    block_mask = None
-    if attn_mask is not None:
-        mask = named_mask(attn_mask)
-        assert isinstance(mask, ModelMask)
-        block_mask = block_mask_of(mask, context.config, q.size(0), q.device)
-
-    def capped(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    context.seen.add("attention")
-    out: torch.Tensor = flex_attention(
-        q, k, v, score_mod=capped, block_mask=block_mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
-    return out

@@ -24,9 +24,9 @@ Window = tuple[int | None, int | None]
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
     is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, layout: Layout | None = None,
-    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
+    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
+    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
@@ -54,7 +54,7 @@ def varlen_attention(
             seen if it, `is_causal` and `window_size` all allow it.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
             a pair of those of queries and keys. If None, the ranks exchange their local lengths.
-        method, dropout_p, sinks, scale, layout, rotate_method, deterministic, return_lse, debug: as for
+        method, dropout_p, sinks, softcap, scale, layout, rotate_method, deterministic, return_lse, debug: as for
             `context_parallel_attention`. The layouts `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of
             documents.
 
@@ -76,9 +76,9 @@ def varlen_attention(
     views = heads_first_of_packed(q, k, v)
     mask = Documents(cu_seqlens, cu_seqlens_k, within=_mask_of_document(is_causal, window_size, within))
     result = context_parallel_attention(
-        *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, scale=scale, enable_gqa=True,
-        layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse, seq_len=seq_len,
-        debug=debug,
+        *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, softcap=softcap, scale=scale,
+        enable_gqa=True, layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse,
+        seq_len=seq_len, debug=debug,
     )  # fmt: skip
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()

@@ -1,6 +1,6 @@
 """Attention of one tile under a mask that is an interval of columns for each row, with gradients, bias and dropout.
 
-    forward:  out = softmax(scale q k^T + bias) v over the columns that a row attends to,  lse = log of the denominator
+    forward:  out = softmax(cap(scale q k^T) + bias) v over the columns that a row attends to, lse = log of the sum
     backward: dq, dk and dv from the out and lse of all tiles of these rows
 
 Triton kernels on GPUs, elsewhere their reference implementation in plain torch operations (`uses_triton`). It works in
@@ -39,7 +39,7 @@ _MASKED_ROWS = 256
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *, bias: Tensor | None = None,
-    dropout: Dropout | None = None, split_lse: bool = False,
+    dropout: Dropout | None = None, softcap: float = 0.0, split_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial result `(out, lse)` of a tile.
 
@@ -52,6 +52,7 @@ def attention_forward(
         bias: broadcasts to (B, H, S, T) and is not expanded in memory: added to the scaled logits (floating), or False
             where a row does not attend (boolean).
         dropout: of the softmax weights, by global positions; the lse is without dropout.
+        softcap: 0.0, or c > 0: scaled logits x become cap(x) = c tanh(x / c), before the bias is added.
         split_lse: True for an lse of two floats, for biases with large finite numbers (`attention.lse`).
 
     Returns:
@@ -63,20 +64,20 @@ def attention_forward(
     out = empty_in_order_of(q, v.size(3))
     lse = empty_lse(q, q.shape[:3], wide_dtype(q), split_lse)
     forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
-    forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout)
+    forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
     return out, lse
 
 
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RowMask, scale: float, *,
     bias: Tensor | None = None, delta: Tensor | None = None, dropout: Dropout | None = None,
-    grad_dtype: torch.dtype | None = None,
+    softcap: float = 0.0, grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """This tile's share of `(dq, dk, dv)`, from the out and lse of all tiles of its rows. Deterministic.
 
     Args:
         grad_out: (B, H, S, Dv), in the dtype of q.
-        q, k, v, mask, scale, bias, dropout: as in `attention_forward`.
+        q, k, v, mask, scale, bias, dropout, softcap: as in `attention_forward`.
         out: (B, H, S, Dv); not read if `delta` is passed.
         lse: (B, H, S) or (B, H, S, 2).
         delta: (B, H, S), the result of `attention_delta`, minus the gradient of lse if it has one; None: computed here.
@@ -90,13 +91,13 @@ def attention_backward(
     delta = attention_delta(grad_out, out) if delta is None else delta
     dq, dk, dv = (empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
     backward = launch_attention_backward if uses_triton(q, v) else attention_backward_reference
-    backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout)
+    backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
     return dq, dk, dv
 
 
 def attention_bias_gradient(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: RowMask, scale: float, *, bias: Tensor,
-    delta: Tensor, dropout: Dropout | None = None, grad_dtype: torch.dtype | None = None,
+    delta: Tensor, dropout: Dropout | None = None, softcap: float = 0.0, grad_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """This tile's share of an additive bias's gradient, in the bias's shape: summed over dims that broadcast.
 
@@ -104,7 +105,7 @@ def attention_bias_gradient(
     memory; slower than `attention_backward`.
 
     Args:
-        grad_out, q, k, v, lse, mask, scale, delta, dropout: as in `attention_backward`.
+        grad_out, q, k, v, lse, mask, scale, delta, dropout, softcap: as in `attention_backward`.
         bias: as in `attention_forward`, floating.
         grad_dtype: of the result; None: the bias's. float32 to sum over tiles.
     """
@@ -114,7 +115,8 @@ def attention_bias_gradient(
     k, v = k.to(wide_dtype(q)), v.to(wide_dtype(q))
     gradient = bias.new_zeros((1,) * (4 - bias.dim()) + bias.shape, dtype=k.dtype)
     summed = [dim for dim in range(4) if gradient.size(dim) == 1]
-    for rows, columns, _, _, grad_logits in _backward_blocks(grad_out, q, k, v, lse, delta, mask, scale, bias, dropout):
+    blocks = _backward_blocks(grad_out, q, k, v, lse, delta, mask, scale, bias, dropout, softcap)
+    for rows, columns, _, _, grad_logits, _ in blocks:
         share = _by_query_head(grad_logits, q)
         _bias_block(gradient, rows, columns).add_(share.sum(summed, keepdim=True) if summed else share)
     return gradient.view(bias.shape).to(grad_dtype or bias.dtype)
@@ -191,13 +193,14 @@ def _checked(
 
 def attention_forward_reference(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *,
-    bias: Tensor | None = None, dropout: Dropout | None = None,
+    bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """As `launch_attention_forward`, in float32, or in float64 if q is."""
     wide = wide_dtype(q)
     k, v = k.to(wide), v.to(wide)
     for rows, columns in _blocks(q, k, mask):
-        logits = _logits(q, k, mask, scale, rows, columns, bias)
+        logits = _logits(q, k, scale, softcap, rows, columns)
+        _add_bias_and_mask(logits, mask, rows, columns, bias)
         largest = logits.amax(-1) if len(columns) else logits.new_full(logits.shape[:3], float("-inf"))
         weights = without(largest, logits).exp_()
         total = weights.sum(-1)
@@ -211,13 +214,15 @@ def attention_forward_reference(
 
 def attention_backward_reference(
     dq: Tensor, dk: Tensor, dv: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None,
+    mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """As `launch_attention_backward`, in float32, or in float64 if q is."""
     k, v = k.to(wide_dtype(q)), v.to(wide_dtype(q))
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
-    blocks = _backward_blocks(grad_out, q, k, v, lse, delta, mask, scale, bias, dropout)
-    for rows, columns, weights, grad, grad_logits in blocks:
+    blocks = _backward_blocks(grad_out, q, k, v, lse, delta, mask, scale, bias, dropout, softcap)
+    for rows, columns, weights, grad, grad_logits, slope in blocks:
+        if slope is not None:
+            grad_logits *= slope
         _rows(sum_v, columns).add_(weights.mT @ grad)
         _rows(sum_k, columns).add_(grad_logits.mT @ _by_kv_head(_rows(q, rows).to(k.dtype), k), alpha=scale)
         _rows(dq, rows).copy_(_by_query_head(grad_logits @ _rows(k, columns), q) * scale)
@@ -227,14 +232,16 @@ def attention_backward_reference(
 
 def _backward_blocks(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: RowMask, scale: float,
-    bias: Tensor | None, dropout: Dropout | None,
-) -> Iterator[tuple[range, range, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Yields the rows and columns of each block, P with dropout, dO, and dS = P * (dO V^T - delta).
+    bias: Tensor | None, dropout: Dropout | None, softcap: float,
+) -> Iterator[tuple[range, range, Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Yields the rows and columns of each block, P with dropout, dO, dS = P * (dO V^T - delta), and the cap's slope.
 
     The tensors are in the dtype of k and v and in the form of `_by_kv_head`.
     """
     for rows, columns in _blocks(q, k, mask):
-        logits = _logits(q, k, mask, scale, rows, columns, bias)
+        logits = _logits(q, k, scale, softcap, rows, columns)
+        slope = _by_kv_head(1 - (logits / softcap).square(), k) if softcap else None
+        _add_bias_and_mask(logits, mask, rows, columns, bias)
         weights = dropped = _by_kv_head(without(_rows(lse, rows), logits).exp_(), v)
         grad = _by_kv_head(_rows(grad_out, rows).to(v.dtype), v)
         grad_logits = grad @ _rows(v, columns).mT
@@ -244,7 +251,7 @@ def _backward_blocks(
             dropped = weights * factors
         grad_logits -= _by_kv_head(_rows(delta, rows).to(v.dtype).unsqueeze(-1), v)
         grad_logits *= weights
-        yield rows, columns, dropped, grad, grad_logits
+        yield rows, columns, dropped, grad, grad_logits, slope
 
 
 def seen_reference(mask: RowMask, rows: range, columns: range, device: torch.device) -> Tensor | None:
@@ -281,19 +288,23 @@ def _blocks(q: Tensor, k: Tensor, mask: RowMask) -> Iterator[tuple[range, range]
             yield range(here, there), range(first, end)
 
 
-def _logits(
-    q: Tensor, k: Tensor, mask: RowMask, scale: float, rows: range, columns: range, bias: Tensor | None
-) -> Tensor:
-    """(B, H, rows, columns) in k's dtype, -inf at masked pairs; a new tensor."""
+def _logits(q: Tensor, k: Tensor, scale: float, softcap: float, rows: range, columns: range) -> Tensor:
+    """(B, H, rows, columns) in k's dtype: scaled and capped logits; a new tensor."""
     logits = _by_query_head(_by_kv_head(_rows(q, rows).to(k.dtype), k) * scale @ _rows(k, columns).mT, q)
+    return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+
+
+def _add_bias_and_mask(logits: Tensor, mask: RowMask, rows: range, columns: range, bias: Tensor | None) -> None:
+    """Adds the bias, in place; masked pairs become -inf."""
     if bias is not None:
         block = _bias_block(bias, rows, columns)
         if bias.dtype == torch.bool:
             logits.masked_fill_(~block, float("-inf"))
         else:
             logits += block
-    seen = seen_reference(mask, rows, columns, q.device)
-    return logits if seen is None else logits.masked_fill_(~seen, float("-inf"))
+    seen = seen_reference(mask, rows, columns, logits.device)
+    if seen is not None:
+        logits.masked_fill_(~seen, float("-inf"))
 
 
 def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, dtype: torch.dtype) -> Tensor:

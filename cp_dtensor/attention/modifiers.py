@@ -1,4 +1,4 @@
-"""Modifiers of an attention call: bias, dropout, sinks, and the up-projection of latents."""
+"""Modifiers of an attention call: bias, dropout, sinks, softcap, and the up-projection of latents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_dtensor.spec.layouts import Span
 
 @dataclass(frozen=True, eq=False)
 class Modifiers:
-    """Bias, dropout and sinks of the local queries and all keys, and the up-projection of latents."""
+    """Bias, dropout, sinks and softcap of the local queries and all keys, and the up-projection of latents."""
 
     bias: Tensor | None = None
     """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or boolean, False masks."""
@@ -26,6 +26,8 @@ class Modifiers:
     """Index of the first query head among all, on which dropout depends."""
     sinks: Tensor | None = None
     """(H,), any floating dtype: a logit of each query head that counts in the softmax denominator alone."""
+    softcap: float = 0.0
+    """c > 0: scaled logits x become c tanh(x / c), before a bias is added. 0.0: they are not capped."""
     up: Tensor | None = None
     """(H, Dn + Dv, R): k and v of the call are latents (B, 1, T, R) and rotary keys (B, 1, T, Dr), which this expands
     to keys and values of each query head (`attention.latent`)."""
@@ -35,17 +37,17 @@ class Modifiers:
     @classmethod
     def of(
         cls, bias: Tensor | None, dropout_p: float, seed: Tensor | None, first_batch: int, first_head: int,
-        sinks: Tensor | None, up: Tensor | None = None,
+        sinks: Tensor | None, softcap: float = 0.0, up: Tensor | None = None,
     ) -> Modifiers:  # fmt: skip
         """The modifiers; without any, the object `NO_MODIFIERS`."""
-        if bias is None and not dropout_p and sinks is None and up is None:
+        if bias is None and not dropout_p and sinks is None and not softcap and up is None:
             return NO_MODIFIERS
-        return cls(bias, dropout_p, seed, first_batch, first_head, sinks, up)
+        return cls(bias, dropout_p, seed, first_batch, first_head, sinks, softcap, up)
 
     @property
     def concern_tiles(self) -> bool:
         """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""
-        return self.bias is not None or bool(self.dropout_p)
+        return self.bias is not None or bool(self.dropout_p) or bool(self.softcap)
 
     @property
     def split_lse(self) -> bool:

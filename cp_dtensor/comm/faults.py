@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,30 +22,27 @@ class PeerError(RuntimeError):
     """
 
 
-@contextmanager
-def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Raises the errors of collectives inside as `PeerError`, which names the ranks that did not come.
+def raise_peer_error(error: RuntimeError, group: dist.ProcessGroup, what: str) -> NoReturn:
+    """Raises the error of a collective as a `PeerError` that names the ranks that did not come.
 
     Args:
-        group: the group of the collectives.
+        error: the error that torch raised; `PeerError` and `torch.OutOfMemoryError` are raised again as they are.
+        group: the group of the collective.
         what: the exchange, such as "an exchange of K/V".
     """
-    try:
-        yield
-    except (PeerError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as error:
-        missing = roll_call(group, ROLL_CALL_SECONDS)
-        if missing is None:
-            cause = "the store of the group does not answer, so the process that holds it may have ended"
-        elif missing:
-            cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
-        else:
-            cause = "it failed on every rank, so one of them was late or a connection was lost"
-        raise PeerError(
-            f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    if isinstance(error, (PeerError, torch.OutOfMemoryError)):
+        raise error
+    missing = roll_call(group, ROLL_CALL_SECONDS)
+    if missing is None:
+        cause = "the store of the group does not answer, so the process that holds it may have ended"
+    elif missing:
+        cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
+    else:
+        cause = "it failed on every rank, so one of them was late or a connection was lost"
+    reported = (str(error).splitlines() or [repr(error)])[0]
+    raise PeerError(
+        f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
+    ) from error
 
 
 def described(group: dist.ProcessGroup) -> str:
@@ -80,5 +76,5 @@ def roll_call(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
             if not missing or time.monotonic() > end:
                 return missing
             time.sleep(0.05)
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError, KeyError):  # also of groups that torch does not know by now
         return None

@@ -33,6 +33,9 @@ class Flag(IntEnum):
     """The setter has read this rank's gradients."""
 
 
+_FEW_RANKS = 4
+
+
 class WaitStatus:
     """Words of host memory that tell whether a stream waits for flags, without a CUDA call."""
 
@@ -76,10 +79,11 @@ class Flags:
             wait: the flag to wait for.
             overlaps: True if attention runs at the same time on another stream. Attention leaves a kernel no
                 multiprocessor, so the front end of the GPU handles the flags. Otherwise a Triton kernel does, if there
-                is Triton: with many ranks it is several times as fast.
+                is Triton: with many ranks it is several times as fast. The front end sets flags of a few ranks, since
+                that takes the host less time than a launch.
         """
         self.status.submitted += wait is not None
-        if TRITON_AVAILABLE and not overlaps:
+        if TRITON_AVAILABLE and not overlaps and (wait is not None or len(self.addresses) > _FEW_RANKS):
             self._launches[signal, wait]()
             return
         if signal is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter_single
-from cp_dtensor.comm.faults import peer_errors
+from cp_dtensor.comm.faults import raise_peer_error
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,10 @@ class SequenceRanks:
         gathered = mine.contiguous()
         for group in self._groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
-            with peer_errors(group, "an all-gather"):
+            try:
                 all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
+            except RuntimeError as error:
+                raise_peer_error(error, group, "an all-gather")
             gathered = of_group
         return gathered.view(self.size, *mine.shape)
 
@@ -86,7 +88,9 @@ class SequenceRanks:
         mine = blocks.contiguous()
         for group in reversed(self._groups):
             block = mine.new_empty(mine.numel() // group.size())
-            with peer_errors(group, "a sum over ranks"):
+            try:
                 reduce_scatter_single(block, mine.view(-1), group=group)
+            except RuntimeError as error:
+                raise_peer_error(error, group, "a sum over ranks")
             mine = block
         return mine.view(blocks.shape[1:])

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from cp_dtensor._torch import label
 from cp_dtensor._torch.cache import GroupCache
 from cp_dtensor._torch.cuda_driver import copy_bytes
-from cp_dtensor._torch.tensors import current_stream, cut
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream, cut
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import DEFAULT_STAGING, AllGather, Staging
 from cp_dtensor.comm.flags import Flag
@@ -40,8 +40,12 @@ from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, KvTransfers, KVTransport, row_width
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan
+from cp_dtensor.spec.layouts import Span
 
-_log = logging.getLogger("cp_dtensor")
+if TRITON_AVAILABLE:
+    from cp_dtensor.comm.triton_kernels import launch_rows
+
+_log = logging.getLogger("cp_dtensor.comm")
 _logged = GroupCache[None]()
 
 
@@ -107,10 +111,7 @@ class _PulledKv(KvTransfers):
         with label("write K/V"):
             workspace.follow(self._stream, "K/V", k)
             workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
-            head_counts = [stop - start for start, stop in stages]
-            blocks = HeadBlocks((k, v), head_counts, self._pitch, workspace.kv(k.dtype))
-            for span in plan.send_spans:
-                blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
+            _write_rows(k, v, plan, stages, workspace.kv(k.dtype))
             workspace.flags.submit(self._stream, signal=Flag.KV_READY)
         self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
 
@@ -148,6 +149,18 @@ class _PulledKv(KvTransfers):
         self._stream.wait_event(self._workspace.kv_arrived)
         self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
         return rows
+
+
+def _write_rows(k: torch.Tensor, v: torch.Tensor, plan: TilePlan, stages: Sequence[Span], memory: torch.Tensor) -> None:
+    """Writes the rows that other ranks attend to, for each stage of heads."""
+    head_counts, pitch = [stop - start for start, stop in stages], plan.rows.longest
+    if TRITON_AVAILABLE and k.is_cuda and len({*head_counts}) == 1:
+        if plan.send_spans:  # rows between two spans are written, too: one launch costs less
+            launch_rows(k, v, memory, (plan.send_spans[0][0], plan.send_spans[-1][1]), pitch, head_counts[0])
+        return
+    blocks = HeadBlocks((k, v), head_counts, pitch, memory)
+    for span in plan.send_spans:
+        blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
 
 
 class _PulledGrads(GradTransfers):

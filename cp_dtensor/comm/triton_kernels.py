@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from cp_dtensor._torch.triton_launch import Launch, cached_launch
+from cp_dtensor.spec.layouts import Span
 
 PIECE_FIELDS = 7
 """Address of the source; number of the target tensor, byte offset in it; rows, bytes of a row; pitch of both sides."""
@@ -83,6 +84,66 @@ def _copy_launch(
     return Launch(copy_pieces_kernel, max(1, min(programs, tasks * count)), (count, tasks), constants)
 
 
+@triton.jit(do_not_specialize=["first_row", "rows", "pitch", "heads"])
+def write_rows_kernel(
+    k_ptr, v_ptr, rows_ptr, first_row, rows, pitch, batch, heads, stage_heads, k_dim, v_dim,
+    k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
+    BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """One program writes BLOCK_ROWS rows of one head of K and V, from `first_row` on, to their places in stages.
+
+    A stage is (pitch, width) and has `stage_heads` heads of all batch rows: `[heads of K | heads of V]`.
+
+    Example: one batch row, two heads of dim 1, stages of one head, pitch 2. K [[1, 2], [3, 4]] and V [[5, 6], [7, 8]]
+    (by head, then by row) become 1 5 2 6 3 7 4 8.
+    """
+    blocks = tl.cdiv(rows, BLOCK_ROWS)
+    head_of_all = tl.program_id(0) // blocks
+    row = (tl.program_id(0) % blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    of_batch, head = (head_of_all // heads).to(tl.int64), head_of_all % heads
+    stage, unit = (head // stage_heads).to(tl.int64), head % stage_heads
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    in_rows = (row < rows)[:, None]
+    row = (first_row + row).to(tl.int64)[:, None]
+    head = head.to(tl.int64)
+    columns = batch * stage_heads * (k_dim + v_dim)
+    target = rows_ptr + (stage * pitch + row) * columns
+    k = k_ptr + of_batch * k_stride_b + head * k_stride_h + row * k_stride_s + dim
+    v = v_ptr + of_batch * v_stride_b + head * v_stride_h + row * v_stride_s + dim
+    k_target = target + (of_batch * stage_heads + unit) * k_dim + dim
+    v_target = target + batch * stage_heads * k_dim + (of_batch * stage_heads + unit) * v_dim + dim
+    in_k, in_v = in_rows & (dim < k_dim), in_rows & (dim < v_dim)
+    tl.store(k_target, tl.load(k, mask=in_k), mask=in_k)
+    tl.store(v_target, tl.load(v, mask=in_v), mask=in_v)
+
+
+def launch_rows(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, span: Span, pitch: int, stage_heads: int) -> None:
+    """Writes some rows of K and V for other ranks, in one launch on the current stream.
+
+    Args:
+        k: (B, Hkv, T, D), the last dim contiguous.
+        v: (B, Hkv, T, Dv), the last dim contiguous.
+        rows: flat memory in their dtype: a (pitch, B * stage_heads * (D + Dv)) for each stage, one after the other.
+        span: rows to write.
+        pitch: rows of a stage.
+        stage_heads: heads of each stage.
+    """
+    _rows_launch(k.shape, v.size(3), k.dtype, k.stride(), v.stride(), span, pitch, stage_heads)(k, v, rows)
+
+
+@cached_launch
+def _rows_launch(
+    k_shape: tuple[int, ...], v_dim: int, _dtype: torch.dtype, k_strides: tuple[int, ...], v_strides: tuple[int, ...],
+    span: Span, pitch: int, stage_heads: int,
+) -> Launch:  # fmt: skip
+    batch, heads, _, k_dim = k_shape
+    count, block_dim = span[1] - span[0], triton.next_power_of_2(max(k_dim, v_dim))
+    block_rows = max(1, min(64, 8192 // block_dim))
+    numbers = (span[0], count, pitch, batch, heads, stage_heads, k_dim, v_dim, *k_strides[:3], *v_strides[:3])
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim, "num_warps": 4}
+    return Launch(write_rows_kernel, triton.cdiv(count, block_rows) * batch * heads, numbers, constants)
+
+
 # Flags
 #
 # A kernel of one warp sets flags in the memory of other GPUs and waits for flags in its own. The front end of a GPU
@@ -94,34 +155,26 @@ def _copy_launch(
 _WARP = 32
 
 
+_STORE = """{
+.reg .pred is_address;
+setp.ne.s64 is_address, $1, 0;
+@is_address st.%s.sys.global.b32 [$1], $2;
+mov.b32 $0, 0;
+}"""
+_RELEASED = tl.constexpr(_STORE % "release")
+_RELAXED = tl.constexpr(_STORE % "relaxed")
+
+
 @triton.jit
-def _store_int32(addresses, value, RELEASE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Stores an int32 at each address but 0. "release" makes earlier writes visible to a GPU that sees the value.
+def _store_int32(addresses, value, ASM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Stores an int32 at each address but 0. `_RELEASED` makes earlier writes visible to a GPU that sees the value.
 
     It is a store, in assembly: not all GPUs that can write to each other's memory have atomics there.
     """
     if INTERPRETED:
         tl.atomic_xchg(addresses.to(tl.pointer_type(tl.int32)), value, mask=addresses != 0, sem="release", scope="sys")
-    elif RELEASE:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred is_address;
-            setp.ne.s64 is_address, $1, 0;
-            @is_address st.release.sys.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
     else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred is_address;
-            setp.ne.s64 is_address, $1, 0;
-            @is_address st.relaxed.sys.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        tl.inline_asm_elementwise(ASM, "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -137,20 +190,20 @@ def pass_flags_kernel(signalled_ptr, awaited_ptr, status_ptr, PLACES: tl.constex
     place = tl.arange(0, PLACES)
     one = tl.full((PLACES,), 1, tl.int32)
     # Earlier kernels on the stream have ended, so the peer that sees the flag sees what they wrote.
-    _store_int32(tl.load(signalled_ptr + place), one, True, INTERPRETED)
+    _store_int32(tl.load(signalled_ptr + place), one, _RELEASED, INTERPRETED)
     awaited = tl.load(awaited_ptr + place)
     first = place == 0
     waits = tl.where(first, tl.load(status_ptr), 0)
     passes = tl.where(first, tl.load(status_ptr + 1), 0)
-    _store_int32(waits, one, False, INTERPRETED)
+    _store_int32(waits, one, _RELAXED, INTERPRETED)
     flags, is_flag = awaited.to(tl.pointer_type(tl.int32)), awaited != 0
     missing = 1
     while missing > 0:
         seen = tl.atomic_add(flags, 0, mask=is_flag, sem="acquire", scope="sys")
         missing = tl.sum(tl.where(is_flag & (seen == 0), 1, 0))
     tl.store(flags, 0, mask=is_flag)
-    _store_int32(waits, one - 1, False, INTERPRETED)
-    _store_int32(passes, one if INTERPRETED else one * globaltimer().to(tl.int32), False, INTERPRETED)
+    _store_int32(waits, one - 1, _RELAXED, INTERPRETED)
+    _store_int32(passes, one if INTERPRETED else one * globaltimer().to(tl.int32), _RELAXED, INTERPRETED)
 
 
 def padded_count(count: int) -> int:

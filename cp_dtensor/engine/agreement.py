@@ -141,6 +141,7 @@ def facts_of_call(
         "attn_mask": modifiers.described(q),
         "sinks": modifiers.described_sinks(values=config.debug),
         "dropout_p": float(modifiers.dropout_p),
+        "softcap": modifiers.softcap,
         "scale": scale,
         **_facts_of(config),
         "deterministic": is_deterministic(q, allowed_backends(), config.deterministic),

@@ -16,6 +16,7 @@ from cp_dtensor.engine.config import (
     check_bias,
     checked_dropout_p,
     checked_sinks,
+    checked_softcap,
     four_dims_of_mask,
     positive_scale,
     softmax_scale,
@@ -81,8 +82,8 @@ def attend_traced(
     overloads = torch.ops.cp_dtensor.attention
     out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
         q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, modifiers.up, *(cu_seqlens or (mask_name, None)),
-        spec_key, backends, mask, modifiers.dropout_p, modifiers.first_batch, modifiers.first_head, scale,
-        *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
+        spec_key, backends, mask, modifiers.dropout_p, modifiers.softcap, modifiers.first_batch, modifiers.first_head,
+        scale, *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
     )  # fmt: skip
     return out, rounded_lse(lse)
 
@@ -113,7 +114,7 @@ def attend_packed(
 
 def modifiers_of(
     q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None = None,
-    first: tuple[int, int] = (0, 0), up: torch.Tensor | None = None,
+    first: tuple[int, int] = (0, 0), up: torch.Tensor | None = None, softcap: float = 0.0,
 ) -> Modifiers:  # fmt: skip
     """The checked modifiers of a call, as far as one rank can check them; no seed is drawn.
 
@@ -121,8 +122,8 @@ def modifiers_of(
         first: global index of this rank's first batch row and first query head.
         up: (H, Dn + Dv, R) of latents, checked.
     """
-    dropout_p = checked_dropout_p(dropout_p)
-    if attn_mask is None and not dropout_p and sinks is None and up is None:
+    dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
+    if attn_mask is None and not dropout_p and sinks is None and not softcap and up is None:
         return NO_MODIFIERS
     bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
-    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), up)
+    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), softcap, up)

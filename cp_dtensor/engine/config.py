@@ -326,6 +326,15 @@ def checked_dropout_p(dropout_p: float) -> float:
     return float(dropout_p)
 
 
+def checked_softcap(softcap: float) -> float:
+    """`softcap`; refuses anything but a finite number of at least 0."""
+    if not isinstance(softcap, (int, float)):
+        raise TypeError(f"expected softcap to be a number, 0.0 for none, got {softcap!r}")
+    if not 0.0 <= softcap < float("inf"):
+        raise ValueError(f"expected softcap to be a finite number of at least 0.0, which is none, got {softcap}")
+    return float(softcap)
+
+
 def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """`sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
     check_tensors(sinks=sinks)

@@ -81,6 +81,7 @@ class _Constants(NamedTuple):
     backends: str
     mask: str
     dropout_p: float
+    softcap: float
     first_batch: int
     first_head: int
     scale: float
@@ -94,7 +95,7 @@ class _Constants(NamedTuple):
         return mask_keys.value_of(self.mask)
 
     def modifiers(self, bias: Optional, seed: Optional, sinks: Optional, up: Optional) -> Modifiers:
-        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, up)
+        return Modifiers.of(bias, self.dropout_p, seed, self.first_batch, self.first_head, sinks, self.softcap, up)
 
     def found_at_run_time(self, cu_seq_q: Tensor | None) -> bool:
         """True if lengths or mask are known only when the code runs."""
@@ -226,8 +227,8 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
 def _define() -> None:
     modifiers = "Tensor? bias, Tensor? seed, Tensor? sinks, Tensor? up"
-    constants = "str spec_key, str backends, str mask, float dropout_p, SymInt first_batch, SymInt first_head, "
-    constants += "float scale, SymInt q_len, SymInt kv_len"
+    constants = "str spec_key, str backends, str mask, float dropout_p, float softcap, SymInt first_batch, "
+    constants += "SymInt first_head, float scale, SymInt q_len, SymInt kv_len"
     forward = f"(Tensor q, Tensor k, Tensor v, {modifiers}, Tensor? cu_seq_q, Tensor? cu_seq_k, {constants}, "
     forward += "bool needs_lse, bool needs_backward) -> (Tensor out, Tensor lse, Tensor numbers)"
     backward = "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor numbers, "

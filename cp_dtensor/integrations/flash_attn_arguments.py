@@ -46,14 +46,8 @@ def unpacked(name: str, packed: torch.Tensor, count: int, leading_dims: str = "b
     return packed.unbind(dim)
 
 
-def supported_window(
-    window_size: Sequence[int], softcap: float, alibi_slopes: torch.Tensor | None
-) -> tuple[int | None, int | None]:
+def supported_window(window_size: Sequence[int], alibi_slopes: torch.Tensor | None) -> tuple[int | None, int | None]:
     """The `window_size` of flash-attn as (left, right), with None for -1; refuses unsupported options."""
-    if softcap:
-        raise NotImplementedError(
-            f"capped logits are not supported on sequence shards yet: got softcap={softcap}, expected 0.0"
-        )
     if alibi_slopes is not None:
         received = f"a tensor of shape {tuple(alibi_slopes.shape)}"
         raise NotImplementedError(

@@ -180,7 +180,7 @@ class _Llama3(PackedForms):
             NotImplementedError: options refused above, before any collective.
         """
         heads_first_of_packed(q, k, v)
-        window = supported_window(window_size, softcap, alibi_slopes)
+        window = supported_window(window_size, alibi_slopes)
         if heads_k_stride < 1 or k.size(1) % heads_k_stride:
             raise ValueError(f"expected heads_k_stride to divide the {k.size(1)} key heads, got {heads_k_stride}")
         mesh = group_or_default(group)
@@ -207,7 +207,7 @@ class _Llama3(PackedForms):
         check_longest(_FUNCTION, "max_seqlen_k", max_seqlen_k, documents.longest[1])
         result = varlen_attention(
             q, k, v, mesh=mesh, cu_seqlens=documents.cu_seqlens, is_causal=causal, window_size=window, method="ring",
-            dropout_p=dropout_p, scale=softmax_scale, layout=Contiguous(), rotate_method="allgather",
+            dropout_p=dropout_p, softcap=softcap, scale=softmax_scale, layout=Contiguous(), rotate_method="allgather",
             deterministic=deterministic, return_lse=return_attn_probs, seq_len=documents.cu_seqlens[-1], debug=debug,
         )  # fmt: skip
         return (*result, None) if isinstance(result, tuple) else result

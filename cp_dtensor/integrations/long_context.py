@@ -188,9 +188,9 @@ class LongContextAttention(nn.Module):
             NotImplementedError: options refused above, before any collective.
         """
         return _attend(
-            query, key, value, bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes)),
+            query, key, value, bottom_right_mask(causal, supported_window(window_size, alibi_slopes)),
             mesh=self.mesh, method="hybrid", layout=self.layout, dropout_p=dropout_p, scale=softmax_scale,
-            deterministic=deterministic, seq_len=seq_len,
+            deterministic=deterministic, seq_len=seq_len, softcap=softcap,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -288,9 +288,9 @@ class UlyssesAttention(nn.Module):
     ) -> torch.Tensor:
         """`LongContextAttention.forward`, by Ulysses alone: arguments, result and errors are as there."""
         return _attend(
-            query, key, value, bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes)),
+            query, key, value, bottom_right_mask(causal, supported_window(window_size, alibi_slopes)),
             mesh=self.group, method="ulysses", layout=Contiguous(), dropout_p=dropout_p, scale=softmax_scale,
-            deterministic=deterministic, seq_len=seq_len,
+            deterministic=deterministic, seq_len=seq_len, softcap=softcap,
         )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ class _Kind(PackedForms):
             return_attn_probs: True to return the log-sum-exp too.
             group: the context-parallel axis: a process group, a DeviceMesh of one dim, or one of two dims for a nested
                 ring; the default group if None.
-            softcap: 0.0; other values are refused.
+            softcap: 0.0 for none, or the cap of the scaled logits, as for `context_parallel_attention`.
             seq_len: the global number of tokens, or the pair of those of queries and keys. If None, the ranks exchange
                 their local lengths in one small collective (on the host if the group has a CPU backend).
 
@@ -144,10 +144,10 @@ class _Kind(PackedForms):
         """
         shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
         q, k, v = heads_before_rows(q, k, v, 1, shapes)
-        mask = bottom_right_mask(causal, supported_window(window_size, softcap, alibi_slopes))
+        mask = bottom_right_mask(causal, supported_window(window_size, alibi_slopes))
         out, lse = ring_attention(
-            q, k, v, mesh=group_or_default(group), mask=mask, dropout_p=dropout_p, scale=softmax_scale, enable_gqa=True,
-            layout=self.layout, deterministic=deterministic, return_lse=True, seq_len=seq_len,
+            q, k, v, mesh=group_or_default(group), mask=mask, dropout_p=dropout_p, softcap=softcap, scale=softmax_scale,
+            enable_gqa=True, layout=self.layout, deterministic=deterministic, return_lse=True, seq_len=seq_len,
         )  # fmt: skip
         out = out.transpose(1, 2).contiguous()
         return (out, lse, None) if return_attn_probs else out

@@ -104,14 +104,14 @@ class _Kind(PackedForms):
             NotImplementedError: options refused above, before any collective.
         """
         heads_first_of_packed(q, k, v)
-        window = supported_window(window_size, softcap, alibi_slopes)
+        window = supported_window(window_size, alibi_slopes)
         mesh = group_or_default(group)
         ranks = sequence_ranks(mesh).size
         edges = self._global_edges(q, k, cu_seqlens, max_seqlen, ranks)
         seq_len = ranks * q.size(0)
         result = varlen_attention(
             q, k, v, mesh=mesh, cu_seqlens=edges, is_causal=causal, window_size=window, method="ring",
-            dropout_p=dropout_p, scale=softmax_scale, layout=self.layout(edges, seq_len),
+            dropout_p=dropout_p, softcap=softcap, scale=softmax_scale, layout=self.layout(edges, seq_len),
             deterministic=deterministic, return_lse=return_attn_probs, seq_len=seq_len, debug=debug,
         )  # fmt: skip
         return (*result, None) if isinstance(result, tuple) else result

@@ -32,7 +32,6 @@ from cp_dtensor.api.extension import (
     provider_mask,
     ranks_of_context,
     sequence_ranks,
-    softcapped_attention,
     table_of,
     transformers_hooks,
 )
@@ -52,8 +51,8 @@ def register() -> str:
 
     With it, models attend to the whole sequence inside of `context_parallel` and in modules with `ContextParallel`, in
     any layout, with gradient checkpointing and under `torch.compile`. Outside of both they attend as with "sdpa". Masks
-    are those of the model; sinks (`s_aux`) and grouped heads are supported. Softcap runs as FlexAttention, which has
-    gradients on GPUs only. Other arguments of attention that are not None are refused by name.
+    are those of the model; sinks (`s_aux`), `softcap` and grouped heads are supported. Other arguments of attention
+    that are not None are refused by name.
 
     Returns:
         "cp_dtensor", for `from_pretrained(attn_implementation=register())` or `set_attn_implementation(register())`.
@@ -107,18 +106,13 @@ def _attention(
             "make its masks by transformers.masking_utils"
         )
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    options: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": causal, "scale": scaling}
     documents = None
     if cu_seq_lens_q is not None:
         documents = _documents(query, cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-    if softcap is not None:
-        if dropout or s_aux is not None or documents is not None:
-            raise NotImplementedError(
-                f"softcap={softcap} is supported without dropout, s_aux and cu_seq_lens_q only, by FlexAttention"
-            )
-        out = softcapped_attention(query, key, value, softcap=softcap, **options)
-    else:
-        out = attention_of_shards(query, key, value, mask=documents, dropout_p=dropout, sinks=s_aux, **options)
+    out = attention_of_shards(
+        query, key, value, attn_mask=attention_mask, is_causal=causal, mask=documents, dropout_p=dropout, scale=scaling,
+        sinks=s_aux, softcap=softcap or 0.0,
+    )  # fmt: skip
     if out is None:
         refused = {"softcap": softcap, "s_aux": s_aux, "cu_seq_lens_q": cu_seq_lens_q}
         names = [name for name, argument in refused.items() if argument is not None]

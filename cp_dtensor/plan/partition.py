@@ -267,13 +267,16 @@ _MOST_SHAPED_SEGMENTS = 16
 
 
 def masking_of(
-    partition: SequencePartition, mask: Mask, has_bias: bool = False, has_dropout: bool = False,
+    partition: SequencePartition, mask: Mask, has_bias: bool = False, changes_weights: bool = False,
     deterministic: bool = False,
 ) -> Masking:  # fmt: skip
-    """The masking of tiles: by shape, which is fastest, where possible; alike on every rank."""
+    """The masking of tiles: by shape, which is fastest, where possible; alike on every rank.
+
+    `changes_weights`: True for dropout and softcap, which only our own kernels compute.
+    """
     if has_bias:
         return Masking.INTERVALS_UNBROKEN
-    if has_dropout:
+    if changes_weights:
         return Masking.INTERVALS_IN_RUNS
     # Few of torch's kernels on GPUs are deterministic, and those are slower than ours.
     if deterministic or not is_plain(mask, *partition.lengths):

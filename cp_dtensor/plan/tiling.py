@@ -117,7 +117,8 @@ class Masking(Enum):
     INTERVALS = "by row"
     """Every row sees an interval of columns. For any mask."""
     INTERVALS_IN_RUNS = "by row, in runs of positions"
-    """Intervals; tiles begin at multiples of `RUN` positions if shards do, which makes dropout faster."""
+    """Intervals, for dropout and softcap; tiles begin at multiples of `RUN` positions if shards do, which makes dropout
+    faster."""
     INTERVALS_UNBROKEN = "by row, of unbroken columns"
     """Intervals; the columns of a tile have adjacent positions, so that a slice of a bias belongs to them."""
 

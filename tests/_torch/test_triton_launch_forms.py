@@ -169,7 +169,15 @@ class Calls:
         from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
 
         count = padded_count(self.choice((1, 40)))
-        flag_launch(*(torch.zeros(count, dtype=torch.int64) for _ in range(2)))()
+        flag_launch(*(torch.zeros(length, dtype=torch.int64) for length in (count, count, 2)))()
+
+    def rows(self) -> None:
+        from cp_dtensor.comm.triton_kernels import launch_rows
+
+        dtype, heads, length = self.choice((torch.float16, torch.float32)), self.choice((1, 16)), 5
+        k, v = (self.tensor(1, heads, length, self.choice((16, 24)), dtype=dtype) for _ in "kv")
+        memory = self.tensor(length * heads * (k.size(3) + v.size(3)), dtype=dtype)
+        launch_rows(k, v, memory, (self.choice((0, 1, 2)), length), length, heads)
 
 
 def main() -> None:
@@ -180,6 +188,7 @@ def main() -> None:
     from cp_dtensor.comm import triton_kernels
 
     names = ("_launch", "_launches", "_delta_launch", "_merge_launch", "_sum_launch", "_copy_launch", "_flag_launch")
+    names += ("_rows_launch",)
     forms = Forms()
     Launch.__call__ = lambda self, *tensors: forms.launch(self, tensors)  # type: ignore[method-assign]
     for module in (attention_forward, attention_backward, triton_kernels, merge):
@@ -188,7 +197,7 @@ def main() -> None:
                 setattr(module, name, checked(getattr(module, name)))
     calls = Calls()
     for _ in range(_CALLS):
-        for call in (calls.attention, calls.combination, calls.copies, calls.flags):
+        for call in (calls.attention, calls.combination, calls.copies, calls.flags, calls.rows):
             calls.make(call)
     for kernel, times in sorted(forms.times.items()):
         print(kernel, times)
@@ -200,7 +209,7 @@ def test_a_launch_has_one_form_for_each_alignment() -> None:
         pytest.skip("this Triton sorts arguments in another way")
     printed = run_uninterpreted(__file__)
     again = [int(line.split()[2]) for line in printed.splitlines() if " again " in line]
-    assert len(again) == 9, printed  # all kernels
+    assert len(again) == 10, printed  # all kernels
     assert min(again) > 5, printed
 
 

@@ -53,6 +53,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     problem = MaskedProblem(
         q_len, kv_len, mask, batch, 4, draw(st.sampled_from([2, 4])), is_causal=draw(st.booleans()),
         bias=draw(st.sampled_from(["", "", "boolean s", "additive hs"])), sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 0.7])),
     )  # fmt: skip
     return shape, names, placements, draw(st.sampled_from(methods)), problem, draw(st.integers(0, 99))
 
@@ -82,7 +83,7 @@ def check(
         options["sinks"] = distribute_tensor(sinks, mesh, replicated, src_data_rank=None).requires_grad_()
     out, lse = context_parallel_attention(
         q, k, v, method=method, mask=problem.mask, is_causal=problem.is_causal, enable_gqa=True, return_lse=True,
-        **options,
+        softcap=problem.softcap, **options,
     )  # fmt: skip
     out.backward(distribute_tensor(whole[3], mesh, out.placements, src_data_rank=None))  # type: ignore[attr-defined]
     expected = problem.reference(*whole, sinks=sinks)

@@ -19,11 +19,13 @@ SHARED_BYTES = 227 * 1024
 STACK_BYTES = 128
 """Of spilled registers; the loops of dK and dV hold almost 255, and compilers differ."""
 
-VARIANTS = [(0, "none"), (1, "none"), (2, "none"), (1, "of single elements"), (2, "in runs")]
-"""Kinds of masks, and of dropout."""
+VARIANTS = [
+    (0, "none"), (1, "none"), (2, "none"), (1, "of single elements"), (2, "in runs"), (2, "none", 50.0),
+]  # fmt: skip
+"""Kinds of masks and of dropout, and softcap."""
 
 
-def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[str, object]:
+def compiled(name: str, mask: int, dropout: str, softcap: float = 0.0, head_dim: int = 128) -> dict[str, object]:
     """Shared memory and stack, in bytes, of a kernel with its default config for bfloat16 and descriptors."""
     import torch
     import triton
@@ -36,7 +38,7 @@ def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[st
 
     x = torch.zeros(1, 1, 16, head_dim, dtype=torch.bfloat16)
     draws_each = dropout == "of single elements"
-    backward = attention_configs.default_backward_config(x, x, x, x, draws_each=draws_each)
+    backward = attention_configs.default_backward_config(x, x, x, x, takes_registers=draws_each or softcap > 0)
     kernel, config, blocks = {
         "forward": (
             attention_forward.attention_forward_kernel,
@@ -54,6 +56,7 @@ def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[st
         "BIAS": 0,
         "DROPOUT": dropout != "none",
         "IN_RUNS": dropout == "in runs",
+        "SOFTCAP": softcap,
         "TMA": True,
         "SPLIT_LSE": False,
     }
@@ -94,6 +97,7 @@ def compiled(name: str, mask: int, dropout: str, head_dim: int = 128) -> dict[st
         "kernel": name,
         "mask": mask,
         "dropout": dropout,
+        "softcap": softcap,
         "shared": result.metadata.shared,
         "stack": int(stack.group(1)),
     }

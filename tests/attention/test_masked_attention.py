@@ -25,13 +25,17 @@ def dense(mask: RowMask, rows: int, columns: int) -> torch.Tensor:
     return row - row + column <= row + (columns if mask.causal_offset is None else mask.causal_offset)
 
 
-def textbook(tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def textbook(
+    tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` by a softmax over the keys, differentiable everywhere."""
     q, k, v = tensors
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     if bias is not None and bias.dtype == torch.bool:
         seen, bias = seen & bias, None
     logits = SCALE * q @ k.mT
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
         logits, seen = logits + bias.nan_to_num(neginf=0.0), seen & (bias > -float("inf"))
     weights = logits.exp() * seen
@@ -40,11 +44,11 @@ def textbook(tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None) ->
     return weights / safe_total @ v, torch.where(total > 0, safe_total.log(), -float("inf")).squeeze(-1)
 
 
-def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None) -> None:
+def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, softcap: float = 0.0) -> None:
     """out, lse and all gradients; the loss looks at lse too, where there is one."""
     rows, columns = tensors[0].size(2), tensors[1].size(2)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    expected = textbook(tuple(leaves), dense(mask, rows, columns), bias)
+    expected = textbook(tuple(leaves), dense(mask, rows, columns), bias, softcap)
     generator = torch.Generator().manual_seed(1)
     grad_out = torch.randn(expected[0].shape, generator=generator, dtype=torch.float64)
     grad_lse = torch.randn(expected[1].shape, generator=generator, dtype=torch.float64)
@@ -52,11 +56,12 @@ def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None) -> 
     loss = (expected[0] * grad_out).sum() + (torch.where(expected[1].isfinite(), expected[1], 0.0) * grad_lse).sum()
     loss.backward()
 
-    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias)
+    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, softcap=softcap)
     torch.testing.assert_close(out, expected[0].detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lse, expected[1].detach(), rtol=1e-10, atol=1e-10)
     delta = (grad_out * out).sum(-1) - grad_lse
-    got = attention_backward(grad_out, *tensors, out, lse, mask, SCALE, bias=bias, delta=delta)
+    options = {"bias": bias, "delta": delta, "softcap": softcap}
+    got = attention_backward(grad_out, *tensors, out, lse, mask, SCALE, **options)
     for leaf, gradient in zip(leaves, got, strict=True):
         wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
@@ -72,6 +77,12 @@ def draw(rows: int, columns: int, heads: int = HEADS, kv_heads: int = 2, dims: t
 @pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
 def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None) -> None:
     check(draw(ROWS, COLUMNS), mask, bias)
+
+
+@pytest.mark.parametrize("bias", ["none", "additive", "boolean"])
+@pytest.mark.parametrize("kind", ["full", "causal", "any intervals"])
+def test_capped_logits(kind: str, bias: str) -> None:
+    check(draw(ROWS, COLUMNS), masks_of(ROWS, COLUMNS)[kind], biases_of(HEADS, ROWS, COLUMNS)[bias], softcap=0.4)
 
 
 @given(data=st.data())

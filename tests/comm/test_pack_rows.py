@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import GPUS
 
 from cp_dtensor._torch.tensors import cut
 from cp_dtensor.comm.transport import HeadBlocks, pack_rows, row_width
@@ -53,3 +54,26 @@ def test_the_rows_that_other_ranks_attend_to(
     tiling = tiling_of(LayoutPartition(layout, 64, 64, 1, 4).groups(), mask, masking, (64, 64))
     plans = [gathered_plan(tiling, rank, 1, Stages(1, 1), Stages(1, 1)) for rank in range(4)]
     assert [plan.send_spans for plan in plans] == sent
+
+
+no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
+)
+@pytest.mark.parametrize("stage_heads", [1, 2, 4])
+@pytest.mark.parametrize("dims", [(4, 4), (24, 16)], ids=str)
+def test_one_launch_writes_the_same_rows(dims: tuple[int, int], stage_heads: int, device: str) -> None:
+    """In any memory order of K and V; rows outside of the span stay as they are."""
+    kernels = pytest.importorskip("cp_dtensor.comm.triton_kernels")
+    batch, heads, length, pitch, span = 2, 4, 70, 72, (1, 69)
+    k = torch.randn(batch, length, heads, dims[0], device=device).transpose(1, 2)
+    v = torch.randn(batch, heads, length, dims[1], device=device)
+    stages = [(start, start + stage_heads) for start in range(0, heads, stage_heads)]
+    expected, written = (torch.full((pitch * batch * heads * sum(dims),), 7.0, device=device) for _ in range(2))
+    blocks = HeadBlocks((k, v), [stage_heads] * len(stages), pitch, expected)
+    blocks.write([cut(x, None, None, span) for x in (k, v)], stages, span[0])
+    kernels.launch_rows(k, v, written, span, pitch, stage_heads)
+    assert torch.equal(written, expected)

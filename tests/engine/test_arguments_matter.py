@@ -48,6 +48,9 @@ def dense(**options: Any) -> torch.Tensor:
     if (sinks := options.pop("sinks", None)) is not None:  # one more key, of value 0
         k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (K, V))
         logits = torch.cat([logits, sinks.view(1, 4, 1, 1).expand(2, 4, LENGTH, 1)], -1)
+    if softcap := options.pop("softcap", 0.0):
+        scaled = Q @ k.repeat_interleave(2, 1).mT / 2.0
+        logits = logits + softcap * torch.tanh(scaled / softcap) - scaled
     out = F.scaled_dot_product_attention(Q, k, v, attn_mask=logits, enable_gqa=True, **options)
     return out.nan_to_num(0.0)  # rows that see nothing
 
@@ -78,7 +81,12 @@ WITH_SINKS = {
     "sinks, scale": {"sinks": torch.arange(4).double(), "scale": 0.3},
     "sinks, additive attn_mask": {"sinks": torch.arange(4).double(), "attn_mask": BIAS},
 }
-OF_FUNCTIONS = REQUESTS | WITH_VALUES | WITH_SINKS
+WITH_SOFTCAP = {
+    "softcap": {"softcap": 0.5},
+    "larger softcap": {"softcap": 2.0},
+    "softcap, window, additive attn_mask": {"softcap": 0.5, "mask": SlidingWindow(2, 1), "attn_mask": BIAS},
+}
+OF_FUNCTIONS = REQUESTS | WITH_VALUES | WITH_SINKS | WITH_SOFTCAP
 
 
 def local(options: dict[str, Any], layout: Layout, rank: int) -> dict[str, Any]:

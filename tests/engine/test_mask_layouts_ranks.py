@@ -128,7 +128,7 @@ def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pyte
     def exchange(*args: object) -> None:
         raise AssertionError("the ranks exchange their lengths")
 
-    monkeypatch.setattr(engine_lengths, "_facts", exchange)
+    monkeypatch.setattr(engine_lengths, "facts_of_call", exchange)
     check_against_reference(CAUSAL, 2, layout)
 
 

@@ -80,8 +80,8 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="expected scatter_idx=2 and gather_idx=1"):
             UlyssesAttention(scatter_idx=1)
         q = torch.zeros(1, 3, 2, 4)
-        with pytest.raises(NotImplementedError, match="capped logits"):
-            UlyssesAttention()(q, q, q, softcap=3.0)
+        with pytest.raises(NotImplementedError, match="ALiBi"):
+            UlyssesAttention()(q, q, q, alibi_slopes=torch.ones(2))
 
     run_ranks(RANKS, body)
     q = torch.zeros(1, 3, 2, 4)

@@ -58,7 +58,9 @@ def check(kind: str, packing: str, problem: Problem, world_size: int = WORLD, **
             return shard_by_positions(tensor, layout, rank, world_size, 1)
 
         leaves = [local(tensor).requires_grad_() for tensor in inputs]
-        got = function(kind, packing)(*leaves, causal=problem.is_causal, softmax_scale=problem.scale, **options)
+        got = function(kind, packing)(
+            *leaves, causal=problem.is_causal, softmax_scale=problem.scale, softcap=problem.softcap, **options
+        )
         assert got.is_contiguous()
         assert_close(got, local(out), f"out of rank {rank}")
         got.backward(local(heads_last(grad_out)))
@@ -85,9 +87,10 @@ def test_any_length(kind: str, length: int) -> None:
 
 
 @each_kind
-def test_scale_and_cross_attention(kind: str) -> None:
+def test_scale_softcap_and_cross_attention(kind: str) -> None:
     check(kind, "", Problem(10, 17, batch=2, scale=0.3))
     check(kind, "", Problem(10, 17, batch=2, q_heads=4), seq_len=(10, 17))
+    check(kind, "", Problem(10, 17, batch=2, softcap=0.5))
 
 
 @each_kind
@@ -189,7 +192,6 @@ def test_all_names_are_exported_documented_and_can_be_pickled() -> None:
 
 
 REFUSED = {
-    "softcap": (30.0, r"softcap=30\.0, expected 0\.0"),
     "alibi_slopes": (torch.ones(2), r"alibi_slopes, a tensor of shape \(2,\), expected None"),
 }
 
@@ -210,7 +212,7 @@ def test_what_it_cannot_do_is_refused_and_not_ignored(kind: str, packing: str, o
 
 
 def test_options_that_change_nothing_here() -> None:
-    check("ring", "", Problem(12, 12), deterministic=True, window_size=[-1, -1], dropout_p=0, softcap=0)
+    check("ring", "", Problem(12, 12), deterministic=True, window_size=[-1, -1], dropout_p=0)
 
 
 def test_tensors_that_do_not_fit() -> None:

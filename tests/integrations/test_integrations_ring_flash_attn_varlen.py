@@ -194,13 +194,14 @@ CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
     "cu_seqlens": ([0, 2, 8], replace(PROBLEM, cu_seqlens=(0, 4, 16))),
     "dropout_p": (0.5, None),
     "softmax_scale": (0.9, replace(PROBLEM, scale=0.9)),
+    "softcap": (0.5, replace(PROBLEM, softcap=0.5)),
     "causal": (True, replace(PROBLEM, is_causal=True)),
     "window_size": ((2, 1), replace(PROBLEM, window=(2, 1))),
 }
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "max_seqlen": (3, ValueError, r"max_seqlen to be at least 4, the longest document; got 3"),
     "alibi_slopes": (torch.ones(2), NotImplementedError, r"alibi_slopes, a tensor of shape \(2,\), expected None"),
-    "softcap": (30.0, NotImplementedError, r"softcap=30\.0, expected 0\.0"),
+    "softcap": (-1.0, ValueError, "softcap to be a finite number of at least 0.0"),
     "group": (3, TypeError, "got int"),
 }
 

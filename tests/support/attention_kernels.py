@@ -163,17 +163,19 @@ def through_kernels(
     bias: torch.Tensor | None,
     config: BlockConfig | None,
     dropout: Dropout | None = None,
+    softcap: float = 0.0,
 ) -> Tensors:
     """Returns `(out, lse, dq, dk, dv)` by the kernels; backward uses the out and lse of forward."""
     q, k, v = tensors
     out = q.new_empty((*q.shape[:3], v.size(3)), dtype=torch.float32)
     lse, delta = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    launch(out, lse, q, k, v, mask, SCALE, bias=bias, dropout=dropout, config=config)
+    options = {"bias": bias, "dropout": dropout, "softcap": softcap}
+    launch(out, lse, q, k, v, mask, SCALE, config=config, **options)
     backward_kernel.launch_attention_delta(delta, grad_out, out)
     gradients = tuple(torch.empty_like(x, dtype=torch.float32) for x in tensors)
     both = None if config is None else configs.BackwardConfig(dq=config, dkv=config)
     backward_kernel.launch_attention_backward(
-        *gradients, grad_out, q, k, v, lse, delta, mask, SCALE, bias=bias, dropout=dropout, config=both
+        *gradients, grad_out, q, k, v, lse, delta, mask, SCALE, config=both, **options
     )
     return out, lse, *gradients
 
@@ -184,16 +186,19 @@ def through_reference(
     mask: RowMask,
     bias: torch.Tensor | None,
     dropout: Dropout | None = None,
+    softcap: float = 0.0,
 ) -> Tensors:
     """Returns `(out, lse, dq, dk, dv)` by the reference implementation, in float64 on the CPU."""
     q, k, v, grad_out = (x.cpu().double() for x in (*tensors, grad_out))
     out, lse = q.new_empty((*q.shape[:3], v.size(3))), q.new_empty(q.shape[:3])
     mask, bias = to(mask, "cpu"), None if bias is None else bias.cpu()
     dropout = None if dropout is None else moved(dropout, "cpu")
-    attention_forward_reference(out, lse, q, k, v, mask, SCALE, bias=bias, dropout=dropout)
+    attention_forward_reference(out, lse, q, k, v, mask, SCALE, bias=bias, dropout=dropout, softcap=softcap)
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     delta = (grad_out * out).sum(-1)
-    attention_backward_reference(*gradients, grad_out, q, k, v, lse, delta, mask, SCALE, bias=bias, dropout=dropout)
+    attention_backward_reference(
+        *gradients, grad_out, q, k, v, lse, delta, mask, SCALE, bias=bias, dropout=dropout, softcap=softcap
+    )
     return out, lse, *gradients
 
 
@@ -203,6 +208,7 @@ def check(
     bias: torch.Tensor | None = None,
     config: BlockConfig | None = SMALL,
     dropout: Dropout | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Compares kernels with their reference implementation."""
     q, _, v = tensors
@@ -212,8 +218,8 @@ def check(
     bias = None if bias is None else bias.to(device)
     shape = (*q.shape[:3], v.size(3))
     grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, q.dtype)
-    results = through_kernels(tensors, grad_out, mask, bias, config, dropout)
-    expected = through_reference(tensors, grad_out, mask, bias, dropout)
+    results = through_kernels(tensors, grad_out, mask, bias, config, dropout, softcap)
+    expected = through_reference(tensors, grad_out, mask, bias, dropout, softcap)
     for name, got, wanted in zip(NAMES, results, expected, strict=True):
         got = got.cpu().double()
         unseen = wanted == -float("inf")

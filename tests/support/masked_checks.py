@@ -66,6 +66,7 @@ def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -
     problem = MaskedProblem(
         q_len, kv_len, mask, batch, q_heads, kv_heads, is_causal=draw(st.booleans()), bias=bias,
         broadcast_keys=draw(st.integers(0, 5)) == 0, sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.8])),
     )  # fmt: skip
     options = draw(st.sampled_from(WAYS[axes]))
     return MaskedCase(problem, draw(st.sampled_from(LAYOUTS)), tuple(options.items()), draw(st.integers(0, 1000)))
@@ -86,7 +87,7 @@ def _attend_all(
         out, lse = context_parallel_attention(
             *leaves[:3], mesh=mesh, layout=case.layout, mask=case.problem.mask, is_causal=case.problem.is_causal,
             attn_mask=leaves[3] if bias else None, sinks=None if sinks is None else sinks.requires_grad_(),
-            enable_gqa=True, return_lse=True, **dict(case.options),
+            softcap=case.problem.softcap, enable_gqa=True, return_lse=True, **dict(case.options),
         )  # fmt: skip
         out.backward(grad_out)
         grads = [leaf.grad for leaf in (*leaves, *([] if sinks is None else [sinks])) if leaf.requires_grad]

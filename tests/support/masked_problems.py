@@ -130,6 +130,7 @@ class MaskedProblem:
     """"boolean" or "additive", with its dims among "bhs", such as "additive hs"; the key dim is always there."""
     broadcast_keys: bool = False
     sinks: bool = False
+    softcap: float = 0.0
 
     def draw(self, seed: int) -> Tensors:
         """Draws q, k, v, gradient of out, and the bias if there is one; equal on every rank."""
@@ -167,6 +168,8 @@ class MaskedProblem:
         if self.is_causal:
             seen = seen & torch.ones(self.q_len, self.kv_len, dtype=torch.bool).tril()
         logits = q @ k.repeat_interleave(group, 1).mT * self.head_dim**-0.5
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         if bias and bias[0].dtype == torch.bool:
             seen = seen & bias[0]
         elif bias:

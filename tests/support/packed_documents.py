@@ -38,6 +38,7 @@ class PackedProblem:
     is_causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
     scale: float | None = None
+    softcap: float = 0.0
 
     @property
     def k_edges(self) -> tuple[int, ...]:
@@ -70,6 +71,8 @@ class PackedProblem:
     def _document(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (tensor.repeat_interleave(self.q_heads // self.kv_heads, 1) for tensor in (k, v))
         logits = torch.einsum("qhd,khd->hqk", q, k) * (self.head_dim**-0.5 if self.scale is None else self.scale)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
         key = torch.arange(len(k))
         left, right = self.window

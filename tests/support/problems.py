@@ -22,6 +22,7 @@ class Problem:
     head_dim: int = 8
     is_causal: bool = False
     scale: float | None = None
+    softcap: float = 0.0
     dtype: torch.dtype = torch.float64
 
     def draw(self, seed: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,6 +49,8 @@ def reference(
     group = problem.q_heads // problem.kv_heads
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
     logits = q @ k.repeat_interleave(group, 1).mT * scale
+    if problem.softcap:
+        logits = problem.softcap * torch.tanh(logits / problem.softcap)
     if problem.is_causal:
         hidden = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool, device=q.device).triu(1)
         logits = logits.masked_fill(hidden, float("-inf"))

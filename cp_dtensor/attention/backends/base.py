@@ -21,7 +21,7 @@ class AttentionBackend(ABC):
     """
 
     takes_modifiers = False
-    """True if tiles may have bias and dropout; the ring then calls `with_modifiers` for each tile."""
+    """True if tiles may have bias, dropout and softcap; the ring then calls `with_modifiers` for each tile."""
 
     @property
     @abstractmethod
@@ -52,7 +52,7 @@ class AttentionBackend(ABC):
         """
 
     def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> AttentionBackend:
-        """This backend for one tile with bias and dropout; `delta` (B, H, S) is that of its rows, in backward."""
+        """This backend with the modifiers of one tile; `delta` (B, H, S) is that of its rows, in backward."""
         raise NotImplementedError(f"{self.name} does not take modifiers")
 
     def add_bias_gradient(

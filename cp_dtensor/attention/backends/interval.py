@@ -31,7 +31,7 @@ class IntervalAttention(AttentionBackend):
     """
 
     modifiers: Modifiers = NO_MODIFIERS
-    """Bias and dropout of the tile."""
+    """Bias, dropout and softcap of the tile."""
     delta: Tensor | None = None
     """(B, H, S), for backward: the delta of the tile's rows. All tiles of a row share it, so the ring computes it."""
 
@@ -69,7 +69,7 @@ class IntervalAttention(AttentionBackend):
         return IntervalAttention(modifiers, delta)
 
     def _tile(self, mask: TileMask, device: torch.device) -> tuple[TileRows, dict[str, Any]]:
-        """The cached rows of a tile, and its bias and dropout as arguments of `attention_forward`."""
+        """The cached rows of a tile, and its modifiers as arguments of `attention_forward`."""
         rows = tile_rows(mask, device)
         modifiers, bias, dropout = self.modifiers, None, None
         if modifiers.bias is not None:
@@ -78,7 +78,7 @@ class IntervalAttention(AttentionBackend):
             queries, keys, in_runs = rows.positions
             first = modifiers.first_batch, modifiers.first_head
             dropout = Dropout(modifiers.dropout_p, modifiers.seed, queries, keys, *first, in_runs)
-        return rows, {"bias": bias, "dropout": dropout}
+        return rows, {"bias": bias, "dropout": dropout, "softcap": modifiers.softcap}
 
 
 class TileRows:

@@ -25,6 +25,7 @@ from cp_dtensor.attention.triton.common import (
     attention_kernel,
     block_start,
     blocks_of_rows,
+    capped,
     load_bias,
     load_positions,
     load_row_values,
@@ -35,6 +36,7 @@ from cp_dtensor.attention.triton.common import (
     place_of_program,
     seeing_rows,
     seen_columns,
+    slope_of_cap,
     which_are_kept,
     which_are_kept_transposed,
 )
@@ -120,8 +122,13 @@ def attention_rows_kernel(
 
 
 @triton.jit
-def _weights(logits, bias_block, shift, low, scale_log2, scale, BIAS: tl.constexpr):
-    """Softmax weights of q k^T from the bias (if BIAS) and from lines of `attention_rows_kernel`, which broadcast."""
+def _weights(logits, bias_block, shift, low, scale_log2, scale, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Softmax weights of logits from the bias (if BIAS) and from lines of `attention_rows_kernel`, which broadcast.
+
+    The logits are q k^T, or with SOFTCAP the capped ones, which are scaled.
+    """
+    if SOFTCAP != 0.0:
+        scale_log2, scale = LOG2_E, 1.0
     if BIAS == ADDITIVE:
         return tl.math.exp2((logits * scale + bias_block - shift) * LOG2_E - low)
     elif BIAS == NO_BIAS:
@@ -143,7 +150,7 @@ def attention_dq_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they attend to."""
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
@@ -187,13 +194,16 @@ def attention_dq_kernel(
                 v, batch, kv_head, start, columns, v_strides, V_DIM, BLOCK_COLUMNS, BLOCK_V, MASKED, TMA
             )
             logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+            if SOFTCAP != 0.0:
+                logits = capped(logits * scale, SOFTCAP)
+                slope = slope_of_cap(logits, SOFTCAP)
             column = start + tl.arange(0, BLOCK_COLUMNS)
             bias_block = logits
             if BIAS != NO_BIAS:
                 bias_block = load_bias(
                     bias_ptr, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
                 )
-            weights = _weights(logits, bias_block, shift[:, None], low[:, None], scale_log2, scale, BIAS)
+            weights = _weights(logits, bias_block, shift[:, None], low[:, None], scale_log2, scale, BIAS, SOFTCAP)
             if MASKED:
                 seen = column[None, :] < hi[:, None]
                 if MASK == INTERVALS:
@@ -205,6 +215,8 @@ def attention_dq_kernel(
                 kept = which_are_kept(q_position, kv_position, dropout, BLOCK_ROWS, BLOCK_COLUMNS, IN_RUNS)
                 grad_weights = tl.where(kept, grad_weights, 0.0)
             grad_logits = weights * (grad_weights - delta[:, None])
+            if SOFTCAP != 0.0:
+                grad_logits *= slope
             acc = tl.dot(grad_logits.to(k_block.dtype), k_block, acc, input_precision=PRECISION)
     dq_ptrs = addresses(dq_ptr, batch, head, row, dim, dq_stride_b, dq_stride_h, dq_stride_s)
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=in_q)
@@ -224,7 +236,7 @@ def attention_dkv_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads.
 
@@ -270,13 +282,17 @@ def attention_dkv_kernel(
             row_shift = load_row_values(shift, line, padded_rows, start, BLOCK_ROWS, TMA)
             row_low = load_row_values(low, line, padded_rows, start, BLOCK_ROWS, TMA) if BIAS == ADDITIVE else row_shift
             logits = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+            if SOFTCAP != 0.0:
+                logits = capped(logits * scale, SOFTCAP)
+                slope = slope_of_cap(logits, SOFTCAP)
             bias_block = logits
             if BIAS != NO_BIAS:
                 bias_block = load_bias(
                     bias_ptr + head.to(tl.int64) * bias_stride_h, row[None, :], column[:, None], rows, columns,
                     bias_stride_s, bias_stride_t, BIAS,
                 )  # fmt: skip
-            weights = _weights(logits, bias_block, row_shift[None, :], row_low[None, :], scale_log2, scale, BIAS)
+            row_shift, row_low = row_shift[None, :], row_low[None, :]
+            weights = _weights(logits, bias_block, row_shift, row_low, scale_log2, scale, BIAS, SOFTCAP)
             if MASKED and MASK == CAUSAL:
                 weights = tl.where(column[:, None] <= row[None, :] + offset, weights, 0.0)
             elif MASKED:
@@ -299,6 +315,8 @@ def attention_dkv_kernel(
                 grad_logits = dropped * grad_weights - weights * row_delta[None, :]
             else:
                 grad_logits = weights * (grad_weights - row_delta[None, :])
+            if SOFTCAP != 0.0:
+                grad_logits *= slope
             grad_k = tl.dot(grad_logits.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
             index += 1
             head = tl.where(index == count, head + 1, head)
@@ -311,14 +329,14 @@ def attention_dkv_kernel(
 
 def launch_attention_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None,
+    mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
     config: BackwardConfig | None = None,
 ) -> None:  # fmt: skip
     """`masked.attention_backward` into `dq`, `dk` and `dv`, of float32 or narrower dtypes; three launches.
 
     With P = exp(scale q k^T + bias - lse) where a row attends, else 0: dV = P^T dO, dS = P * (dO V^T - delta),
     dQ = scale dS K, dK = scale dS^T Q, summed over the query heads of a group. With dropout, P in dV and dO V^T are
-    multiplied by the dropout factors.
+    multiplied by the dropout factors. With softcap, dS in dQ and dK is multiplied by its derivative.
 
     Arguments as in `launch_attention_forward`. `lse` is that of all tiles (and sinks) of these rows. `delta`, float32,
     is `launch_attention_delta` of their out, minus the gradient of lse if it has one.
@@ -330,8 +348,8 @@ def launch_attention_backward(
         for grad in (dq, dk, dv):
             grad.zero_()
         return
-    draws_each = dropout is not None and not dropout.in_runs
-    config = config or default_backward_config(q, k, v, grad_out, bias is not None, draws_each)
+    takes_registers = softcap > 0 or (dropout is not None and not dropout.in_runs)
+    config = config or default_backward_config(q, k, v, grad_out, bias is not None, takes_registers)
     mask_kind, offset = mask_arguments(mask, rows, columns)
     others, numbers, kinds = modifier_arguments(bias, dropout, (batch, heads, rows, columns), lse)
     # Kernels read LSE and delta in whole blocks, which begin at any row; descriptors need lines of 16 bytes.
@@ -349,8 +367,8 @@ def launch_attention_backward(
         interval_strides = (of_batch * lo.stride(0), ranges.stride(0), of_batch * ranges.stride(1))
     launch_rows, launch_dkv, launch_dq = _launches(
         facts(dq), facts(dk), facts(dv), facts(grad_out), facts(q), facts(k), facts(v), facts(lse), facts(delta),
-        tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), numbers, kinds, float(scale),
-        padded_rows, config,
+        tuple([x.dtype for x in others]), (mask_kind, offset, *interval_strides), numbers, (*kinds, float(softcap)),
+        float(scale), padded_rows, config,
     )  # fmt: skip
     launch_rows(shift, low, padded_delta, lse, delta)
     launch_dkv(dk, dv, grad_out, q, k, v, shift, low, padded_delta, lo, hi, ranges, *others)
@@ -361,18 +379,19 @@ def launch_attention_backward(
 def _launches(
     dq: Facts, dk: Facts, dv: Facts, grad_out: Facts, q: Facts, k: Facts, v: Facts, lse: Facts, delta: Facts,
     _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], modifiers: tuple[int, ...],
-    kinds: tuple[int, bool, bool, float], scale: float, padded_rows: int, config: BackwardConfig,
+    kinds: tuple[int, bool, bool, float, float], scale: float, padded_rows: int, config: BackwardConfig,
 ) -> tuple[Launch, Launch, Launch]:  # fmt: skip
     """The launches in order, for tensors of these shapes, strides and dtypes, and these numbers of the others."""
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns, v_dim = v.shape[1:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride, *ranges_strides = mask
-    bias_kind, has_dropout, in_runs, dropout_scale = kinds
+    bias_kind, has_dropout, in_runs, dropout_scale, softcap = kinds
     numbers = (rows, columns, offset, scale * math.log2(math.e), scale, heads, heads // kv_heads, padded_rows)
     strides = (*grad_out.strides[:3], *q.strides[:3], *k.strides[:3], *v.strides[:3], intervals_stride)
-    constants = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
+    constants: dict[str, float] = {"HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v}
     constants |= {"MASK": mask_kind, "BIAS": bias_kind, "DROPOUT": has_dropout, "IN_RUNS": in_runs}
+    constants |= {"SOFTCAP": softcap}
 
     cut = config.dkv
     line = (1, cut.block_rows) if cut.tma else None

@@ -127,6 +127,19 @@ def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.con
 
 
 @triton.jit
+def capped(logits, SOFTCAP: tl.constexpr):
+    """SOFTCAP tanh(logits / SOFTCAP) of scaled logits, from tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    return SOFTCAP - 2 * SOFTCAP / (tl.math.exp2(logits * (2 * LOG2_E / SOFTCAP)) + 1)
+
+
+@triton.jit
+def slope_of_cap(capped_logits, SOFTCAP: tl.constexpr):
+    """The derivative of `capped`, 1 - tanh^2, from its result."""
+    tanh = capped_logits * (1 / SOFTCAP)
+    return 1 - tanh * tanh
+
+
+@triton.jit
 def seen_columns(
     lo_ptr, hi_ptr, first_row, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,

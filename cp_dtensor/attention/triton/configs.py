@@ -79,13 +79,16 @@ def default_config(k: Tensor, v: Tensor, has_bias: bool = False, draws_each: boo
 
 
 def default_backward_config(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, has_bias: bool = False, draws_each: bool = False
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, has_bias: bool = False, takes_registers: bool = False
 ) -> BackwardConfig:
-    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv)."""
+    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv).
+
+    `takes_registers`: True with softcap, and with dropout as in `default_config`.
+    """
     large = _is_large(k.device)
     dim = padded(max(k.size(3), v.size(3)))
     tma_kv, tma_q = large and can_use_tma(k, v), large and can_use_tma(q, grad_out)
-    return _configs(large, k.dtype, dim, has_bias, draws_each, tma_kv, tma_q)[1]
+    return _configs(large, k.dtype, dim, has_bias, takes_registers, tma_kv, tma_q)[1]
 
 
 @cache

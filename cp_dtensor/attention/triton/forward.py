@@ -25,6 +25,7 @@ from cp_dtensor.attention.triton.common import (
     attention_kernel,
     block_start,
     blocks_of_rows,
+    capped,
     load_bias,
     load_positions,
     load_rows,
@@ -53,7 +54,7 @@ def attention_forward_kernel(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT_LSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT_LSE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they attend to.
 
@@ -92,8 +93,12 @@ def attention_forward_kernel(
     lo, hi, first, blocks, before, whole = seen_columns(
         lo_ptr, hi_ptr, first_row, rows, columns, offset, BLOCK_ROWS, BLOCK_COLUMNS, MASK, DROPOUT
     )
+    if SOFTCAP != 0.0:
+        logit_scale, logit_scale_log2 = 1.0, LOG2_E  # after the cap
+    else:
+        logit_scale, logit_scale_log2 = scale, scale_log2
     # With a bias, the scale is applied before it is added, else together with the shift.
-    late_scale = scale_log2 if BIAS == NO_BIAS else 1.0
+    late_scale = logit_scale_log2 if BIAS == NO_BIAS else 1.0
     for MASKED in tl.static_range(2):  # two loops: whole blocks, then the others
         for index in tl.range(0, blocks - whole if MASKED else whole):
             start = block_start(index, first, before, whole, BLOCK_COLUMNS, MASKED, MASK == INTERVALS)
@@ -101,9 +106,11 @@ def attention_forward_kernel(
                 k, batch, kv_head, start, columns, k_strides, HEAD_DIM, BLOCK_COLUMNS, BLOCK_DIM, MASKED, TMA
             )
             logits = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+            if SOFTCAP != 0.0:
+                logits = capped(logits * scale, SOFTCAP)
             column = start + tl.arange(0, BLOCK_COLUMNS)
             if BIAS != NO_BIAS:
-                logits = logits * (scale if BIAS == ADDITIVE else scale_log2) + load_bias(
+                logits = logits * (logit_scale if BIAS == ADDITIVE else logit_scale_log2) + load_bias(
                     bias_ptr, row[:, None], column[None, :], rows, columns, bias_stride_s, bias_stride_t, BIAS
                 )
             if MASKED:
@@ -154,7 +161,8 @@ def attention_forward_kernel(
 
 def launch_attention_forward(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *,
-    bias: Tensor | None = None, dropout: Dropout | None = None, config: BlockConfig | None = None,
+    bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
+    config: BlockConfig | None = None,
 ) -> None:  # fmt: skip
     """`masked.attention_forward` into `(out, lse)`; one launch.
 
@@ -175,7 +183,7 @@ def launch_attention_forward(
     others, numbers, kinds = modifier_arguments(bias, dropout, (batch, heads, rows, columns), lse)
     launch = _launch(
         facts(out), facts(lse), facts(q), facts(k), facts(v), tuple([x.dtype for x in others]),
-        (mask_kind, offset, intervals_stride), numbers, kinds, float(scale), config,
+        (mask_kind, offset, intervals_stride), numbers, (*kinds, float(softcap)), float(scale), config,
     )  # fmt: skip
     launch(out, lse, q, k, v, lo, hi, *others)
 
@@ -183,7 +191,7 @@ def launch_attention_forward(
 @cached_launch
 def _launch(
     out: Facts, lse: Facts, q: Facts, k: Facts, v: Facts, _dtypes_of_others: tuple[torch.dtype, ...],
-    mask: tuple[int, int, int], modifiers: tuple[int, ...], kinds: tuple[int, bool, bool, float], scale: float,
+    mask: tuple[int, int, int], modifiers: tuple[int, ...], kinds: tuple[int, bool, bool, float, float], scale: float,
     config: BlockConfig,
 ) -> Launch:  # fmt: skip
     """The launch for tensors of these shapes, strides and dtypes, and for these numbers of mask and modifiers."""
@@ -191,7 +199,7 @@ def _launch(
     columns, v_dim = v.shape[2:]
     block_dim, block_v = padded(head_dim), padded(v_dim)
     mask_kind, offset, intervals_stride = mask
-    bias_kind, has_dropout, in_runs, dropout_scale = kinds
+    bias_kind, has_dropout, in_runs, dropout_scale, softcap = kinds
     numbers = (
         rows, columns, offset, scale * math.log2(math.e), scale, heads, heads // k.shape[1],
         *out.strides[:3], *lse_strides(lse), *q.strides[:3], *k.strides[:3], *v.strides[:3],
@@ -200,7 +208,7 @@ def _launch(
     constants = {
         "HEAD_DIM": head_dim, "V_DIM": v_dim, "BLOCK_DIM": block_dim, "BLOCK_V": block_v,
         "MASK": mask_kind, "BIAS": bias_kind, "DROPOUT": has_dropout, "IN_RUNS": in_runs,
-        "SPLIT_LSE": len(lse.shape) == 4, **config.constants(),
+        "SOFTCAP": softcap, "SPLIT_LSE": len(lse.shape) == 4, **config.constants(),
     }  # fmt: skip
     blocks = (
         *(None, None, None),
