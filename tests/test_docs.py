@@ -9,9 +9,10 @@ import pytest
 from support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
+HYBRID = ROOT / "docs" / "hybrid.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -39,6 +40,12 @@ def test_the_program_about_latents_runs_on_four_ranks() -> None:
     """It compares with one device itself."""
     (program,) = blocks(MLA, "python")
     run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
+
+
+def test_the_program_about_hybrid_models_runs_on_four_ranks() -> None:
+    """It compares with one device itself."""
+    (program,) = blocks(HYBRID, "python")
+    run_ranks(4, lambda _rank: exec(compile(program, HYBRID.name, "exec"), {}))
 
 
 def test_the_program_about_decoding_runs_on_four_ranks() -> None:

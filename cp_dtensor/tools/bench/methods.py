@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from io import StringIO
 from typing import Any
 
 import torch
@@ -181,6 +180,8 @@ class Split:
         size = self.inner_size
         if size is not None and (world_size % size or size >= world_size):
             return f"{world_size} ranks are no mesh of several times {size}"
+        if self.rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
+            return "ranks on CPUs share no memory"
         return case.layout_refusal(self.layout)
 
     def workspace_bytes(self, device: torch.device) -> int:
@@ -191,14 +192,12 @@ class Split:
     def predicted_ms(self, case: Case, pass_name: str, device: torch.device) -> float | None:
         if device.type != "cuda":
             return None
-        with redirect_stdout(StringIO()):  # `explain` prints its table
-            mesh = mesh_of_ranks(device.type, self.inner_size)
-            explanation = explain(
-                mesh, seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv,
-                head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch,
-                dtype=getattr(torch, case.dtype), mask=case.mask_value,
-                layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
-            )  # fmt: skip
+        explanation = explain(
+            mesh_of_ranks(device.type, self.inner_size), seq_len=case.seq_len, q_heads=case.heads.q,
+            kv_heads=case.heads.kv, head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch,
+            dtype=getattr(torch, case.dtype), mask=case.mask_value,
+            layout=case.layout_value(self.layout), rotate_method=self.rotate_method, quiet=True,
+        )  # fmt: skip
         estimate = explanation.methods[explanation.chosen if self.method == "auto" else self.method]
         return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
 

@@ -217,8 +217,28 @@ def markdown(results: Results) -> str:
     if any(not row.case.is_plain for row in results.rows):
         sections.append(_EXPLANATION_OF_MASKS)
     for title, rows in panels(results).items():
-        sections += [f"## {title}", table(results, rows)]
+        shown = [row for row in rows if row.status != REFUSED]
+        sections += [f"## {title}", table(results, shown)] if shown else [f"## {title}"]
+        if len(shown) < len(rows):
+            sections.append(f"Not run: {not_run(rows)}.")
     return "\n\n".join(sections) + "\n"
+
+
+def not_run(rows: Sequence[Row]) -> str:
+    """The methods that support none of the lengths, or some of them not, by the reason."""
+    by_reason: dict[str, dict[str, list[int]]] = {}
+    for row in rows:
+        if row.status == REFUSED:
+            by_reason.setdefault(row.message, {}).setdefault(row.method, []).append(row.case.seq_len)
+    lengths = {name: {row.case.seq_len for row in rows if row.method == name} for name in {row.method for row in rows}}
+    return "; ".join(
+        ", ".join(
+            name if {*refused} == lengths[name] else f"{name} of {', '.join(f'{each:,}' for each in refused)} tokens"
+            for name, refused in methods.items()
+        )
+        + f": {plain_text(reason).rstrip('.')}"
+        for reason, methods in by_reason.items()
+    )
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
