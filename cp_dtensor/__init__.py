@@ -1,5 +1,7 @@
 """Context-parallel attention for DTensor: `F.scaled_dot_product_attention` of sequences too long for one device."""
 
+import os
+
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.api.explain import explain
@@ -18,6 +20,7 @@ from cp_dtensor.plan.hardware import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.spec.logs import show_logs
 from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, PrefixLM, SlidingWindow, imbalance
 
 __version__ = "0.1.0"
@@ -70,3 +73,6 @@ __all__ = [
     "ulysses_attention",
     "varlen_attention",
 ]
+
+if os.environ.get("CP_DTENSOR_LOGS"):
+    show_logs(os.environ["CP_DTENSOR_LOGS"])

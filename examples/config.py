@@ -29,6 +29,9 @@ class Job:
 @dataclass(frozen=True)
 class Model:
     name: str = "llama3"
+    """"llama3", or "hybrid" with gated delta nets."""
+    attention_every: int = 4
+    """n: every n-th layer of a hybrid has attention."""
     dim: int = 128
     n_layers: int = 4
     n_heads: int = 8

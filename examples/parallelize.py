@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from config import ActivationCheckpoint, Compile, Config, Parallelism
+from gated_delta_net import over_ranks
 from llama import Llama
 from text_data import Batch
 from torch import nn
@@ -161,6 +162,7 @@ def _sum(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def parallelize(model: Llama, ranks: MeshRanks, config: Config) -> None:
     """Parallelizes `model` in place; before, it is whole and equal on every rank."""
+    over_ranks(model, ranks.mesh["cp"])
     if ranks.mesh["tp"].size() > 1:
         apply_tensor_parallel(model, ranks.mesh["tp"])
     apply_activation_checkpointing(model, config.activation_checkpoint)

@@ -1,8 +1,9 @@
-"""Training of a small Llama on the text of Python's standard library, with data, context and tensor parallelism.
+"""Training of a small model on the text of Python's standard library, with data, context and tensor parallelism.
 
     torchrun --nproc-per-node 2 examples/train.py --config examples/configs/debug.toml --check-parity
 
-`examples/configs/packed.toml` trains on packed documents, with different lengths in every step. Every field of the
+`examples/configs/packed.toml` trains on packed documents, with different lengths in every step, and
+`examples/configs/hybrid.toml` a model of three gated delta nets to one attention layer. Every field of the
 configuration can be set on the command line: `--training.seq_len 1024`. `--check-parity` trains the same model on the
 same samples once more, without any parallelism, and compares the losses of the first steps.
 """
@@ -22,6 +23,7 @@ import checkpoint
 import torch
 import torch.distributed as dist
 from config import Config, ConfigError, load_config
+from gated_delta_net import Hybrid
 from llama import Llama
 from metrics import Reporter
 from packed_data import data_of
@@ -128,7 +130,8 @@ def run(config: Config, device: torch.device, check_parity: bool) -> int:
 def make_learner(config: Config, ranks: Ranks, device: torch.device) -> Learner:
     """Makes the model, equal under any parallelism: every rank makes the whole model before it is sharded."""
     torch.manual_seed(config.training.seed)
-    model = Llama(config.model, VOCAB_SIZE, config.training.seq_len).to(device)
+    make = Hybrid if config.model.name == "hybrid" else Llama
+    model = make(config.model, VOCAB_SIZE, config.training.seq_len).to(device)
     if isinstance(ranks, MeshRanks):
         parallelize(model, ranks, config)
     settings = config.optimizer

@@ -9,7 +9,7 @@ from typing import Any
 from config import Config, ConfigError
 
 CHOICES = {
-    "model.name": ("llama3",),
+    "model.name": ("llama3", "hybrid"),
     "optimizer.name": ("AdamW",),
     "lr_scheduler.decay_type": ("cosine", "linear"),
     "training.dataset": ("stdlib",),
@@ -21,6 +21,7 @@ CHOICES = {
     "compile.backend": ("inductor", "aot_eager"),
 }
 POSITIVE = (
+    "model.attention_every",
     "model.dim",
     "model.n_layers",
     "model.n_heads",
@@ -47,6 +48,7 @@ def resolved(config: Config, world_size: int) -> Config:
     config = _with_parallelism(config, world_size)
     _check_model(config)
     _check_packing(config)
+    _check_hybrid(config)
     return _with_global_batch(config)
 
 
@@ -127,6 +129,18 @@ def _check_packing(config: Config) -> None:
             f"got training.local_batch_size {config.training.local_batch_size} and packing.documents "
             f'"{config.packing.documents}"; "balanced" divides any samples'
         )
+
+
+def _check_hybrid(config: Config) -> None:
+    if config.model.name != "hybrid":
+        return
+    expected: dict[str, Any] = {"parallelism.tensor_parallel_degree": 1}
+    if config.packing.documents != "none":  # states end where documents do, the same in all rows of a batch
+        expected |= {"training.local_batch_size": 1, "compile.enable": False}
+    for key, value in expected.items():
+        if _value(config, key) != value:
+            packed = f' and packing.documents "{config.packing.documents}"' if len(expected) > 1 else ""
+            raise ConfigError(f'{key}: expected {value} with model.name "hybrid"{packed}, got {_value(config, key)}')
 
 
 def _with_global_batch(config: Config) -> Config:

@@ -7,6 +7,7 @@ after an exception. Each patch looks up the context of its thread and does nothi
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
@@ -42,6 +43,7 @@ from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
+from cp_dtensor.api.hints import add_hint
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
@@ -60,6 +62,7 @@ from cp_dtensor.engine.config import (
 )
 from cp_dtensor.engine.named_masks import is_name
 from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.spec.logs import log_once
 from cp_dtensor.spec.masks import Causal, Mask
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -205,12 +208,19 @@ class context_parallel(ContextDecorator):
             return
         kind = self._sinks is None, len(self._seq_len), *((each.tensor.dtype, each.dim) for each in self._buffers)
         sinks = Modifiers(sinks=self._sinks)
-        compare_contexts(
-            self._config, kind, next((each.device for each in tensors if each.is_cuda), None),
-            lambda: {
-                "seq_len": self._seq_len, "sinks": sinks.described_sinks(values=True), **facts_of_buffers(self._buffers)
-            },
-        )  # fmt: skip
+
+        def facts() -> dict[str, object]:  # once for each kind of context
+            shapes = ", ".join(f"{tuple(each.tensor.shape)} along dim {each.dim}" for each in self._buffers)
+            config = self._config
+            log_once(
+                "api", logging.INFO,
+                f"context_parallel over {config.ranks.size} ranks, method {config.method!r}, {config.layout}, mask "
+                f"{config.mask}, buffers {shapes or 'none'}",
+            )  # fmt: skip
+            described = {"seq_len": self._seq_len, "sinks": sinks.described_sinks(values=True)}
+            return {**described, **facts_of_buffers(self._buffers)}
+
+        compare_contexts(self._config, kind, next((each.device for each in tensors if each.is_cuda), None), facts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -223,6 +233,8 @@ class context_parallel(ContextDecorator):
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
         self._open = None
+        if error is not None:
+            add_hint(error, context)
         manager.__exit__(kind, error, trace)
         if error is None and context.seen == {"model"}:
             warnings.warn(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import no_autocast
-from cp_dtensor.api.active_context import config_around
+from cp_dtensor.api.active_context import config_around, current_context
 from cp_dtensor.api.dtensor_attention import from_local
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
@@ -26,6 +26,8 @@ from cp_dtensor.spec.layouts import Contiguous, Layout, TorchChunk
 from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
 
 Tensors = Sequence[torch.Tensor | None]
+IN_CONTEXT = "the ranks of the context"
+"""A `mesh` of calls that models make inside of a context."""
 
 
 def checked_number(owner: str, name: str, value: Any, *, least: int | None = None) -> int:
@@ -240,6 +242,10 @@ class _Place:
 
     def ranks(self) -> SequenceRanks:
         """The ranks that share the sequence."""
+        if self.mesh == IN_CONTEXT:
+            context = current_context()
+            assert context is not None
+            return context.config.ranks
         if self.axes is None:
             return sequence_ranks(self.mesh)
         return SequenceRanks.over([self.mesh.get_group(axis) for axis in self.axes])

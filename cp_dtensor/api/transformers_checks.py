@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from cp_dtensor.api.transformers_layers import is_attention, is_caught
 from cp_dtensor.api.transformers_private import implementation_of
 
 PROVIDER = "cp_dtensor"
@@ -34,6 +35,8 @@ _LAYER_TYPES = {
     "indexed_attention": "attention to keys that an indexer selects",
     "minimax_m3_sparse": "attention to selected blocks of keys",
 }
+_BY_FUNCTIONS = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+"""Types of layers that are right in a context if their functions are replaced (`is_caught`)."""
 _COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
 models_with_positions = WeakSet[nn.Module]()
 """Models whose pre-hooks add missing position ids now, which the check of a call does not see."""
@@ -43,8 +46,9 @@ _IN_PARALLEL = "mixes tokens of this rank's shard only"
 def problems_of(model: nn.Module) -> list[str]:
     """One line for each kind of layer that would be wrong in a context, with the names of the layers."""
     found: dict[str, list[str]] = {}
+    inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
     for name, module in model.named_modules():
-        for problem in _problems_of_module(module):
+        for problem in () if module in inside else _problems_of_module(module):
             found.setdefault(problem, []).append(name or type(model).__name__)
     return [f"{_shortened(names)}: {problem}" for problem, names in found.items()]
 
@@ -52,14 +56,18 @@ def problems_of(model: nn.Module) -> list[str]:
 def _problems_of_module(module: nn.Module) -> Iterator[str]:
     kind, config = type(module).__name__, getattr(module, "config", None)
     if is_model(module):
-        implementation = implementation_of(config)
-        if implementation is not None and implementation not in SEEN:
+        implementation, layer_types = implementation_of(config), getattr(config, "layer_types", None) or ()
+        has_attention = not layer_types or not {*layer_types} <= {*_LAYER_TYPES}
+        if has_attention and implementation is not None and implementation not in SEEN:
             yield unseen(implementation)
-        types = {*(getattr(config, "layer_types", None) or ())} & {*_LAYER_TYPES}
+        caught = sum(map(is_caught, module.modules()))
+        are_caught = sum(layer_type in _BY_FUNCTIONS for layer_type in layer_types) <= caught
+        types = {*layer_types} & {*_LAYER_TYPES} - ({*_BY_FUNCTIONS} if are_caught else set())
         for layer_type in sorted(types):
             yield f"layer_types has {layer_type!r}, {_LAYER_TYPES[layer_type]}, which {_IN_PARALLEL}"
         return
-    if isinstance(module, nn.RNNBase) or _MIXERS.search(kind):
+    has_caught_part = any(map(is_caught, module.modules()))
+    if isinstance(module, nn.RNNBase) or (_mixes(kind) and not has_caught_part and not is_attention(module)):
         yield f"{kind} {_IN_PARALLEL}"
     elif isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         yield f"a convolution over {module.kernel_size[0]} tokens {_IN_PARALLEL}"
@@ -69,6 +77,10 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         yield f"{kind} has a position bias of positions within this rank's shard"
     elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
+
+
+def _mixes(kind: str) -> bool:
+    return _MIXERS.search(kind) is not None and "norm" not in kind.lower()
 
 
 def unseen(implementation: str) -> str:

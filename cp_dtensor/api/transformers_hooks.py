@@ -30,6 +30,7 @@ from cp_dtensor.api.transformers_checks import (
     refuse_wrong_call,
     unseen,
 )
+from cp_dtensor.api.transformers_layers import layer_patches, layers_caught
 from cp_dtensor.api.transformers_masks import ModelMask, refuse_counted_positions, whole_positions
 from cp_dtensor.api.transformers_private import (
     LOSS_UTILS,
@@ -48,6 +49,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
     yield _torch.when_loaded(MODELING_UTILS, _models_checked)
     yield _torch.when_loaded(LOSS_UTILS, _losses_checked)
+    yield layers_caught()
 
 
 transformers_hooks = SharedInstallation(_patches)
@@ -159,6 +161,12 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
     refuse_wrong_call(model, args, kwargs)
+    layer_patches.replace(model, _shards_are_seen)
+
+
+@_torch.constant_in_trace
+def _shards_are_seen() -> bool:
+    return sharding_context() is not None
 
 
 # Masks

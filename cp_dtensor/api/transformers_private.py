@@ -21,3 +21,14 @@ def table_of(interface: Any) -> dict[str, Any]:
     """The functions of an AttentionInterface or AttentionMaskInterface, by name; shared by all models."""
     table: dict[str, Any] = interface._global_mapping
     return table
+
+
+def kernel_name(function: Any) -> str | None:
+    """The name of the kernel that stands behind a function of a model, None if there is none."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and "func_name" in code.co_freevars:
+            name: str = function.__closure__[code.co_freevars.index("func_name")].cell_contents
+            return name
+        function = getattr(function, "__wrapped__", None)
+    return None

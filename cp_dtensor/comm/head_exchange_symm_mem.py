@@ -210,32 +210,31 @@ class _ReadHeads(Arrivals):
     def __init__(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], workspace: Workspace) -> None:
         self._tensors = tensors = [tensor for bundle in bundles for tensor in bundle]
         self._sizes = [len(bundle) for bundle in bundles]
-        self._stages = [_written(bundles, stage) for stage in stages]
+        self._tables = [_table(workspace, _written(bundles, stage), to_heads=True) for stage in stages]
         self._workspace = workspace
         stream = current_stream(tensors[0].device)
         with label("write heads"):
             workspace.follow(stream, "heads", tensors[0])
             workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
-            _write(tensors, workspace.kv_address(workspace.rank), offsets(self._stages[0], True), stream)
+            _write(tensors, workspace.kv_address(workspace.rank), self._tables[0].starts, stream)
             workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
         # Nothing overlaps with the first stage, so it is read on the current stream.
         self._next_stage = 0
         self._arriving = self._read(stream)
 
     def _read(self, stream: torch.cuda.Stream) -> list[torch.Tensor]:
-        workspace, stage = self._workspace, self._stages[self._next_stage]
+        workspace, table = self._workspace, self._tables[self._next_stage]
         current = current_stream(self._tensors[0].device)
         self._next_stage += 1
         arriving = [
-            like.new_empty(each.batch, each.kind.rows.total, each.kind.head_counts[workspace.rank], like.size(3))
-            for each, like in zip(stage, self._tensors, strict=True)
+            like.new_empty(*shape, like.size(3)) for shape, like in zip(table.shapes, self._tensors, strict=True)
         ]
         with label("read heads"):
             if stream != current:
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
-            _table(workspace, stage, to_heads=True).copy(arriving, stream, current)
-            if self._next_stage == len(self._stages):
+            table.copy(arriving, stream, current)
+            if self._next_stage == len(self._tables):
                 workspace.flags.submit(stream, signal=Flag.KV_TAKEN, overlaps=stream != current)
             if stream != current:
                 workspace.kv_arrived.record(stream)
@@ -245,7 +244,7 @@ class _ReadHeads(Arrivals):
         arrived = self._arriving
         if self._next_stage > 1:
             current_stream(arrived[0].device).wait_event(self._workspace.kv_arrived)
-        if self._next_stage < len(self._stages):
+        if self._next_stage < len(self._tables):
             self._arriving = self._read(self._workspace.kv_stream)
         views = iter([tensor.transpose(1, 2) for tensor in arrived])
         return [[next(views) for _ in range(size)] for size in self._sizes]
@@ -257,13 +256,13 @@ class _ReadRows(Departure):
         is_last: bool,
     ) -> None:  # fmt: skip
         tensors = [tensor for bundle in bundles for tensor in bundle]
-        written = _written(targets, kinds)
+        table = _table(workspace, _written(targets, kinds), to_heads=False)
         current = current_stream(tensors[0].device)
         overlaps = not is_last  # with the next stage, on another stream perhaps
         with label("write rows"):
             workspace.follow(current, "rows", tensors[0])
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
-            _write(tensors, workspace.grads_address(workspace.rank), offsets(written, False), current)
+            _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
         stream = workspace.grad_stream if overlaps else current
         with label("read rows"):
             if overlaps:
@@ -273,7 +272,6 @@ class _ReadRows(Departure):
                 workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
             else:
                 workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
-            table = _table(workspace, written, to_heads=False)
             table.copy([target for bundle in targets for target in bundle], stream, current)
             workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
         self._read_on, self._device = stream, tensors[0].device
@@ -295,7 +293,7 @@ def _written(bundles: Sequence[Tensors], kinds: Kinds) -> tuple[Written, ...]:
 
 def _write(tensors: Sequence[torch.Tensor], address: int, starts: Sequence[int], stream: torch.cuda.Stream) -> None:
     """Writes tensors (B, H, S, D) as (B, S, H, D), each at its start."""
-    for tensor, start in zip(tensors, starts, strict=False):
+    for tensor, start in zip(tensors, starts, strict=True):
         row_after_row = tensor.transpose(1, 2).contiguous()  # no copy of what most models compute
         copy_bytes(stream.cuda_stream, address + start, row_after_row.data_ptr(), tensor.numel() * tensor.itemsize)
 
@@ -308,6 +306,10 @@ class _Table:
     on_device: torch.Tensor
     most_rows: int
     most_row_bytes: int
+    starts: list[int]
+    """Offsets of the tensors in a rank's area."""
+    shapes: list[tuple[int, int, int]]
+    """Of the tensors after an exchange to heads: batch rows, all rows, this rank's heads."""
     written: tuple[Written, ...]
     """Held because the key of the table has identities of its values."""
 
@@ -344,4 +346,6 @@ def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -
     on_device = prepared(lambda: torch.tensor(fields, dtype=torch.int64, device=device)).view(-1, PIECE_FIELDS)
     most_rows = max((piece.rows for piece in pieces), default=0)
     most_row_bytes = max((piece.row_bytes for piece in pieces), default=0)
-    return workspace.tables.add(key, _Table(pieces, on_device, most_rows, most_row_bytes, written))
+    starts, rank = offsets(written, to_heads)[:-1], workspace.rank
+    shapes = [(each.batch, each.kind.rows.total, each.kind.head_counts[rank]) for each in written]
+    return workspace.tables.add(key, _Table(pieces, on_device, most_rows, most_row_bytes, starts, shapes, written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,7 @@ from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import lru_cached
+from cp_dtensor.spec.logs import log_once
 
 _MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
 _REPEATS = 4
@@ -84,9 +86,17 @@ class Auto(TransportMethod):
 
     def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         if device.type != "cuda":
+            log_once("comm", logging.INFO, "K/V by allgather: on CPUs nothing is predicted")
             return AllGather()
-        shares_memory = p2p_obstacle(group, device) is None
-        return choose(spec, group.size(), hardware_of(group, device, spec.itemsize), shares_memory)
+        obstacle = p2p_obstacle(group, device)
+        hardware = hardware_of(group, device, spec.itemsize)
+        chosen = choose(spec, group.size(), hardware, obstacle is None)
+        why = "ranks share memory" if obstacle is None else f"predicted fastest without shared memory ({obstacle})"
+        log_once(
+            "comm", logging.INFO,
+            f"K/V by {chosen.name} over {group.size()} ranks at {hardware.link_speed / 1e9:.3g} GB/s: {why}",
+        )  # fmt: skip
+        return chosen
 
 
 @lru_cached

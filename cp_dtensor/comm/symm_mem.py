@@ -45,7 +45,7 @@ from cp_dtensor.spec.layouts import Span
 if TRITON_AVAILABLE:
     from cp_dtensor.comm.triton_kernels import launch_rows
 
-_log = logging.getLogger("cp_dtensor")
+_log = logging.getLogger("cp_dtensor.comm")
 _logged = GroupCache[None]()
 
 

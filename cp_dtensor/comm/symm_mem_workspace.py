@@ -26,7 +26,7 @@ from cp_dtensor.comm.watchdog import WatchedWaits, watch
 from cp_dtensor.spec.cache import LRUCache
 
 T = TypeVar("T")
-_log = logging.getLogger("cp_dtensor")
+_log = logging.getLogger("cp_dtensor.comm")
 
 GRANULE = 2 << 20
 """Bytes that CUDA maps at a time."""

@@ -155,34 +155,26 @@ def _rows_launch(
 _WARP = 32
 
 
+_STORE = """{
+.reg .pred is_address;
+setp.ne.s64 is_address, $1, 0;
+@is_address st.%s.sys.global.b32 [$1], $2;
+mov.b32 $0, 0;
+}"""
+_RELEASED = tl.constexpr(_STORE % "release")
+_RELAXED = tl.constexpr(_STORE % "relaxed")
+
+
 @triton.jit
-def _store_int32(addresses, value, RELEASE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Stores an int32 at each address but 0. "release" makes earlier writes visible to a GPU that sees the value.
+def _store_int32(addresses, value, ASM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Stores an int32 at each address but 0. `_RELEASED` makes earlier writes visible to a GPU that sees the value.
 
     It is a store, in assembly: not all GPUs that can write to each other's memory have atomics there.
     """
     if INTERPRETED:
         tl.atomic_xchg(addresses.to(tl.pointer_type(tl.int32)), value, mask=addresses != 0, sem="release", scope="sys")
-    elif RELEASE:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred is_address;
-            setp.ne.s64 is_address, $1, 0;
-            @is_address st.release.sys.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
     else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred is_address;
-            setp.ne.s64 is_address, $1, 0;
-            @is_address st.relaxed.sys.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        tl.inline_asm_elementwise(ASM, "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -198,20 +190,20 @@ def pass_flags_kernel(signalled_ptr, awaited_ptr, status_ptr, PLACES: tl.constex
     place = tl.arange(0, PLACES)
     one = tl.full((PLACES,), 1, tl.int32)
     # Earlier kernels on the stream have ended, so the peer that sees the flag sees what they wrote.
-    _store_int32(tl.load(signalled_ptr + place), one, True, INTERPRETED)
+    _store_int32(tl.load(signalled_ptr + place), one, _RELEASED, INTERPRETED)
     awaited = tl.load(awaited_ptr + place)
     first = place == 0
     waits = tl.where(first, tl.load(status_ptr), 0)
     passes = tl.where(first, tl.load(status_ptr + 1), 0)
-    _store_int32(waits, one, False, INTERPRETED)
+    _store_int32(waits, one, _RELAXED, INTERPRETED)
     flags, is_flag = awaited.to(tl.pointer_type(tl.int32)), awaited != 0
     missing = 1
     while missing > 0:
         seen = tl.atomic_add(flags, 0, mask=is_flag, sem="acquire", scope="sys")
         missing = tl.sum(tl.where(is_flag & (seen == 0), 1, 0))
     tl.store(flags, 0, mask=is_flag)
-    _store_int32(waits, one - 1, False, INTERPRETED)
-    _store_int32(passes, one if INTERPRETED else one * globaltimer().to(tl.int32), False, INTERPRETED)
+    _store_int32(waits, one - 1, _RELAXED, INTERPRETED)
+    _store_int32(passes, one if INTERPRETED else one * globaltimer().to(tl.int32), _RELAXED, INTERPRETED)
 
 
 def padded_count(count: int) -> int:

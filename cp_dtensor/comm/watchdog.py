@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from cp_dtensor.comm.flags import Flag, WaitStatus
 
-_log = logging.getLogger("cp_dtensor")
+_log = logging.getLogger("cp_dtensor.comm")
 
 RECOVERY_SECONDS = 8.0
 """Time in which the streams have to go on after the thread has set the flags."""

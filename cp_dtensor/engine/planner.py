@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
-from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ring import Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import (
     CallSpec,
@@ -49,6 +50,7 @@ from cp_dtensor.plan.partition import (
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import LRUCache, lru_cached
+from cp_dtensor.spec.logs import is_logged, log_once
 from cp_dtensor.spec.masks import Mask, as_plain
 
 _WIDE_GRADIENTS_FROM = 4
@@ -91,7 +93,39 @@ def bound_call(
             spec = masked_by_shape(spec, allowed)
         backend = choose_backend(expanded(spec), allowed)
         plan = plans.add(key, plan_call(spec, config.method, config.transport, backend, ranks))
+        if is_logged("engine"):
+            _log_plan(plan, spec, config, lengths, ranks)
     return BoundCall(plan, ranks, scale)
+
+
+def _log_plan(
+    plan: AttentionPlan, spec: CallSpec, config: AttentionConfig, lengths: tuple[int, int], ranks: SequenceRanks
+) -> None:
+    """Logs the method, layout, transport and backend of a kind of call."""
+    sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
+    dims = f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}"
+    layout, mask = (text if len(text) <= 80 else f"{text[:60]}...)" for text in (str(config.layout), str(spec.mask)))
+    log_once(
+        "engine", logging.INFO,
+        f"attention of {lengths[0]:,} queries to {lengths[1]:,} keys on {sizes} ranks, batch {spec.batch_size}, "
+        f"{spec.q_heads}:{spec.kv_heads} heads of {dims}, {spec.dtype}, {mask}, {layout}: "
+        f"{_described(plan)} (method={config.method!r}, rotate_method={config.transport.name!r})",
+    )  # fmt: skip
+
+
+def _described(plan: AttentionPlan) -> str:
+    """A plan in words."""
+    if isinstance(plan, ExpandedPlan):
+        return f"latents expanded before sending, {_described(plan.inner)}"
+    if isinstance(plan, UlyssesPlan):
+        by = "collectives" if isinstance(plan.exchange, CollectiveHeads) else "shared memory"
+        return f"heads exchanged by {by} in {len(plan.stages)} stages, then {_described(plan.inner[0])}"
+    assert isinstance(plan, Ring)
+    if isinstance(plan, NestedRingPlan):
+        return f"nested ring of {next(_described(each) for each in plan.inner if each is not None)}"
+    size = plan.tile_plan.world_size
+    where = "one rank's rows" if size == 1 else f"ring of {size}, K/V by {plan.transport.name}"
+    return f"{where}, tiles by {plan.backend.name}"
 
 
 def call_spec(
@@ -149,11 +183,16 @@ def plan_call(
 
 def _predicted_fastest(spec: CallSpec, transport: TransportMethod, ranks: SequenceRanks) -> str:
     if spec.device_type != "cuda":  # the cost model is of GPUs
-        return "ring" if ranks.inner is None else "hybrid"
+        method = "ring" if ranks.inner is None else "hybrid"
+        log_once("engine", logging.INFO, f'"auto" takes {method}, as always on CPUs')
+        return method
     device = torch.device(spec.device)
     with on_device(device):
         outer, inner = axes_of(ranks, device, spec.itemsize)
-    return fastest(estimates(spec, outer, inner, transport))
+    found = estimates(spec, outer, inner, transport)
+    times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
+    log_once("engine", logging.INFO, f'"auto" takes {fastest(found)}, the first within 5% of the fastest: {times}')
+    return fastest(found)
 
 
 def plan_ring(
@@ -180,6 +219,8 @@ def plan_ulysses(
     device = torch.device(spec.device)
     with on_device(device):
         obstacle = obstacle_to_shared_memory(spec, axis, device)
+    if obstacle is not None:
+        log_once("comm", logging.INFO, f"heads are exchanged by collectives, not through shared memory: {obstacle}")
     # Not in a hybrid: all ranks of its ring need the same stages, and ranks of other groups may share no memory.
     stage_count = head_stages(spec, axis.size(), publishes=ring is None and obstacle is None)
     heads = partition_call(spec, axis.size(), stage_count)
@@ -239,7 +280,10 @@ def _has_tiles(spec: CallSpec) -> bool:
 
 @lru_cached
 def _tile_plan(transport: KVTransport, spec: CallSpec, rank: int) -> TilePlan:
-    return transport.plan(spec, rank)
+    plan = transport.plan(spec, rank)
+    if is_logged("plan"):
+        log_once("plan", logging.INFO, f"{plan.summary}, {transport.name}")
+    return plan
 
 
 def _state_dtype(spec: CallSpec) -> torch.dtype:

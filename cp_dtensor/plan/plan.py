@@ -123,6 +123,19 @@ class TilePlan:
         """Number of ranks."""
         return self.rows.world_size
 
+    @property
+    def summary(self) -> str:
+        """Numbers of steps, tiles and rows, for logs."""
+        passes = (
+            f"{name} {sum(len(step.tiles) for step in steps)} tiles in {len(steps)} steps"
+            for name, steps in (("forward", self.forward), ("backward", self.backward))
+        )
+        received = sum(
+            self.rows.lengths[source][part]
+            for source, parts in enumerate(self.recv_parts) if source != self.rank for part in parts
+        )  # fmt: skip
+        return f"rank {self.rank} of {self.world_size}: {', '.join(passes)}, receives {received:,} rows of K/V"
+
     def buffer_rows(self, transfer: Transfer) -> int:
         """The rows of the buffer that a transfer fills."""
         if transfer.hop is None:

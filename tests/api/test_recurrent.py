@@ -119,7 +119,7 @@ def check(kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[in
         equal(total, expected[-1].view(total.shape))  # type: ignore[union-attr]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.sampled_from(KINDS), sequences(longest=20), st.booleans())
 def test_layers(kind: str, sequence: Sequence, with_states: bool) -> None:
     check(kind, sequence, with_states)

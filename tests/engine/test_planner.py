@@ -13,8 +13,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dtensor import HeadTail, SlidingWindow, context_parallel_attention, enable_context_parallel_dispatcher
-from cp_dtensor.api.explain import H200
+from cp_dtensor import Hardware, HeadTail, SlidingWindow, context_parallel_attention, enable_context_parallel_dispatcher
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads
 from cp_dtensor.engine import planner
@@ -107,7 +106,7 @@ def test_ranks_whose_links_differ_have_the_weakest_in_common(monkeypatch: pytest
     """Otherwise `auto` would choose differently on them."""
 
     def measured(group: Any, device: torch.device, itemsize: int) -> Any:
-        return dataclasses.replace(H200, link_speed=1e9 * (25 + dist.get_rank()))
+        return dataclasses.replace(Hardware.of("H200"), link_speed=1e9 * (25 + dist.get_rank()))
 
     monkeypatch.setattr(planner, "hardware_of", measured)
     monkeypatch.setattr(planner, "p2p_obstacle", lambda group, device: "it is far" if dist.get_rank() == 2 else None)

@@ -1,27 +1,53 @@
-"""Deadlines of waits in shared memory on two GPUs: a rank that is killed, skips a call or a replay, or is late."""
+"""Deadlines of waits in shared memory: a rank that is killed, skips a call or a replay, or is late.
+
+Two processes on two GPUs with NCCL, or on one GPU with gloo.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu_checks import WAYS, attend, shards
+from support.gpu_checks import WAYS, attend, on_one_gpu, shards
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
 
 from cp_dtensor import HeadTail, PeerError
 
-pytestmark = pytest.mark.gpu(2)
 PROBLEM = Problem(128, 128, 1, 4, 2, 64, is_causal=True)
 SECONDS, FAULTY = 6.0, 1
 shared_memory_ways = pytest.mark.parametrize("way", ["symm_mem", "ulysses"])
+
+
+class Ranks:
+    """Two processes, on one GPU or on one each."""
+
+    def __init__(self, gpus: int) -> None:
+        self._shared = gpus == 1
+        self.processes = Processes(2, timeout=60, backend="gloo" if self._shared else "nccl")
+
+    def run(self, body: Callable[..., Any], *args: Any) -> None:
+        if self._shared:
+            self.processes.run(on_one_gpu, body, *args)
+        else:
+            self.processes.run(body, *args)
+
+
+@pytest.fixture(
+    params=[pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)], ids=["one GPU", "two GPUs"]
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    two = Ranks(request.param)
+    yield two
+    two.processes.stop()
 
 
 def _run(rank: int, group: Any, way: str) -> tuple[torch.Tensor, ...]:
@@ -94,21 +120,6 @@ def _skips_a_replay(rank: int) -> None:
     dist.barrier()
 
 
-@shared_memory_ways
-def test_a_rank_skips_a_call_and_a_new_group_is_right(gpus: Processes, way: str) -> None:
-    gpus.run(_skips, way)
-
-
-@shared_memory_ways
-@pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_rank_is_late(gpus: Processes, way: str, share: float) -> None:
-    gpus.run(_comes_late, way, share)
-
-
-def test_a_rank_skips_the_replay_of_a_graph(gpus: Processes) -> None:
-    gpus.run(_skips_a_replay)
-
-
 def _dies(rank: int, way: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     _check_right(rank, group, way)
@@ -119,8 +130,22 @@ def _dies(rank: int, way: str) -> None:
 
 
 @shared_memory_ways
-def test_a_rank_is_killed(way: str) -> None:
-    processes = Processes(2, backend="nccl", timeout=60)
+def test_a_rank_skips_a_call_and_a_new_group_is_right(ranks: Ranks, way: str) -> None:
+    ranks.run(_skips, way)
+
+
+@shared_memory_ways
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_rank_is_late(ranks: Ranks, way: str, share: float) -> None:
+    ranks.run(_comes_late, way, share)
+
+
+def test_a_rank_skips_the_replay_of_a_graph(ranks: Ranks) -> None:
+    ranks.run(_skips_a_replay)
+
+
+@shared_memory_ways
+def test_a_rank_is_killed(ranks: Ranks, way: str) -> None:
     with pytest.raises(RanksFailed, match="died") as failed:
-        processes.run(_dies, way)
+        ranks.run(_dies, way)
     assert failed.value.errors[1 - FAULTY] is None

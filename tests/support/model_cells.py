@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -105,7 +109,7 @@ def _run_cell(family: str, column: str, layout: Layout | None) -> str:
         torch.testing.assert_close(
             grad, grads[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
         )
-    torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE)
+    torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE, check_dtype=False)
     return "right"
 
 
@@ -126,7 +130,7 @@ def _alone(family: str, batch: ModelBatch, more: dict[str, torch.Tensor]) -> tup
         model = tiny_model(family, "sdpa")
     model = tiny_model(family, "eager") if model is None else model
     assert batch.shift_labels is not None
-    with _SoftmaxInFloat64():
+    with _SoftmaxInFloat64(), recurrences_in_float64(model):
         logits = model(**batch.inputs, **more, use_cache=False).logits
     loss = F.cross_entropy(logits.double().flatten(0, 1), batch.shift_labels.flatten())
     loss.backward()
@@ -134,6 +138,22 @@ def _alone(family: str, batch: ModelBatch, more: dict[str, torch.Tensor]) -> tup
         name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in model.named_parameters()
     }
     return loss.detach(), grads
+
+
+@contextmanager
+def recurrences_in_float64(model: nn.Module) -> Iterator[None]:
+    """While open, torch functions of a model's recurrent layers, which compute in float32, compute in float64."""
+    modeling = sys.modules[type(model).__module__]
+    with ExitStack() as stack:
+        for name in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"):
+            function = getattr(modeling, name, None)
+            if function is None:
+                continue
+            text = inspect.getsource(inspect.unwrap(function)).replace("torch.float32", "torch.float64")
+            wide: dict[str, Any] = dict(vars(modeling))
+            exec(text[text.index("def ") :].replace(".float()", ".double()"), wide)
+            stack.enter_context(mock.patch.object(modeling, name, wide[name]))
+        yield
 
 
 def _reason(message: str) -> str:

@@ -83,6 +83,27 @@ def _family(name: str) -> tuple[str, dict[str, Any]]:
              "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
              "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
         ),
+        "Mamba-2": (
+            "Mamba2ForCausalLM",
+            {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+        ),
+        "Bamba": (
+            "BambaForCausalLM",
+            {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+             "mamba_chunk_size": 16},
+        ),
+        "Nemotron-H": (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["mamba", "attention"], "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16,
+             "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16},
+        ),
+        "Kimi Linear": (
+            "KimiLinearForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4, "kv_lora_rank": 16,
+             "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8, "num_experts_per_tok": 2,
+             "num_local_experts": 4, "moe_intermediate_size": 16, "linear_head_dim": 8, "linear_num_heads": 2},
+        ),
+        "Mamba": ("MambaForCausalLM", {"state_size": 8}),
     }  # fmt: skip
     return families[name]
 
@@ -90,6 +111,7 @@ def _family(name: str) -> tuple[str, dict[str, Any]]:
 FAMILIES = (
     "Llama", "Qwen3", "Mistral", "Phi-3", "Gemma 2", "Gemma 3", "gpt-oss", "Llama 4", "Llama 4, no RoPE", "DeepSeek-V3",
     "Qwen2 with a window", "ModernBERT", "BERT", "BERT, cross-attention", "T5", "BART", "LFM2", "Qwen3-Next",
+    "Mamba-2", "Bamba", "Nemotron-H", "Kimi Linear", "Mamba",
 )  # fmt: skip
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cp_dtensor.comm.select import TRANSPORTS
 from cp_dtensor.tools.bench.cases import Case, Heads, grid
-from cp_dtensor.tools.bench.command import parse_options
+from cp_dtensor.tools.bench.command import announcement, parse_options, progress
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.report import Results, Row, draw, markdown
+from cp_dtensor.tools.bench.report import REFUSED, Results, Row, draw, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
@@ -65,7 +67,8 @@ def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:
     assert keys == sorted(keys)
 
 
-def test_the_command_line() -> None:
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options = parse_options([])
     assert sorted({case.seq_len for case in options.cases}) == [8192, 32768, 65536, 131072, 262144]
     assert {case.heads for case in options.cases} == {Heads(32, 8), Heads(32, 32), Heads(64, 8)}
@@ -78,6 +81,26 @@ def test_the_command_line() -> None:
     assert chosen.cases[0].mask == "full"
     assert [method.name for method in chosen.methods] == ["ideal", "ours-alltoall"]
     assert len(chosen.cases) == 1 < len(options.cases)  # --quick has fewer heads
+
+
+def test_runs_without_gpus_are_small_and_announced() -> None:
+    small = parse_options(["--device", "cpu"])
+    assert [case.seq_len for case in small.cases] == [1024, 2048]
+    text = announcement(small, 4)
+    rows = 2 * 2 * 11  # not 2 x 2 ranks; torch's are tried
+    assert text.startswith(f"bench: {rows} rows of 11 methods on 4 CPU ranks, 1,024 to 2,048 tokens, about ")
+    assert "small by default without GPUs" in text
+    long = parse_options(["--device", "cpu", "--seq-lens", "65536", "--repeats", "20"])
+    assert "minutes" in announcement(long, 4)
+
+
+def test_progress_has_no_lines_of_refused_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    show = progress(2, visible=True)
+    for each in (row("ideal", (4.0,)), Row(CASE, "fwd", "torch-ring", REFUSED, "no"), row("ours-auto", (2.0,))):
+        show(each)
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\[1/2, \d+ s left\] 4:2 heads, 32, fwd, ideal: 2 ms", first)
+    assert second.startswith("[2/2, 0 s left] ")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +189,9 @@ def test_the_report_shows_every_row() -> None:
                 errors={"out": 1.5e-3},
             ),
             Row(CASE, "fwd", "torch-allgather", "error", "a|b\nc"),
+            Row(CASE, "fwd", "torch-alltoall", REFUSED, "none."),
+            Row(CASE, "fwd", "torch-flex", REFUSED, "none."),
+            Row(dataclasses.replace(CASE, seq_len=64), "fwd", "ours-allgather", REFUSED, "too long"),
             dataclasses.replace(row("ours-alltoall", (1234.0,)), pass_name="fwdbwd"),
         )
     )
@@ -181,6 +207,8 @@ def test_the_report_shows_every_row() -> None:
     )
     assert expected in lines
     assert r"| 32 | torch-allgather | - | error: a\|b c | - | - | - | - | - | - | - | - |" in lines
+    assert "Not run: torch-alltoall, torch-flex: none; ours-allgather of 64 tokens: too long." in lines
+    assert text.count("torch-flex") == 1
     widths = {line.replace(r"\|", "").count("|") for line in lines if line.startswith("|")}
     assert widths == {12, 13}  # the second table has no errors
 
@@ -221,7 +249,9 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert {(each.method, each.pass_name) for each in found.rows} == {
         (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
     }
-    assert f"[{len(found.rows)}/{len(found.rows)}]" in done.stderr
+    assert "rows of 12 methods on 2 CPU ranks, 64 tokens, about" in done.stderr
+    assert "refused" not in done.stderr
+    assert f"[{sum(each.status == 'measured' for each in found.rows)}/" in done.stderr
     for each in found.rows:
         assert each.method in report
         if each.method.startswith("torch-"):  # which has nothing for CPUs
@@ -230,6 +260,8 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
         elif each.method.startswith(("ours-hybrid", "ours-two-level")):
             assert each.status == "refused"
             assert "2 ranks are no mesh of several times" in each.message
+        elif each.method.startswith("ours-symm_mem"):
+            assert (each.status, each.message) == ("refused", "ranks on CPUs share no memory")
         elif each.method.endswith(" graph"):
             assert each.message == "NotImplementedError: CUDA graphs need a GPU"
         else:

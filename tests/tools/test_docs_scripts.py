@@ -19,7 +19,7 @@ from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
 from cp_dtensor.tools.draw import assignment, key_positions
 
-balance, methods, schedules = (docs_script(name) for name in ("balance", "methods", "schedules"))
+balance, methods, schedules, states = (docs_script(name) for name in ("balance", "methods", "schedules", "states"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -34,6 +34,20 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
         for segment in layout.segments(SEQ_LEN, rank, RANKS, group):
             rank_of[list(segment.positions())] = rank
     return rank_of
+
+
+@pytest.mark.parametrize(("_title", "layout", "edges"), states.PANELS, ids=lambda value: repr(value))
+def test_ways_of_states(_title: str, layout: Layout, edges: tuple[int, ...]) -> None:
+    """A state passes through the positions of its document in order, on the ranks that own them."""
+    for way in states.ways(layout, edges):
+        positions = [position for _, run in way for position in range(*run)]
+        assert positions == list(range(positions[0], positions[-1] + 1))
+        assert not edges or {positions[0], positions[-1] + 1} <= {*edges}
+        for rank, (start, stop) in way:
+            owned = [
+                each for segment in layout.segments(states.SEQ_LEN, rank, states.RANKS) for each in segment.positions()
+            ]
+            assert {*range(start, stop)} <= {*owned}
 
 
 @pytest.mark.parametrize(("_title", "layout", "group"), schedules.PANELS, ids=lambda value: repr(value))

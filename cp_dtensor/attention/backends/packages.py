@@ -18,7 +18,7 @@ import torch
 from cp_dtensor.attention.backends.first_use import first_use
 from cp_dtensor.plan.partition import CallSpec
 
-_log = logging.getLogger("cp_dtensor")
+_log = logging.getLogger("cp_dtensor.attention")
 
 
 @dataclass(frozen=True)

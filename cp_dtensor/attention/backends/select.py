@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from cp_dtensor.attention.masked import MAX_HEAD_DIM
 from cp_dtensor.plan.partition import CallSpec, SequencePartition, masking_of
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import lru_cached
+from cp_dtensor.spec.logs import log_once
 from cp_dtensor.spec.masks import as_plain
 
 _BACKENDS: dict[str, AttentionBackend] = {
@@ -105,7 +107,15 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     flex = CudnnFlexAttention(spec.deterministic)
     may_be_cudnn = allowed.enabled[_torch.SDPA_BACKENDS.index("CUDNN_ATTENTION")]
     is_plain = spec.masking is Masking.INTERVALS  # without bias and dropout
-    return flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
+    chosen: AttentionBackend = flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
+    if spec.device_type == "cuda" and chosen is _INTERVALS and not _has_triton_kernels(spec):
+        log_once(
+            "attention", logging.WARNING,
+            f"masks, bias and dropout of {spec.dtype}, head dim {max(spec.head_dim, spec.v_head_dim)}, run as torch "
+            "operations, many times slower: our kernels need Triton, compute capability 8.0, and in bfloat16 and "
+            "float16 head dims up to 256, in float32 up to 128",
+        )  # fmt: skip
+    return chosen
 
 
 @lru_cached
@@ -139,9 +149,14 @@ def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionB
     """
     is_half = spec.dtype in ("bfloat16", "float16")
     is_hopper = spec.capability is not None and spec.capability[0] == 9
-    head_dim = max(spec.head_dim, spec.v_head_dim)
-    is_ours = is_half and is_hopper and TRITON_AVAILABLE and head_dim <= MAX_HEAD_DIM[getattr(torch, spec.dtype)]
+    is_ours = is_half and is_hopper and _has_triton_kernels(spec)
     return _WIDE_GRADIENTS if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
+
+
+def _has_triton_kernels(spec: CallSpec) -> bool:
+    """True if our kernels are compiled for the dtype and head dims of a call."""
+    can_compile = TRITON_AVAILABLE and (spec.capability or (0, 0)) >= (8, 0)
+    return can_compile and max(spec.head_dim, spec.v_head_dim) <= MAX_HEAD_DIM.get(getattr(torch, spec.dtype), 0)
 
 
 def backend_by_name(name: str, device_type: str) -> AttentionBackend:
@@ -168,7 +183,9 @@ def _chosen(
         backend = backend_by_name(name, spec.device_type)
         reason = backend.refusal(spec)
         if reason is None:
-            return _flash4(spec, backend) if has_flash4 else backend
+            chosen = _flash4(spec, backend) if has_flash4 else backend
+            _log_choice(spec, chosen, refusals)
+            return chosen
         refusals.append(f"{name}: {reason}")
     if has_flash4:
         return _flash4(spec)
@@ -178,6 +195,18 @@ def _chosen(
 
 
 _choose = lru_cached(_chosen)
+
+
+def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -> None:
+    """Logs the backend of full and causal tiles; a warning if it is torch's slowest one on a GPU, unasked."""
+    dims = f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}"
+    why = f" ({'; '.join(refusals)})" if refusals else ""
+    is_asked_for = all(" is disabled " in each for each in refusals)
+    falls_back = chosen.name == "MATH" and spec.device_type == "cuda" and not is_asked_for
+    log_once(
+        "attention", logging.WARNING if falls_back else logging.INFO,
+        f"{chosen.name} computes full and causal tiles of {spec.dtype}, head dim {dims}, on {spec.device_type}{why}",
+    )  # fmt: skip
 
 
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:

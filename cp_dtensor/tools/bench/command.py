@@ -7,19 +7,20 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import PASSES, Heads, Source, grid
-from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks
+from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, Method, Source, grid
+from cp_dtensor.tools.bench.measure import MOST_WARM_CALLS, Device, Effort, Failed, Ranks
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.report import MEASURED, Results, Row, draw, markdown
+from cp_dtensor.tools.bench.report import MEASURED, REFUSED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, argument, mask_by_name, positive
@@ -36,6 +37,9 @@ ideal, on the same inputs in the same run.
 """
 _BACKENDS = ("auto", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+# For the announcement of how long a run takes.
+_GPU_FLOPS, _CORE_FLOPS = 4e14, 3e10
+_SECONDS_OF_A_ROW = 0.5
 # A minute at most, also on a CPU. Options of the command line take precedence.
 _QUICK: dict[str, Any] = {
     "seq_lens": [1024, 2048],
@@ -54,10 +58,11 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         the options; also the cases and methods that they name, and the case and method of the trace.
     """
     parser = _parser()
-    if parser.parse_known_args(arguments)[0].quick:
+    parsed = parser.parse_known_args(arguments)[0]
+    use_gpu = torch.cuda.is_available() if parsed.device == "auto" else parsed.device == "cuda"
+    if parsed.quick or not use_gpu:
         parser.set_defaults(**_QUICK)
     parsed = parser.parse_args(arguments)
-    use_gpu = torch.cuda.is_available() if parsed.device == "auto" else parsed.device == "cuda"
     if use_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     try:
@@ -94,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--head-dim", type=positive, default=128)
     what.add_argument("--batch", type=positive, default=1)
     what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    what.add_argument("--mask", type=_mask, nargs="+", default=["causal"], help=f"each makes a table: {MASK_HELP}")
+    what.add_argument(
+        "--mask", type=mask_argument, nargs="+", default=["causal"], help=f"each makes a table: {MASK_HELP}"
+    )
     what.add_argument("--layout", choices=LAYOUTS, default="HeadTail", help="partition of the tokens over the ranks")
     what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
     methods = "such as ideal ours-allgather 'ours-symm_mem Balanced' (with a layout of its own) 'torch-flex PTRR'"
@@ -104,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
     what.add_argument("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
     how = parser.add_argument_group("measurement")
-    how.add_argument("--quick", action="store_true", help="a small run; other options take precedence")
+    quick = "a small run, the default without GPUs; other options take precedence"
+    how.add_argument("--quick", action="store_true", help=quick)
     how.add_argument("--repeats", type=positive, default=20, help="timed calls of a row")
     how.add_argument("--row-seconds", type=float, default=3.0, help="rows slower than this are repeated less often")
     how.add_argument("--warm-ms", type=float, default=400, help="time of calls before a row is timed")
@@ -125,7 +133,8 @@ _heads = argument(Heads.parse)
 
 
 @argument
-def _mask(text: str) -> str:
+def mask_argument(text: str) -> str:
+    """The name of a mask of a command-line argument."""
     mask_by_name(text, seq_len=1)  # refuses other names
     return text
 
@@ -141,6 +150,11 @@ def main(arguments: Sequence[str]) -> None:
         rows, lost = _measure(options, ranks, device, command)
     if ranks.rank == 0:
         _write(Results(environment(), command, ranks.world_size, tuple(rows)), options, final=True)
+    end(ranks, lost)
+
+
+def end(ranks: Ranks, lost: GroupLost | None) -> None:
+    """Leaves the process group after rank 0 has written; ends the process if the group is lost."""
     if lost is not None:
         print(f"stopped: {lost}", file=sys.stderr, flush=True)
         ranks.gather(None)  # rank 0 has written
@@ -177,8 +191,10 @@ def _measure(
     """All rows, and the error that ended the run early."""
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
-    total = len(options.passes) * sum(each.suits(case) for case in options.cases for each in options.methods)
+    total = sum(1 for _ in _rows_to_run(options, ranks.world_size))
     show = progress(total, visible=ranks.rank == 0)
+    if ranks.rank == 0:
+        print(announcement(options, ranks.world_size), file=sys.stderr, flush=True)
 
     def report(row: Row) -> None:
         current.append(row)
@@ -214,15 +230,46 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
             draw(results, options.output / "bench.png")
 
 
+def _rows_to_run(options: argparse.Namespace, world_size: int) -> Iterator[tuple[Case, str, Method]]:
+    """Case, pass and method of each row that is not refused before it is tried."""
+    for case, name, method in product(options.cases, options.passes, options.methods):
+        if method.suits(case) and method.refusal(case, world_size) is None:
+            yield case, name, method
+
+
+def announcement(options: argparse.Namespace, world_size: int) -> str:
+    """A line about what is going to run, and about how long that takes."""
+    effort = Effort(options.repeats, options.row_seconds, options.warm_ms)
+    speed = _GPU_FLOPS if options.use_gpu else _CORE_FLOPS * (os.cpu_count() or 1)
+    rows = list(_rows_to_run(options, world_size))
+    seconds = _SECONDS_OF_A_ROW * len(rows)
+    for case, name, method in rows:
+        shares = world_size if options.use_gpu and not method.alone else 1  # ranks on CPUs share the cores
+        call_ms = 1e3 * case.flops(name) / speed / shares
+        calls = 3 + min(options.warm_ms / call_ms, MOST_WARM_CALLS) + effort.repeats_of(call_ms)
+        seconds += calls * call_ms / 1e3
+    lengths = " to ".join(f"{each:,}" for each in sorted({options.cases[0].seq_len, options.cases[-1].seq_len}))
+    ranks = f"{world_size} {'GPUs' if options.use_gpu else 'CPU ranks'}"
+    small = "" if options.use_gpu else "; small by default without GPUs, --seq-lens and --heads ask for more"
+    duration = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{max(seconds, 1):.0f} seconds"
+    return (
+        f"bench: {len(rows)} rows of {len({method.name for *_, method in rows})} methods on {ranks}, {lengths} tokens, "
+        f"about {duration}{small}"
+    )
+
+
 def progress(total: int, visible: bool) -> Callable[[Row], None]:
-    """A function that prints a line on stderr for each finished row of `total`, if `visible`."""
+    """A function that prints a line on stderr for each finished row of `total`, if `visible`; none for refused rows."""
     numbers = count(1)
+    began = time.monotonic()
 
     def report(row: Row) -> None:
-        if visible:
+        if visible and row.status != REFUSED:
+            number = next(numbers)
+            left = (time.monotonic() - began) / number * max(total - number, 0)
             outcome = f"{row.median_ms:.3g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
             case = f"{row.case.heads.q}:{row.case.heads.kv} heads, {row.case.seq_len:,}"
-            text = f"[{next(numbers)}/{total}] {case}, {row.pass_name}, {row.method}: {outcome}"
+            text = f"[{number}/{total}, {left:.0f} s left] {case}, {row.pass_name}, {row.method}: {outcome}"
             print(text, file=sys.stderr, flush=True)
 
     return report

@@ -28,7 +28,7 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 Call = Callable[[], object]
 _CALLS_BEFORE_CAPTURE = 3
-_MOST_WARM_CALLS = 30
+MOST_WARM_CALLS = 30
 _LAUNCH_CALLS = 5
 """Few enough for all their launches to fit into the device's queue; a full queue makes the host wait."""
 _FEWEST_REPEATS = 3
@@ -322,7 +322,7 @@ def measure(
         extra = together(lambda: device.extra_bytes(call))
     first_ms = max(together(timed))
     repeats = effort.repeats_of(first_ms)
-    warm_calls = min(_MOST_WARM_CALLS, int(effort.warm_ms / max(first_ms, 1e-3)))
+    warm_calls = min(MOST_WARM_CALLS, int(effort.warm_ms / max(first_ms, 1e-3)))
     together(lambda: [timed() for _ in range(warm_calls)])
     samples = together(lambda: tuple(timed() for _ in range(repeats)))
     cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from io import StringIO
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import context_parallel_attention, explain
+from cp_dtensor import context_parallel, context_parallel_attention, explain
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
@@ -58,16 +57,21 @@ def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compile
     return tuple(result)
 
 
-def _all_methods() -> list[Method]:
-    splits = list(_SPLITS.items())
+def splits_by_name() -> dict[str, Split]:
+    """This library's ways by name, in the layout of the case ("auto") and in each other layout ("auto Balanced")."""
+    splits = dict(_SPLITS)
     for layout in LAYOUTS:
-        splits += [(f"{name} {layout}", dataclasses.replace(split, layout=layout)) for name, split in _SPLITS.items()]
+        splits |= {f"{name} {layout}": dataclasses.replace(split, layout=layout) for name, split in _SPLITS.items()}
+    return splits
+
+
+def _all_methods() -> list[Method]:
     ours = [
         Method(
             OURS_PREFIX + name, split.attention, split.refusal, split.workspace_bytes, context=_backend,
             shards=ByLayout(split.layout), by_default=split.layout is None, predicted_ms=split.predicted_ms,
         )
-        for name, split in splits
+        for name, split in splits_by_name().items()
     ]  # fmt: skip
     is_plain, is_masked = (lambda case: case.is_plain), (lambda case: not case.is_plain)
     one_gpu = [
@@ -161,10 +165,23 @@ class Split:
 
         return attention
 
+    def context(self, case: Case, device: torch.device, buffers: Sequence[torch.Tensor]) -> context_parallel:
+        """The context in which (B, S) `buffers` are this rank's shards, also after it, and models attend to all tokens.
+
+        A causal mask is left to `is_causal` of the calls.
+        """
+        return context_parallel(
+            mesh_of_ranks(device.type, self.inner_size), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
+            no_restore_buffers=buffers, method=self.method, mask=None if case.is_plain else case.mask_value,
+            layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
+        )  # fmt: skip
+
     def refusal(self, case: Case, world_size: int) -> str | None:
         size = self.inner_size
         if size is not None and (world_size % size or size >= world_size):
             return f"{world_size} ranks are no mesh of several times {size}"
+        if self.rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
+            return "ranks on CPUs share no memory"
         return case.layout_refusal(self.layout)
 
     def workspace_bytes(self, device: torch.device) -> int:
@@ -175,14 +192,12 @@ class Split:
     def predicted_ms(self, case: Case, pass_name: str, device: torch.device) -> float | None:
         if device.type != "cuda":
             return None
-        with redirect_stdout(StringIO()):  # `explain` prints its table
-            mesh = mesh_of_ranks(device.type, self.inner_size)
-            explanation = explain(
-                mesh, seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv,
-                head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch,
-                dtype=getattr(torch, case.dtype), mask=case.mask_value,
-                layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
-            )  # fmt: skip
+        explanation = explain(
+            mesh_of_ranks(device.type, self.inner_size), seq_len=case.seq_len, q_heads=case.heads.q,
+            kv_heads=case.heads.kv, head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch,
+            dtype=getattr(torch, case.dtype), mask=case.mask_value,
+            layout=case.layout_value(self.layout), rotate_method=self.rotate_method, quiet=True,
+        )  # fmt: skip
         estimate = explanation.methods[explanation.chosen if self.method == "auto" else self.method]
         return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
 

@@ -1,0 +1,189 @@
+"""Convolutions and recurrent layers of transformers' models in contexts: their functions, replaced by those of shards.
+
+Models call these functions by names of their own modules, which transformers binds to a kernel of another package or to
+torch operations. A function is recognised by the kernel's name, not by the architecture.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import CodeType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from cp_dtensor import _torch
+from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
+from cp_dtensor.api.sequence import causal_conv1d
+from cp_dtensor.api.sequence_arguments import IN_CONTEXT
+from cp_dtensor.api.transformers_private import kernel_name
+
+Function = Callable[..., Any]
+_CONTEXT: Any = IN_CONTEXT
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    _refuse_others("a convolution", others)
+    if activation in ("silu", "swish", None):
+        out = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, mesh=_CONTEXT)
+        return out.transpose(1, 2).to(x.dtype)
+    raise NotImplementedError(f'a convolution of shards has the activation "silu" or none, got {activation!r}')
+
+
+def _delta(rule: Function, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
+    def parts(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        chunk_size: int = 64, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False, **others: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        _refuse_states(initial_state is not None or output_final_state)
+        _refuse_others("a linear-attention layer", others)
+        norms = bool(use_qk_l2norm_in_kernel)
+        return rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=norms, mesh=_CONTEXT), None
+
+    return parts(*arguments, **named)
+
+
+def _scan(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int = 64,
+    D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    **others: Any,
+) -> Any:  # fmt: skip
+    _refuse_states(initial_states is not None)
+    _refuse_others("a state-space layer", others)
+    return mamba2(
+        x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit,
+        return_final_states=return_final_states, mesh=_CONTEXT,
+    )  # fmt: skip
+
+
+def _not_fused(*_: Any, **__: Any) -> None:
+    """None makes the layer call its convolution and its scan one after the other."""
+
+
+def _one_token(*_: Any, **__: Any) -> Any:
+    _refuse_states(True)
+
+
+def _refuse_states(has_states: bool) -> None:
+    if has_states:
+        raise NotImplementedError(
+            "context-parallel convolutions and recurrent layers take no cache of a model: pass use_cache=False"
+        )
+
+
+def _refuse_others(layer: str, others: dict[str, Any]) -> None:
+    for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
+                "mask=Documents(...) to the context"
+            )
+
+
+_REPLACED: MappingProxyType[str, Function] = MappingProxyType({
+    "causal_conv1d_fn": _convolution,
+    "chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "chunk_kda": partial(_delta, kda),
+    "mamba_chunk_scan_combined": _scan,
+    "mamba_split_conv1d_scan_combined": _not_fused,
+    "causal_conv1d_update": _one_token,
+    "fused_recurrent_gated_delta_rule": _one_token,
+    "fused_recurrent_kda": _one_token,
+    "selective_state_update": _one_token,
+})  # fmt: skip
+"""By the name of a kernel: the function of shards."""
+
+
+# Functions that a layer calls
+
+
+def is_caught(module: nn.Module) -> bool:
+    """True if all functions by which a layer mixes tokens are replaced in contexts."""
+    kernels = {kernel for _, _, kernel in _functions_of(type(module))}
+    return bool(kernels) and kernels <= _REPLACED.keys()
+
+
+def is_attention(module: nn.Module) -> bool:
+    """True if a layer calls the attention function of its model's `attn_implementation`."""
+    methods = [each for each in vars(type(module)).values() if inspect.isfunction(each)]
+    return any("ALL_ATTENTION_FUNCTIONS" in _names_in(inspect.unwrap(each).__code__) for each in methods)
+
+
+def _functions_of(kind: type[nn.Module]) -> Iterator[tuple[Any, str, str]]:
+    """`(Python module, name, kernel)` of each function with a kernel that the methods of a class refer to."""
+    for method in vars(kind).values():
+        function = inspect.unwrap(method) if callable(method) else None
+        if not inspect.isfunction(function):
+            continue
+        owner = sys.modules.get(function.__globals__.get("__name__", ""))
+        for name in _names_in(function.__code__):
+            kernel = kernel_name(function.__globals__.get(name))
+            if owner is not None and kernel is not None:
+                yield owner, name, kernel
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+# Patches
+
+
+class _Patches:
+    """Functions of models that are replaced, until `close`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._replaced = set[tuple[str, str]]()
+
+    def replace(self, model: nn.Module, in_context: Callable[[], bool]) -> None:
+        """Replaces the functions of a model's layers, which behave as before where `in_context()` is False."""
+        with self._lock:
+            for kind in {type(module) for module in model.modules() if is_caught(module)}:
+                for owner, name, kernel in list(_functions_of(kind)):
+                    if (owner.__name__, name) not in self._replaced:
+                        self._replaced.add((owner.__name__, name))
+                        around = partial(_in_contexts, in_context, _REPLACED[kernel])
+                        self._stack.enter_context(_torch.wrapped(owner, name, around))
+
+    def close(self) -> None:
+        """Restores all functions."""
+        with self._lock:
+            self._replaced.clear()
+            self._stack.close()
+
+
+def _in_contexts(
+    in_context: Callable[[], bool], ours: Function, original: Function, *arguments: Any, **named: Any
+) -> Any:
+    return ours(*arguments, **named) if in_context() else original(*arguments, **named)
+
+
+layer_patches = _Patches()
+
+
+@contextmanager
+def layers_caught() -> Iterator[None]:
+    """While open, `layer_patches` may have patches."""
+    try:
+        yield
+    finally:
+        layer_patches.close()

@@ -1,0 +1,83 @@
+"""Hybrid models of transformers on 2 ranks: layouts, documents of a context, caches, and patches that are removed."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.model_cells import recurrences_in_float64
+from support.models import LENGTH, ROWS, tiny_model
+from support.processes import Processes
+
+from cp_dtensor import Causal, Contiguous, Documents, HeadTail, MirroredBatch, Striped, context_parallel
+from cp_dtensor.integrations.transformers import check_model
+
+pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
+EDGES = (0, 20, 21, LENGTH)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 53, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def alone(family: str, edges: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Sum of squared logits and its gradients in one process, document by document."""
+    model, ids = tiny_model(family, "sdpa"), tokens()
+    with recurrences_in_float64(model):
+        parts = [
+            model(input_ids=ids[:, start:stop], position_ids=torch.arange(stop - start)[None], use_cache=False).logits
+            for start, stop in pairwise(edges)
+        ]
+    loss = torch.cat(parts, 1).double().square().sum()
+    loss.backward()
+    return loss.detach(), [torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()]
+
+
+def trained(rank: int, family: str) -> None:
+    world: Any = dist.group.WORLD
+    for edges in ((0, LENGTH), EDGES):
+        expected, grads = alone(family, edges)
+        for layout in (Contiguous(), HeadTail(), Striped(4), MirroredBatch()):
+            model = tiny_model(family, "sdpa")
+            assert check_model(model) == []
+            modeling = sys.modules[type(model).__module__]
+            before = dict(vars(modeling))
+            ids = tokens()
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
+            positions = positions.expand(ROWS, -1).clone()
+            mask = Documents(edges, within=Causal()) if len(edges) > 2 else None
+            with context_parallel(world, buffers=[ids, positions], buffer_seq_dims=[1, 1], layout=layout, mask=mask):
+                loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits.double().square().sum()
+                loss.backward()
+            assert dict(vars(modeling)) == before
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total, expected, rtol=1e-8, atol=1e-8)
+            for parameter, wanted in zip(model.parameters(), grads, strict=True):
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-Next", "Nemotron-H"])
+def test_layouts_and_documents_of_the_context(two_processes: Processes, family: str) -> None:
+    two_processes.run(trained, family)
+
+
+def refused(rank: int) -> None:
+    world: Any = dist.group.WORLD
+    model, ids, positions = tiny_model("Qwen3-Next", "sdpa"), tokens(), torch.arange(LENGTH)[None].repeat(ROWS, 1)
+    edges = torch.tensor([0, LENGTH], dtype=torch.int32)
+    with context_parallel(world, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
+        with pytest.raises(NotImplementedError, match="use_cache=False"):
+            model(input_ids=ids, position_ids=positions, use_cache=True)
+        with pytest.raises(NotImplementedError, match=r"mask=Documents\(...\)"):
+            model(input_ids=ids, position_ids=positions, use_cache=False, cu_seq_lens_q=edges, cu_seq_lens_k=edges)
+
+
+def test_caches_and_documents_of_a_call_are_refused(two_processes: Processes) -> None:
+    two_processes.run(refused)
