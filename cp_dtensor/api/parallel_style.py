@@ -26,6 +26,8 @@ from cp_dtensor.api.active_context import (
 )
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
+from cp_dtensor.api.transformers_hooks import replace_layers, transformers_hooks
+from cp_dtensor.api.transformers_layers import is_caught
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of
@@ -130,11 +132,21 @@ class _ContextForward:
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
+        self._has_replaced_layers = any(map(is_caught, module.modules()))
+        if self._has_replaced_layers:  # their functions are replaced as long as the module lives
+            transformers_hooks.acquire()
+            weakref.finalize(self, transformers_hooks.release)
+            replace_layers(module)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
+            if self._has_replaced_layers:
+                raise NotImplementedError(
+                    f"{type(self._module).__name__} with ContextParallel has a convolution or a recurrent layer, which "
+                    "compiled code would run on this rank's shard alone: compile it inside of context_parallel instead"
+                )
             inherits = self._inherits
             spec_key = _key_in_trace(self._spec_key, inherits["layout"], inherits["mask"], self._sinks is not None)
             if not spec_key:
