@@ -11,6 +11,10 @@ COMMANDS = {
     "doctor": ("cp_dtensor.tools.doctor.command", "checks of versions, GPUs, links and results, with remedies"),
     "info": ("cp_dtensor.tools.info", "versions, devices, and what the library can use on this machine"),
     "bench": ("cp_dtensor.tools.bench.command", "time of attention, beside one GPU and torch; start it with torchrun"),
+    "train-bench": (
+        "cp_dtensor.tools.bench.train_command",
+        "time of training steps, beside torch; start it with torchrun",
+    ),
     "accuracy": ("cp_dtensor.tools.accuracy", "error of attention against float64; start it with torchrun"),
     "soak": ("cp_dtensor.tools.soak", "random attention calls for minutes or hours, compared with dense attention"),
     "draw": ("cp_dtensor.tools.draw", "picture of the pairs that each rank computes under a mask and a layout"),
@@ -19,7 +23,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the subcommand of the command line; its module is imported only then."""
-    commands = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11} {about}" for name, (_, about) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m cp_dtensor",
         description="Context-parallel attention for PyTorch: tools.",

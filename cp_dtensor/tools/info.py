@@ -24,7 +24,7 @@ from cp_dtensor.spec.layouts import Contiguous
 from cp_dtensor.spec.masks import Causal
 
 _NONE = "none"
-_ALL_GPUS = "all GPUs of this node"
+ALL_GPUS = "all GPUs of this node"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -48,9 +48,9 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "NCCL", _nccl_version() or _NONE
     yield "devices", _devices()
     yield "process groups", ", ".join(name for name in ("gloo", "nccl") if _has_process_group(name)) or _NONE
-    yield "peer access", _peer_access()
+    yield "peer access", peer_access()
     if torch.cuda.is_available():
-        yield "symmetric memory", "available" if _peer_access() == _ALL_GPUS else "needs GPUs with peer access"
+        yield "symmetric memory", "available" if peer_access() == ALL_GPUS else "needs GPUs with peer access"
         for dtype in (torch.bfloat16, torch.float32):
             yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends("cuda", dtype)) or _NONE
     else:
@@ -183,10 +183,11 @@ def _devices() -> str:
     return "; ".join(f"{count} x {name}" for name, count in names.items())
 
 
-def _peer_access() -> str:
+def peer_access() -> str:
+    """The pairs of GPUs of this host that read each other's memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return "needs two GPUs"
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    return _ALL_GPUS if able == len(pairs) else f"{able} of {len(pairs)} pairs of GPUs"
+    return ALL_GPUS if able == len(pairs) else f"{able} of {len(pairs)} pairs of GPUs"

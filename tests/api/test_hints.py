@@ -66,6 +66,21 @@ def test_other_errors_have_none(body: Callable[[torch.Tensor, torch.Tensor], obj
     assert "In this context_parallel" not in raised(body)
 
 
+def test_without_notes_the_hint_is_the_last_line_of_the_message() -> None:
+    """As in Python 3.10."""
+
+    class Old(RuntimeError):
+        @property
+        def add_note(self) -> None:
+            raise AttributeError
+
+    def body(x: torch.Tensor, whole: torch.Tensor) -> None:
+        with context_parallel(dist.group.WORLD):
+            raise Old("sizes 32 and 64 must match", 7)
+
+    assert raised(body) == str(("sizes 32 and 64 must match\n" + HINT, 7))
+
+
 def test_nested_contexts_give_one_hint() -> None:
     """The inner context has no buffers."""
 

@@ -25,7 +25,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for name, (_, about) in COMMANDS.items():
-        assert f"  {name:<9} {about}" in text
+        assert f"  {name:<11} {about}" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -42,7 +42,7 @@ def test_other_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'benchmark'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["bench", "accuracy"])
+@pytest.mark.parametrize("command", ["bench", "train-bench", "accuracy"])
 def test_commands_of_several_ranks_name_torchrun(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match=f"torchrun --nproc-per-node N -m cp_dtensor {command}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,21 @@ def test_ranks_that_crash_are_a_problem(capsys: pytest.CaptureFixture[str], monk
     assert "troubleshooting.md" in finding["remedy"]
 
 
+def test_ranks_that_hang_are_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\n[ $RANK = 0 ] || exec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(command, "_SECONDS", 0.3)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", "cpu", "--ranks", "3"])
+    assert ended.value.code == 1
+    assert "ranks [1, 2] did not end within 0.3 s" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("version", "status"), [("2.10.1", PROBLEM), ("2.11.0+cu130", None), ("2.15.0a0", None), ("2.16.0", NOTE)]
 )
@@ -105,6 +121,29 @@ def test_another_cudnn_is_a_problem() -> None:
         found = by_check(machine.versions())
     assert found["cuDNN"].status == PROBLEM
     assert found["cuDNN"].text == message.splitlines()[0]
+
+
+def test_other_packages_than_torch_was_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = ["filelock", "triton==3.6.0; platform_system == 'Linux'", "nvidia-nccl-cu12==2.28.9", "jinja2==3"]
+    installed = {"triton": "3.5.1", "nvidia-nccl-cu12": "2.28.9", "jinja2": "4"}
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
+    monkeypatch.setattr(machine, "installed_version", installed.get)
+    _, finding = machine.versions()
+    assert finding.text == "triton 3.5.1 is installed, this torch was built with 3.6.0"
+    assert (finding.status, finding.remedy) == (NOTE, "if kernels fail: pip install triton==3.6.0")
+
+
+def test_peer_access_is_expected_of_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
+    found = {}
+    for name in ("H200", None):
+        monkeypatch.setattr(machine, "gpu_name", lambda name=name: name)
+        (finding,) = machine.peers()
+        found[name] = finding.status
+        assert finding.text == "1 of 2 pairs of GPUs"
+    assert found == {"H200": PROBLEM, None: OK}
 
 
 def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +211,9 @@ def test_slow_links_are_a_problem() -> None:
     assert exchange.link("NCCL", None, 8, 1, 1e9).status == OK
 
 
-def test_symmetric_memory_is_expected_on_one_host_only() -> None:
+def test_symmetric_memory_is_expected_of_gpus_with_nvlink_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exchange.symmetric_memory("no peer access", 2, 1).status == NOTE
+    monkeypatch.setattr(exchange, "gpu_name", lambda: "H200")
     statuses = [
         exchange.symmetric_memory(obstacle, ranks, hosts).status
         for obstacle, ranks, hosts in ((None, 8, 1), ("no peer access", 8, 1), ("2 hosts", 8, 2), ("alone", 1, 1))

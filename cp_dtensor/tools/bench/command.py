@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--head-dim", type=positive, default=128)
     what.add_argument("--batch", type=positive, default=1)
     what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    what.add_argument("--mask", type=_mask, nargs="+", default=["causal"], help=f"each makes a table: {MASK_HELP}")
+    what.add_argument(
+        "--mask", type=mask_argument, nargs="+", default=["causal"], help=f"each makes a table: {MASK_HELP}"
+    )
     what.add_argument("--layout", choices=LAYOUTS, default="HeadTail", help="partition of the tokens over the ranks")
     what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
     methods = "such as ideal ours-allgather 'ours-symm_mem Balanced' (with a layout of its own) 'torch-flex PTRR'"
@@ -131,7 +133,8 @@ _heads = argument(Heads.parse)
 
 
 @argument
-def _mask(text: str) -> str:
+def mask_argument(text: str) -> str:
+    """The name of a mask of a command-line argument."""
     mask_by_name(text, seq_len=1)  # refuses other names
     return text
 
@@ -147,6 +150,11 @@ def main(arguments: Sequence[str]) -> None:
         rows, lost = _measure(options, ranks, device, command)
     if ranks.rank == 0:
         _write(Results(environment(), command, ranks.world_size, tuple(rows)), options, final=True)
+    end(ranks, lost)
+
+
+def end(ranks: Ranks, lost: GroupLost | None) -> None:
+    """Leaves the process group after rank 0 has written; ends the process if the group is lost."""
     if lost is not None:
         print(f"stopped: {lost}", file=sys.stderr, flush=True)
         ranks.gather(None)  # rank 0 has written

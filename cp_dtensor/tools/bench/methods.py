@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import context_parallel_attention, explain
+from cp_dtensor import context_parallel, context_parallel_attention, explain
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
@@ -57,16 +57,21 @@ def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compile
     return tuple(result)
 
 
-def _all_methods() -> list[Method]:
-    splits = list(_SPLITS.items())
+def splits_by_name() -> dict[str, Split]:
+    """This library's ways by name, in the layout of the case ("auto") and in each other layout ("auto Balanced")."""
+    splits = dict(_SPLITS)
     for layout in LAYOUTS:
-        splits += [(f"{name} {layout}", dataclasses.replace(split, layout=layout)) for name, split in _SPLITS.items()]
+        splits |= {f"{name} {layout}": dataclasses.replace(split, layout=layout) for name, split in _SPLITS.items()}
+    return splits
+
+
+def _all_methods() -> list[Method]:
     ours = [
         Method(
             OURS_PREFIX + name, split.attention, split.refusal, split.workspace_bytes, context=_backend,
             shards=ByLayout(split.layout), by_default=split.layout is None, predicted_ms=split.predicted_ms,
         )
-        for name, split in splits
+        for name, split in splits_by_name().items()
     ]  # fmt: skip
     is_plain, is_masked = (lambda case: case.is_plain), (lambda case: not case.is_plain)
     one_gpu = [
@@ -159,6 +164,17 @@ class Split:
             return out
 
         return attention
+
+    def context(self, case: Case, device: torch.device, buffers: Sequence[torch.Tensor]) -> context_parallel:
+        """The context in which (B, S) `buffers` are this rank's shards, also after it, and models attend to all tokens.
+
+        A causal mask is left to `is_causal` of the calls.
+        """
+        return context_parallel(
+            mesh_of_ranks(device.type, self.inner_size), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
+            no_restore_buffers=buffers, method=self.method, mask=None if case.is_plain else case.mask_value,
+            layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
+        )  # fmt: skip
 
     def refusal(self, case: Case, world_size: int) -> str | None:
         size = self.inner_size

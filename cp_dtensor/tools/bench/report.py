@@ -28,6 +28,18 @@ ERRORS = ("out", "dq", "dk", "dv")
 """Names of the tensors whose errors are measured."""
 
 
+def slowest(samples_ms: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The samples of the rank with the largest median."""
+    return max(samples_ms, key=statistics.median)
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """20th and 80th percentile."""
+    fractions = torch.tensor([0.2, 0.8], dtype=torch.float64)
+    low, high = torch.tensor(samples, dtype=torch.float64).quantile(fractions).tolist()
+    return low, high
+
+
 @dataclass(frozen=True)
 class Row:
     """One method at one case and pass."""
@@ -64,8 +76,8 @@ class Row:
     @property
     def slowest_ms(self) -> tuple[float, ...]:
         """The samples of the rank with the largest median; for `ideal`, divided by the number of ranks."""
-        slowest = max(self.samples_ms, key=statistics.median)
-        return tuple(sample / self.ranks for sample in slowest) if self.is_ideal else slowest
+        samples = slowest(self.samples_ms)
+        return tuple(sample / self.ranks for sample in samples) if self.is_ideal else samples
 
     @property
     def median_ms(self) -> float:
@@ -75,9 +87,7 @@ class Row:
     @property
     def spread_ms(self) -> tuple[float, float]:
         """20th and 80th percentile of the slowest rank's times."""
-        fractions = torch.tensor([0.2, 0.8], dtype=torch.float64)
-        low, high = torch.tensor(self.slowest_ms, dtype=torch.float64).quantile(fractions).tolist()
-        return low, high
+        return spread(self.slowest_ms)
 
     @property
     def tflops(self) -> float:
@@ -165,7 +175,8 @@ _COLUMNS = (
     "length", "method", "kernels", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
     "CPU us", "extra MiB",
 )  # fmt: skip
-_NOTHING = "-"
+NOTHING = "-"
+"""Cell of a table where there is no number."""
 _MARKERS = "osv^DPX<>*"
 _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
@@ -225,7 +236,7 @@ def not_run(rows: Sequence[Row]) -> str:
             name if {*refused} == lengths[name] else f"{name} of {', '.join(f'{each:,}' for each in refused)} tokens"
             for name, refused in methods.items()
         )
-        + f": {_plain(reason).rstrip('.')}"
+        + f": {plain_text(reason).rstrip('.')}"
         for reason, methods in by_reason.items()
     )
 
@@ -254,22 +265,22 @@ def table(results: Results, rows: list[Row]) -> str:
 
 def _cells(results: Results, row: Row) -> list[str]:
     name = f"{row.method} ({row.note})" if row.note else row.method
-    start = [f"{row.case.seq_len:,}", _plain(name)]
+    start = [f"{row.case.seq_len:,}", plain_text(name)]
     if row.status != MEASURED:
-        start += [_NOTHING, _plain(f"{row.status}: {row.message}")]
-        return [*start, *[_NOTHING] * (len(_COLUMNS) - len(start))]
+        start += [NOTHING, plain_text(f"{row.status}: {row.message}")]
+        return [*start, *[NOTHING] * (len(_COLUMNS) - len(start))]
     low, high = row.spread_ms
     return [
         *start,
-        ", ".join(row.kernels) or _NOTHING,
-        _significant(row.median_ms),
-        f"{_significant(low)}-{_significant(high)}",
-        f"{row.tflops:.0f}" if row.tflops >= 10 else _significant(row.tflops),
-        _formatted(results.percent_of_ideal(row), "{:.1f}"),
-        _formatted(results.times_others(row), "{:.2f}"),
-        _NOTHING if row.predicted_ms is None else _significant(row.predicted_ms),
-        _formatted(row.cpu_us, "{:.0f}"),
-        _formatted(None if row.extra_bytes is None else row.extra_bytes / 2**20, "{:.0f}"),
+        ", ".join(row.kernels) or NOTHING,
+        significant(row.median_ms),
+        f"{significant(low)}-{significant(high)}",
+        f"{row.tflops:.0f}" if row.tflops >= 10 else significant(row.tflops),
+        formatted(results.percent_of_ideal(row), "{:.1f}"),
+        formatted(results.times_others(row), "{:.2f}"),
+        NOTHING if row.predicted_ms is None else significant(row.predicted_ms),
+        formatted(row.cpu_us, "{:.0f}"),
+        formatted(None if row.extra_bytes is None else row.extra_bytes / 2**20, "{:.0f}"),
     ]
 
 
@@ -277,21 +288,22 @@ def _error_cells(results: Results, row: Row, names: list[str]) -> list[str]:
     ratios = results.error_ratios(row)
     cells = []
     for name in names:
-        cell = _formatted(row.errors.get(name), "{:.1e}")
+        cell = formatted(row.errors.get(name), "{:.1e}")
         cells.append(f"{cell} ({ratios[name]:.2f}x)" if name in ratios and not row.is_ideal else cell)
     return cells
 
 
-def _formatted(value: float | None, pattern: str) -> str:
-    return _NOTHING if value is None else pattern.format(value)
+def formatted(value: float | None, pattern: str) -> str:
+    """A number in a pattern such as "{:.1f}"; `NOTHING` for None."""
+    return NOTHING if value is None else pattern.format(value)
 
 
-def _significant(value: float) -> str:
+def significant(value: float) -> str:
     """A number with three digits, more if they are before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Text that fits into a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 

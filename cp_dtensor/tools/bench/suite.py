@@ -35,8 +35,13 @@ class Trial:
         return Row(self.case, self.pass_name, self.method.name, status, message, **measured)
 
     def failed_row(self, failure: Failed) -> Row:
-        """The row of a method that raised; NotImplementedError means that it does not support the case."""
-        return self.row(REFUSED if str(failure).startswith("NotImplementedError") else ERROR, str(failure))
+        """The row of a method that raised."""
+        return self.row(status_of(failure), str(failure))
+
+
+def status_of(failure: Failed) -> str:
+    """`REFUSED` for NotImplementedError, by which a method says that it does not support a case, otherwise `ERROR`."""
+    return REFUSED if str(failure).startswith("NotImplementedError") else ERROR
 
 
 class GroupLost(Exception):

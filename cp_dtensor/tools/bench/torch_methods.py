@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -33,10 +39,11 @@ def torch_methods() -> list[Method]:
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     rings = [
         Method(
-            TORCH_PREFIX + name, sdpa, _ring_refusal, context=partial(_ring, name),
-            suits=lambda case: case.is_plain, contiguous=True, may_expand_kv=True,
+            TORCH_PREFIX + name, sdpa, ring_refusal, context=partial(_ring, name),
+            suits=lambda case: case.is_plain, by_default=name in ("allgather", "alltoall"), contiguous=True,
+            may_expand_kv=True,
         )
-        for name in ("allgather", "alltoall")
+        for name in TORCH_RINGS
     ]  # fmt: skip
     llama3 = Method(
         "llama3-varlen", _gathered, varlen_refusal, shards=ByLayout("Contiguous"),
@@ -87,38 +94,79 @@ def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh
     return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
 
 
+TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
+"""Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
+
+
 @contextmanager
-def _ring(rotate_method: str, case: Case, device: torch.device) -> Iterator[None]:
+def _ring(ring: str, case: Case, device: torch.device) -> Iterator[None]:
+    # The context refuses to work without a buffer; the buffer's length tells whether the load can be balanced.
+    buffer = torch.zeros(1, case.seq_len, device=device)
+    with ring_settings(ring, case, device), torch_context_parallel(device, [buffer]):
+        yield
+
+
+@contextmanager
+def torch_context_parallel(device: torch.device, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Torch's context parallel over all ranks: (B, S) `buffers` become this rank's shards, also after it."""
     from torch.distributed.tensor.experimental import context_parallel  # takes a second
 
-    # The context refuses to work without a buffer; the buffer's length tells whether the load can be balanced.
-    buffer = torch.zeros(case.seq_len, device=device)
-    balanced = case.mask == "causal" and case.layout == "HeadTail"
-    with allowed_backend(case, device), _ring_settings(rotate_method, balanced):
-        context = context_parallel(mesh_of_ranks(device.type), buffers=[buffer], buffer_seq_dims=[0])
-        context.__enter__()
-        try:
-            yield
-        finally:
-            # With an exception as argument, the context of some versions leaves SDPA patched.
-            context.__exit__(None, None, None)
-
-
-@contextmanager
-def _ring_settings(rotate_method: str, load_balance: bool) -> Iterator[None]:
-    from torch.distributed.tensor.experimental import _attention
-
-    options = _attention._cp_options
-    before = options.rotate_method, options.enable_load_balance
-    _attention.set_rotate_method(rotate_method)
-    options.enable_load_balance = load_balance
+    dims = [1] * len(buffers)
+    mesh = mesh_of_ranks(device.type)
+    context = context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=set(buffers))
+    context.__enter__()
     try:
         yield
     finally:
-        options.rotate_method, options.enable_load_balance = before
+        # With an exception as argument, the context of some versions leaves SDPA patched.
+        context.__exit__(None, None, None)
 
 
-def _ring_refusal(case: Case, world_size: int) -> str | None:
+@contextmanager
+def _flash_attention_4(device: torch.device) -> Iterator[None]:
+    """Torch's flash is FlashAttention-4, and nothing else is allowed."""
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            try:
+                activate_flash_attention_impl("FA4")
+                tile = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+                F.scaled_dot_product_attention(tile, tile, tile).sum().backward()
+            except Exception as error:  # any: the private functions of the package change
+                raise NotImplementedError(
+                    f"torch {torch.__version__} cannot run the installed flash-attn-4 by "
+                    f'activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
+                ) from error
+            yield
+    finally:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+
+
+@contextmanager
+def ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]:
+    """Torch's rotation, load balance and kernels are those of one of `TORCH_RINGS`.
+
+    Raises:
+        NotImplementedError: torch cannot run FlashAttention-4 here.
+    """
+    from torch.distributed.tensor.experimental import _attention
+
+    rotate_method, _, flash4 = ring.partition(" ")
+    options = _attention._cp_options
+    before = options.rotate_method, options.enable_load_balance
+    with _flash_attention_4(device) if flash4 else allowed_backend(case, device):
+        _attention.set_rotate_method(rotate_method)
+        options.enable_load_balance = case.mask == "causal" and case.layout == "HeadTail"
+        try:
+            yield
+        finally:
+            options.rotate_method, options.enable_load_balance = before
+
+
+def ring_refusal(case: Case, world_size: int) -> str | None:
+    """The reason why torch's rings cannot compute a case on so many ranks; None if they can."""
+    if not case.is_plain:
+        return f"torch's context parallel of SDPA has no mask such as {case.mask}"
     if case.mask == "causal" and case.layout not in ("HeadTail", "Contiguous"):
         return f"torch has no layout like {case.layout}"
     pieces = 2 * world_size if case.layout == "HeadTail" else world_size

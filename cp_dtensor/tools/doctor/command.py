@@ -159,7 +159,7 @@ def _check(report: _Report, ranks: Ranks, device: torch.device, options: argpars
     def together(name: str, check: Callable[[], Iterable[Finding]]) -> None:
         report.running = name
         first, *others = ranks.together(lambda: list(check()))
-        report.add([*first, *(each for found in others for each in found if each.status == PROBLEM)])
+        report.add([*first, *(each for found in others for each in found if each.status != OK)])
 
     use_gpu = device.type == "cuda"
     hosts = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -170,6 +170,7 @@ def _check(report: _Report, ranks: Ranks, device: torch.device, options: argpars
         report.running = "GPU speed"
         timed = ranks.together(lambda: (machine.matmul_flops(), machine.launch_seconds()))
         alone("clocks", machine.clocks)
+        alone("peer access", machine.peers)
         report.add(machine.speed(timed))
     alone("SDPA backends", lambda: machine.kernels(use_gpu))
     together("masks", lambda: exchange.first_kernels(device))
@@ -209,8 +210,10 @@ def _check_methods(report: _Report, ranks: Ranks, device: torch.device, shares_m
                 remedy = "choose another method or rotate_method, and report this with all lines above"
                 report.add([Finding(report.running, PROBLEM, text, remedy)])
     right = ", ".join(name for name, *_ in methods if name not in wrong) or "no method"
-    than = "float64" if device.type == "cpu" else "float64, as one device in bfloat16"
-    text = f"{right}: forward and backward agree with {than} ({time.monotonic() - began:.1f} s)"
+    dtype = "float64" if device.type == "cpu" else "bfloat16"
+    text = (
+        f"{right}: forward and backward in {dtype} agree with one device in float64 ({time.monotonic() - began:.1f} s)"
+    )
     report.add([Finding("correctness", PROBLEM if wrong else OK, text)])
 
 

@@ -27,8 +27,8 @@ _EXCHANGED = {"cpu": 4 << 20, "cuda": 16 << 20}
 _LEAST_OF_LINK = 0.5
 _HEAD_DIM, _TOKENS = 64, 128
 """Of the small calls; tokens of each rank."""
-_TOLERANCE, _MOST_ERROR = 1e-9, 2.0
-"""Largest relative error in float64 on CPUs; in bfloat16 on GPUs, the largest error over that of one device."""
+_TOLERANCE = {"cpu": 1e-9, "cuda": 2e-2}
+"""Largest relative error: of float64 on CPUs, and of bfloat16 on GPUs, whose kernels reach 2e-3 to 8e-3."""
 MASKS = ("causal", "documents")
 
 
@@ -103,7 +103,7 @@ def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Findi
     if hosts > 1:
         return Finding(name, NOTE, f"not over all ranks: {obstacle}; ranks of one host may share memory")
     remedy = "K/V travel by NCCL instead; containers need --ipc=host and all GPUs of the host"
-    return Finding(name, PROBLEM, obstacle, remedy)
+    return Finding(name, PROBLEM if gpu_name() else NOTE, obstacle, remedy)  # other GPUs need not have NVLink
 
 
 Way = tuple[str, DeviceMesh, str, str | None]
@@ -143,13 +143,7 @@ class Problem:
         allowed = (column >= first[:, None]) & (column < last[:, None])
         self._truth = _attention([each.double() for each in self._inputs], allowed)
         self._norms = [truth.norm() for truth in self._truth]
-        self._limits = [_TOLERANCE] * 4
-        if device.type == "cuda":
-            alone = _attention(self._inputs, allowed)
-            self._limits = [
-                _MOST_ERROR * float((each.double() - truth).norm() / norm)
-                for each, truth, norm in zip(alone, self._truth, self._norms, strict=True)
-            ]
+        self._limit = _TOLERANCE[device.type]
 
     def error(self, mesh: DeviceMesh, method: str, transport: str | None) -> float:
         """The largest error of out, dq, dk and dv of this rank, over the limit; a collective."""
@@ -163,10 +157,10 @@ class Problem:
         assert isinstance(out, torch.Tensor)
         out.backward(grad)
         mine = local_positions(mesh, length).to(q.device)
-        results = zip((out.detach(), q.grad, k.grad, v.grad), self._truth, self._norms, self._limits, strict=True)
+        results = zip((out.detach(), q.grad, k.grad, v.grad), self._truth, self._norms, strict=True)
         errors = [
-            float((found.double() - truth[:, :, mine]).norm() / norm) / limit  # type: ignore[union-attr]
-            for found, truth, norm, limit in results
+            float((found.double() - truth[:, :, mine]).norm() / norm) / self._limit  # type: ignore[union-attr]
+            for found, truth, norm in results
         ]
         return max(errors) if all(error == error for error in errors) else float("inf")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import torch
 
 from cp_dtensor import GPUS
 from cp_dtensor.attention.backends.packages import has_package_kernels, installed_version
-from cp_dtensor.tools.info import backends, environment
+from cp_dtensor.tools.info import ALL_GPUS, backends, environment, peer_access
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 15)
@@ -30,7 +33,7 @@ _SETTINGS = {
 """Environment variables that matter if they are 1."""
 _HEAD_DIMS = (64, 128, 256)
 _LEAST_OF_PEAK = 0.5
-_MATMUL, _MATMULS, _LAUNCHES = 8192, 20, 2000
+_MATMUL, _MATMULS, _LAUNCHES = 8192, 100, 2000
 _SLOW_LAUNCH = 15e-6
 _SMI = ("clocks.current.sm", "clocks.max.sm", "temperature.gpu", "ecc.errors.uncorrected.volatile.total")
 
@@ -67,6 +70,7 @@ def versions() -> Iterator[Finding]:
         yield Finding("torch", NOTE, f"{torch.__version__} is newer than those that were tried, {tried}")
     if sys.version_info >= (3, 14):
         yield Finding("Python", NOTE, f"{sys.version.split()[0]} is newer than those that were tried, 3.10 to 3.13")
+    yield from _other_than_built_with()
     if torch.cuda.is_available():
         if installed_version("triton") is None:
             text = "not installed: masks, dropout and deterministic calls run as torch operations, many times slower"
@@ -76,6 +80,17 @@ def versions() -> Iterator[Finding]:
             if missing:
                 text = f"{' and '.join(missing)} not installed: other kernels serve, slower in some calls"
                 yield Finding("packages", NOTE, text, "pip install 'cp_dtensor[kernels]'")
+
+
+def _other_than_built_with() -> Iterator[Finding]:
+    """Yields findings about packages in other versions than torch was built with."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires("torch") or ():
+            pinned = re.match(r"(triton|nvidia-(?:cudnn|nccl)[\w-]*)\s*==\s*([\w.]+)", requirement)
+            if pinned is None or (found := installed_version(pinned[1])) in (None, pinned[2]):
+                continue
+            text = f"{pinned[1]} {found} is installed, this torch was built with {pinned[2]}"
+            yield Finding("versions", NOTE, text, f"if kernels fail: pip install {pinned[1]}=={pinned[2]}")
 
 
 def settings() -> Iterator[Finding]:
@@ -106,6 +121,15 @@ def kernels(on_gpu: bool) -> Iterator[Finding]:
         yield Finding("cuDNN", PROBLEM, text, "pip install -U the nvidia-cudnn package of torch's CUDA version")
 
 
+def peers() -> Iterator[Finding]:
+    """Yields a finding about peer access between this host's GPUs."""
+    if torch.cuda.device_count() > 1:
+        text = peer_access()
+        expected = text == ALL_GPUS or gpu_name() is None  # other GPUs need not have NVLink
+        remedy = "" if expected else "look for GPUs without NVLink or hidden from this process: nvidia-smi topo -p2p r"
+        yield Finding("peer access", OK if expected else PROBLEM, text, remedy)
+
+
 def gpu_name() -> str | None:
     """The name in `GPUS` of the current GPU; None for others, whose peaks are not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -113,7 +137,7 @@ def gpu_name() -> str | None:
 
 
 def matmul_flops() -> float:
-    """FLOPs per second of matrix products in bfloat16 on the current GPU, for about a quarter of a second."""
+    """FLOPs per second of matrix products in bfloat16 on the current GPU, for about 0.2 seconds."""
     a = torch.randn(_MATMUL, _MATMUL, device="cuda", dtype=torch.bfloat16)
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for count in (3, _MATMULS):  # the first are a warm-up
