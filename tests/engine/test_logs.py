@@ -20,9 +20,10 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_dtensor
-from cp_dtensor import Documents, context_parallel, context_parallel_attention
+from cp_dtensor import Documents, context_parallel, context_parallel_attention, context_parallel_flex_attention
 from cp_dtensor.attention.backends import select
 from cp_dtensor.attention.backends.select import allowed_backends, choose_backend, only_backend
+from cp_dtensor.engine import gather_kv
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec import logs
@@ -106,6 +107,25 @@ def test_a_kind_of_context_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     assert lines(caplog, "api") == [
         "context_parallel over 2 ranks, method 'auto', HeadTail(), mask None, buffers (1, 1, 16, 4) along dim 2"
     ]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int) -> None:
+        q = torch.randn(1, 2, 18 - rank, 16)
+        for _ in range(2):
+            context_parallel_flex_attention(q, q, q, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=35)
+
+    gather_kv._cache.clear()
+    gather_kv._rows_of_every_rank.cache_clear()  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO, "cp_dtensor.engine"):
+        run_ranks(2, body)
+    may, does = lines(caplog, "engine")
+    assert may.startswith("FlexAttention of 35 keys on 2 ranks, Contiguous(): K/V of all ranks are read from shared")
+    assert does == (
+        "FlexAttention of 35 keys on 2 ranks, Contiguous(): K/V of all ranks are all-gathered, and torch's kernel "
+        "computes this rank's queries"
+    )
 
 
 def test_nothing_is_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
