@@ -1,15 +1,23 @@
 """Documents: their examples run, and the README has the commands of CI."""
 
 import doctest
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from support.docs_scripts import docs_script
 from support.ranks import run_ranks
+
+import cp_dtensor
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+README = ROOT / "README.md"
 MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
 HYBRID = ROOT / "docs" / "hybrid.md"
@@ -80,5 +88,55 @@ def test_ci_runs_the_second_command() -> None:
     assert printed == blocks(ROOT / "README.md", "sh", "bash")[1]
 
 
-def every_name() -> set[str]:
-    return {path.name for folder in ("cp_dtensor", "examples") for path in (ROOT / folder).rglob("*.py")}
+@each_document
+def test_anchors_are_headings(path: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text()):
+        target = path.parent / link if link else path
+        text = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.MULTILINE | re.DOTALL)
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}, link
+
+
+def test_the_program_of_the_readme_equals_one_device() -> None:
+    program = compile(blocks(README, "python")[0], README.name, "exec")
+    namespaces: list[dict[str, Any]] = [{}, {}]
+    run_ranks(2, lambda rank: exec(program, namespaces[rank]))
+    whole, weight = namespaces[0]["x"], namespaces[0]["weight"].detach().requires_grad_()
+    alone = F.scaled_dot_product_attention(whole @ weight, whole, whole, is_causal=True)
+    alone.square().mean().backward()
+    found = [each["out"] for each in namespaces]
+    rows = [torch.cat([alone[:, :, :250], alone[:, :, 750:]], 2), alone[:, :, 250:750]]
+    torch.testing.assert_close(found, [each.detach() for each in rows], check_stride=False)
+    shares = torch.stack([each["weight"].grad for each in namespaces])
+    torch.testing.assert_close(shares.mean(0), weight.grad)
+
+
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
+    """4.1 times, 1.5 and 1.13, of auto over the faster rotation of torch."""
+    speed = docs_script("speed")
+    times = speed.eager_times(json.loads((ROOT / "docs" / "benchmarks" / "8xH200" / "bench.json").read_text()))
+    said = re.findall(r"([\d.]+)(?: times as fast as torch's context parallel)? at (\d[\d,]*\d)", README.read_text())
+    assert [tokens for _, tokens in said[:3]] == ["8,192", "32,768", "131,072"]
+    for factor, tokens in said[:3]:
+        length = int(tokens.replace(",", ""))
+        ours, theirs = (times[length, "fwdbwd", name] for name in ("ours-auto", "torch"))
+        assert f"{theirs / ours:.{len(factor.split('.')[1])}f}" == factor
+
+
+def test_the_picture_has_one_kind_of_rows() -> None:
+    """Eager rows only; rows of other heads beside them are refused."""
+    speed = docs_script("speed")
+    results = json.loads((ROOT / "docs" / "benchmarks" / "8xH200-graphs" / "bench.json").read_text())
+    assert not any(name.endswith("graph") for *_, name in speed.eager_times(results))
+    results["rows"].append({**results["rows"][0], "case": {**results["rows"][0]["case"], "head_dim": 64}})
+    with pytest.raises(ValueError, match="got 2 kinds"):
+        speed.eager_times(results)
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in cp_dtensor.__all__ if not re.search(rf"`{name}\b", text)] == []

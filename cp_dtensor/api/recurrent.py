@@ -209,8 +209,8 @@ def mamba2(
         dt = dt.clamp(*dt_limit)
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     result = _recurrence(
-        "mamba2", C, B, (x.to(wide) * dt.unsqueeze(-1)), dt * A.to(wide), None, 1.0, state, return_final_states, False,
-        mesh, layout, cu_seqlens, seq_len,
+        "mamba2", C, B, (x.to(wide) * dt.unsqueeze(-1)).to(x.dtype), dt * A.to(wide), None, 1.0, state,
+        return_final_states, False, mesh, layout, cu_seqlens, seq_len,
     )  # fmt: skip
     out, final = result if isinstance(result, tuple) else (result, None)
     if D is not None:

@@ -106,7 +106,7 @@ class ChunkedRecurrence:
         _, batch, heads, _, width = self.q.shape
         if not found:
             shape = (0, batch, heads, width) if self.erased is None else (0, batch, heads, width, width)
-            nothing = _nothing(self.k, self.v, self.decay)
+            nothing = zero_of(self.k, self.v, self.decay)
             return self.q.new_zeros(shape) + nothing, self.q.new_zeros(
                 0, batch, heads, width, self.v.size(-1)
             ) + nothing
@@ -140,7 +140,7 @@ class ChunkedRecurrence:
                 state = self.decay[each] * state + self.k[each].transpose(-1, -2) @ values
         if not outs:
             given = [state for state in states if state is not None]
-            nothing = _nothing(self.q, self.k, self.v, self.weights, self.decay, *given)
+            nothing = zero_of(self.q, self.k, self.v, self.weights, self.decay, *given)
             return (self.v.transpose(0, 1).transpose(2, 3).flatten(1, 2) + nothing).to(self.dtype)
         of_chunks = torch.stack(outs, 1).transpose(2, 3).flatten(1, 2)
         return of_chunks.index_select(1, self.rows).to(self.dtype)
@@ -150,7 +150,7 @@ class ChunkedRecurrence:
         return self.q.new_zeros(batch, heads, width, self.v.size(-1))
 
 
-def _nothing(*arguments: Tensor) -> Tensor:
+def zero_of(*arguments: Tensor) -> Tensor:
     """Zero that depends on the arguments: gradients on a rank without tokens take part in the same collectives."""
     return torch.stack([x.flatten()[:0].sum() for x in arguments]).sum()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.convolution import causal_convolution
+from cp_dtensor.attention.fla_recurrence import FlaRecurrence, fla_serves
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
 from cp_dtensor.engine.scan import scanned
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_calls
@@ -92,7 +93,8 @@ class LinearRecurrence(SequenceLayer):
             lengths = [last - first for first, last in sequence.pieces(rank)]
             plan = scan_plan(sequence, rank, self.returns_state)
             g_, beta_ = (x if x is None else x[start:stop] for x in (g, beta))
-            recurrence = ChunkedRecurrence.of(
+            has_kernels = fla_serves(tensors[1], v, chunk == BY_CHANNEL_CHUNK, beta is not None, lengths)  # type: ignore[arg-type]
+            recurrence = (FlaRecurrence if has_kernels else ChunkedRecurrence).of(
                 q[start:stop], k[start:stop], v[start:stop], g_, beta_, self.scale, lengths, chunk
             )
             of_group = None

@@ -127,6 +127,13 @@ def test_dropout_of_runs_is_that_of_single_elements_in_default_blocks(dim: int) 
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_softcap_in_default_blocks(dim: int) -> None:
+    tensors = draw("cuda", 300, 520, heads=(4, 2), dims=(dim, dim), batch=2)
+    for kind, bias in (("causal", "none"), ("any intervals", "none"), ("full", "additive")):
+        check(tensors, masks_of(300, 520)[kind], biases_of(4, 300, 520)[bias], config=None, softcap=2.0)
+
+
 def test_float32() -> None:
     check(draw("cuda", 100, 90, dtype=torch.float32, batch=2), RowMask(causal_offset=0), config=None)
 

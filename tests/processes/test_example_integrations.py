@@ -1,11 +1,12 @@
-"""Examples of accelerate and `transformers.Trainer` on two processes: losses, gradients and weights of one rank."""
+"""Examples of accelerate, `transformers.Trainer` and diffusers: losses, gradients and weights of one rank."""
 
 from pathlib import Path
 
 import pytest
 from support.forked_programs import launch
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "integrations"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "integrations"
 REASON = "needs the extra: pip install -c constraints.txt -e '.[integrations]'"
 
 
@@ -30,3 +31,13 @@ def test_diffusers(tmp_path: Path) -> None:
     pytest.importorskip("diffusers", reason=REASON)
     printed = launch(4, EXAMPLES / "diffusers_four_ranks.py", folder=tmp_path, timeout=240)
     assert printed.count(": largest error of out and gradients ") == 5
+
+
+@pytest.mark.slow
+def test_steps_of_models_of_transformers(tmp_path: Path) -> None:
+    """The benchmark of docs/scripts: losses of steps with gathered keys are those of the provider."""
+    pytest.importorskip("transformers", reason=REASON)
+    options = ("--toy", "--tokens", "48", "--steps", "1", "--warm-steps", "1")
+    printed = launch(2, ROOT / "docs" / "scripts" / "model_steps.py", *options, folder=tmp_path, timeout=240)
+    assert printed.count("| provider |") == printed.count("| gathered |") == 2
+    assert "losses are equal" in printed

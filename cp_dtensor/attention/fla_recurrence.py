@@ -1,0 +1,184 @@
+"""Linear recurrences of one device by the kernels of flash-linear-attention, where the package is installed."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_dtensor.attention.backends.first_use import first_use
+from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence, Maps, zero_of
+
+LARGEST_ERROR = 3e-2
+"""Relative to the largest element; rounding to bfloat16 explains a third of it."""
+_KERNELS = {
+    (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    (True, True): ("fla.ops.kda", "chunk_kda"),
+    (False, False): ("fla.ops.simple_gla", "chunk_simple_gla"),
+    (False, True): ("fla.ops.gla", "chunk_gla"),
+}
+"""By (delta rule, decays by channel): module and function."""
+
+
+@dataclass(frozen=True)
+class FlaRecurrence:
+    """The recurrence of `ChunkedRecurrence`, whose pieces are sequences of variable length to a kernel.
+
+    The map of a piece is the state at its end, from a state of zero beside the identity (K more columns of values) with
+    the delta rule; without it the transition is the product of the decays.
+    """
+
+    q: Tensor
+    """(1, B * T, H, K), batch row after batch row, as k, v (..., V), g and beta."""
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    scale: float
+    batch: int
+    lengths: tuple[int, ...]
+    """Tokens of each piece, the same in each batch row; none is empty."""
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
+        lengths: Sequence[int], _chunk: int = 0,
+    ) -> FlaRecurrence:  # fmt: skip
+        """Takes the arguments of `ChunkedRecurrence.of`."""
+        given = (q.to(v.dtype), k.to(v.dtype), v, g, beta)
+        flat: list[Any] = [x if x is None else x.flatten(0, 1).unsqueeze(0) for x in given]
+        return cls(flat[0], flat[1], flat[2], flat[3], flat[4], scale, q.size(0), tuple(lengths))
+
+    def maps(self, pieces: Sequence[int]) -> Maps:
+        """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        heads, width, columns = self.q.size(2), self.k.size(-1), self.v.size(-1)
+        if not pieces:  # a rank that sends nothing has the gradients of those that do
+            zero = zero_of(*[x for x in (self.k, self.v, self.g, self.beta) if x is not None]).float()
+            shape = (0, self.batch, heads, width) if self.beta is None else (0, self.batch, heads, width, width)
+            state = torch.zeros(0, self.batch, heads, width, columns, device=self.v.device)
+            return torch.zeros(shape, device=self.v.device) + zero, state + zero
+        some = self._of_pieces(pieces)
+        if self.beta is None:
+            _, ends = some._run(some.v, None, True)
+            transition = some._decays()
+        else:
+            identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
+            initial = F.pad(identity, (columns, 0)).expand(self.batch * len(pieces), heads, width, -1)
+            _, ends = some._run(F.pad(some.v, (0, width)), initial.contiguous(), True)
+            assert ends is not None
+            transition = ends[..., columns:]
+        assert ends is not None
+        by_piece = [x.unflatten(0, (self.batch, -1)).transpose(0, 1) for x in (transition, ends[..., :columns])]
+        return by_piece[0], by_piece[1]
+
+    def _of_pieces(self, pieces: Sequence[int]) -> FlaRecurrence:
+        """The tokens of some pieces. Queries have no part in maps, and no gradient."""
+        firsts = [0, *accumulate(self.lengths)]
+        tokens = torch.cat(
+            [
+                torch.arange(firsts[piece], firsts[piece + 1], device=self.v.device) + row * firsts[-1]
+                for row in range(self.batch)
+                for piece in pieces
+            ]
+        )
+        g, beta = (x if x is None else x.index_select(1, tokens) for x in (self.g, self.beta))
+        q, k, v = (x.index_select(1, tokens) for x in (self.q.detach(), self.k, self.v))
+        return FlaRecurrence(q, k, v, g, beta, self.scale, self.batch, tuple(self.lengths[piece] for piece in pieces))
+
+    def outputs(self, states: Sequence[Tensor | None]) -> Tensor:
+        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece."""
+        initial = None
+        if any(state is not None for state in states):
+            some = next(state for state in states if state is not None)
+            entering = [torch.zeros_like(some) if state is None else state for state in states]
+            initial = torch.stack(entering, 1).flatten(0, 1).float().contiguous()
+        out, _ = self._run(self.v, initial, False)
+        return out.squeeze(0).unflatten(0, (self.batch, -1))
+
+    def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+        edges = [0, *accumulate(self.lengths * self.batch)]
+        options = {"scale": self.scale, "initial_state": initial, "output_final_state": final}
+        options["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64, device=v.device)
+        by_channel = self.g is not None and self.g.dim() == 4
+        kernel = _kernel(self.beta is not None, by_channel)
+        g = self.g
+        if g is None and self.beta is not None:
+            g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
+        decays = {} if g is None else {"g": g.float()}
+        rates = {} if self.beta is None else {"beta": self.beta}
+        result: tuple[Tensor, Tensor | None] = kernel(self.q, self.k, v, **decays, **rates, **options)
+        return result
+
+    def _decays(self) -> Tensor:
+        """(B * pieces, H, K): the product of the decays of each piece."""
+        heads, width = self.q.size(2), self.k.size(-1)
+        if self.g is None:
+            return self.k.new_ones(self.batch * len(self.lengths), heads, width, dtype=torch.float32)
+        sums = [x.sum(0) for x in self.g.squeeze(0).float().split(list(self.lengths * self.batch))]
+        decays = torch.stack(sums).exp()
+        return decays if decays.dim() == 3 else decays.unsqueeze(-1).expand(-1, -1, width)
+
+
+def fla_serves(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool, lengths: Sequence[int]) -> bool:
+    """True if kernels of the package compute a recurrence; at first use they compute a small one, which is compared."""
+    if not v.is_cuda or v.dtype not in (torch.bfloat16, torch.float16) or q.dtype != v.dtype or q.size(-1) > 256:
+        return False
+    if not all(lengths) or find_spec("fla") is None:
+        return False
+    key = ("fla", is_delta, by_channel, v.dtype, q.size(-1), v.size(-1))
+    return first_use(key, v.device, lambda: _small_error(q, v, by_channel, is_delta), _warn) == ""
+
+
+def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    module, name = _KERNELS[is_delta, by_channel]
+    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"flash-linear-attention's kernels are not used for a recurrent layer, torch operations are: {reason}",
+        stacklevel=2,
+    )
+
+
+def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
+    """Compares outputs, maps and gradients of two pieces in two batch rows with float64; "" if they are right."""
+    generator, lengths = torch.Generator().manual_seed(0), (70, 33)
+    tokens, heads, width, columns = sum(lengths), 2, q.size(-1), v.size(-1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, tokens, *shape, generator=generator)
+
+    drawn = [normal(heads, width), F.normalize(normal(heads, width), dim=-1), normal(heads, columns)]
+    small = [x.to(v.device, v.dtype) for x in drawn]
+    g = F.logsigmoid(normal(heads, width) if by_channel else normal(heads)).to(v.device)
+    beta = normal(heads).sigmoid().to(v.device, v.dtype) if is_delta else None
+    entering = torch.randn(2, 2, heads, width, columns, generator=generator).to(v.device)
+    results = []
+    for kind, dtype in ((FlaRecurrence, None), (ChunkedRecurrence, torch.float64)):
+        with torch.enable_grad():
+            given = [x if x is None else x.detach().to(dtype or x.dtype) for x in (*small, g, beta, entering)]
+            leaves = [x.requires_grad_() for x in given if x is not None]
+            q_, k_, v_, g_, beta_, states = given
+            recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, lengths, BY_CHANNEL_CHUNK if by_channel else CHUNK)  # type: ignore[arg-type]
+            assert states is not None
+            found = [recurrence.outputs(list(states)), *recurrence.maps([0, 1])]
+            weights = torch.Generator().manual_seed(1)
+            drawn = [torch.randn(x.shape, generator=weights).to(v.device) for x in found]
+            total = torch.stack([(x.double() * weight).sum() for x, weight in zip(found, drawn, strict=True)]).sum()
+            results.append([*(x.detach() for x in found), *torch.autograd.grad(total, leaves)])
+    names = ["out", "transition", "state", "dq", "dk", "dv", "dg", *["dbeta"] * is_delta, "d(state)"]
+    for name, got, expected in zip(names, *results, strict=True):
+        error = float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-2))
+        if got.shape != expected.shape or not error <= LARGEST_ERROR:
+            return f"{name} of a small problem is wrong by {error:.1e} of its largest element"
+    return ""

@@ -1,0 +1,127 @@
+"""Recurrences by functions with the signatures of flash-linear-attention, which plain torch stands for on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from support.sequences import Sequence, recurrence
+
+from cp_dtensor import Contiguous, HeadTail, Striped, gated_delta_rule, kda, linear_attention
+from cp_dtensor.attention import fla_recurrence
+from cp_dtensor.engine import layers
+
+KINDS = [(delta, channel) for delta in (True, False) for channel in (True, False)]
+each_kind = pytest.mark.parametrize(("is_delta", "by_channel"), KINDS)
+
+
+def pretended(factor: float = 1.0) -> Callable[..., Any]:
+    """Stands for the functions of the package: sequences of variable length in one row, states by sequence."""
+
+    def chunk(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None, *, scale: float, initial_state: torch.Tensor | None,
+        output_final_state: bool, cu_seqlens: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        assert q.size(0) == 1
+        edges = tuple(cu_seqlens.tolist())
+        initial = None if initial_state is None else initial_state.unsqueeze(1).to(v.dtype)
+        out, finals = recurrence(Sequence(edges[-1], 1, Contiguous(), 1, edges), q, k, v, g, beta, scale, initial)
+        return out * factor, finals.squeeze(1) if output_final_state else None
+
+    return chunk
+
+
+def problem(is_delta: bool, by_channel: bool, batch: int, length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, length, *shape, generator=generator, dtype=torch.float64)
+
+    tensors = {"q": normal(2, 3), "k": F.normalize(normal(2, 3), dim=-1), "v": normal(2, 4)}
+    tensors["g"] = F.logsigmoid(normal(2, 3) if by_channel else normal(2))
+    return {**tensors, "beta": normal(2).sigmoid()} if is_delta else tensors
+
+
+def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    if "beta" not in tensors:
+        return linear_attention(**tensors, **options)  # type: ignore[arg-type, return-value]
+    rule: Any = kda if tensors["g"].dim() == 4 else gated_delta_rule
+    return rule(**tensors, **options)  # type: ignore[no-any-return]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        Sequence(11, 3, HeadTail(), 2),
+        Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12)),
+        Sequence(8, 2, Striped(2), 2, (0, 3, 8)),
+    ],
+    ids=lambda each: str(each.layout),
+)
+def test_ranks_have_the_results_and_gradients_of_one(is_delta: bool, by_channel: bool, sequence: Sequence) -> None:
+    whole = {
+        name: x.requires_grad_() for name, x in problem(is_delta, by_channel, sequence.batch, sequence.length).items()
+    }
+    wanted, _ = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
+    grad_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.autograd.grad(wanted, list(whole.values()), grad_out)
+
+    def body(rank: int) -> None:
+        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
+        out = layer(mine, mesh=dist.group.WORLD, scale=0.5, **sequence.options())
+        grads = torch.autograd.grad(out, list(mine.values()), sequence.shard(grad_out, rank))
+        torch.testing.assert_close(out.detach(), sequence.shard(wanted.detach(), rank), rtol=1e-5, atol=1e-5)
+        for got, of_whole in zip(grads, expected, strict=True):
+            torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
+
+    used: list[tuple[bool, bool]] = []
+
+    def kernel(*kind: bool) -> Callable[..., Any]:
+        used.append(kind)  # type: ignore[arg-type]
+        return pretended()
+
+    with (
+        mock.patch.object(layers, "fla_serves", lambda q, v, by_channel, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla_recurrence, "_kernel", kernel),
+    ):
+        run_ranks(sequence.ranks, body)
+    assert {*used} == {(is_delta, by_channel)}
+
+
+@each_kind
+def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, by_channel: bool) -> None:
+    q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
+    with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()):
+        assert fla_recurrence._small_error(q, v, by_channel, is_delta) == ""
+    with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended(1.1)):
+        assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, by_channel, is_delta)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_one_tensor_alone_has_a_gradient(name: str) -> None:
+    """A rank without tokens takes part in the collectives of the others, and in no others."""
+    sequence, whole = Sequence(2, 3, Contiguous(), 1), problem(True, False, 1, 2)
+
+    def body(rank: int) -> None:
+        mine = {each: sequence.shard(x, rank) for each, x in whole.items()}
+        mine[name].requires_grad_()
+        layer(mine, mesh=dist.group.WORLD, layout=Contiguous()).sum().backward()
+
+    with (
+        mock.patch.object(layers, "fla_serves", lambda q, v, by_channel, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
+
+
+def test_cpus_and_float32_do_not_use_the_package() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    assert not fla_recurrence.fla_serves(q, q, False, True, [1])
