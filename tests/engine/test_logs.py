@@ -16,13 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.gathered_kv import kv_gather
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_dtensor
-from cp_dtensor import Documents, context_parallel, context_parallel_attention, context_parallel_flex_attention
+from cp_dtensor import Documents, context_parallel, context_parallel_attention
 from cp_dtensor.attention.backends import select
 from cp_dtensor.attention.backends.select import allowed_backends, choose_backend, only_backend
+from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import gather_kv
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
@@ -109,12 +111,12 @@ def test_a_kind_of_context_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int) -> None:
-        q = torch.randn(1, 2, 18 - rank, 16)
+        gather = kv_gather(Contiguous(), 35, 35, SymmetricMemory())
+        k = torch.randn(1, 2, 18 - rank, 16)
         for _ in range(2):
-            context_parallel_flex_attention(q, q, q, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=35)
+            gather.gather(k, k)
 
     gather_kv._cache.clear()
     gather_kv._rows_of_every_rank.cache_clear()  # type: ignore[attr-defined]
