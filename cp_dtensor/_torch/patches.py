@@ -141,14 +141,23 @@ def present_hooks_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator
             hooks._push_saved_tensors_default_hooks(*pair)
 
 
+class _PackAlias:
+    """Hook that packs aliases. Its attributes are those of `pack`: torch marks the hooks of checkpoints by them."""
+
+    def __init__(self, is_replaced_later: Callable[[Any], bool], pack: Callable[..., Any]) -> None:
+        self._is_replaced_later, self._pack = is_replaced_later, pack
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self._pack(_detached(self._is_replaced_later, tensor))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pack, name)
+
+
 def _push_hooks(is_replaced_later: Callable[[Any], bool], pack: Callable[..., Any], unpack: Callable[..., Any]) -> Any:
     """Pushes hooks of saved tensors that pack aliases; returns the hook that packs."""
-
-    def pack_alias(tensor: torch.Tensor) -> Any:
-        return pack(_detached(is_replaced_later, tensor))
-
     # Hooks that are graphs are part of compiled code, which is compiled again for other objects.
-    ours = pack if isinstance(pack, torch.nn.Module) else pack_alias
+    ours = pack if isinstance(pack, torch.nn.Module) else _PackAlias(is_replaced_later, pack)
     torch._C._autograd._push_saved_tensors_default_hooks(ours, unpack)
     return ours
 

@@ -8,6 +8,7 @@ summed in float32.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
+from cp_dtensor.spec.logs import log_once
 
 T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -160,7 +162,14 @@ def _row_index(
     at, values = (rows, torch.cat(shards)) if to_shards else (torch.cat(shards), rows)
     index = torch.zeros(world_size * longest if to_shards else seq_len, dtype=torch.int32, device=device)
     index[at] = values.int()
+    if not to_shards:
+        _log_way(layout, seq_len, world_size, "all-gathered")
     return index
+
+
+def _log_way(layout: Layout, seq_len: int, world_size: int, way: str) -> None:
+    text = f"FlexAttention of {seq_len:,} keys on {world_size} ranks, {layout}: K/V of all ranks are {way}"
+    log_once("engine", logging.INFO, f"{text}, and torch's kernel computes this rank's queries")
 
 
 def _sum_over_ranks(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
@@ -195,6 +204,7 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
     shards = [layout.segments(seq_len, rank, world_size) for rank in range(world_size)]
     if not all(len(shard) <= _MAX_RANGES and all(each.is_contiguous for each in shard) for shard in shards):
         return None
+    _log_way(layout, seq_len, world_size, "read from shared memory if ranks share it")
     return HeadRows(rows_in_order(shards), ((0, 1),) * world_size)
 
 

@@ -57,7 +57,10 @@ def main(arguments: Sequence[str]) -> None:
     if "RANK" not in os.environ:
         ranks = options.ranks or (torch.cuda.device_count() if use_gpu else 2)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        sys.exit(subprocess.run([*launch, "-m", "cp_dtensor", "soak", *arguments], check=False).returncode)
+        # oneDNN keeps code for each shape of a matrix product on CPUs: hundreds of MiB, which are not this package's.
+        environ = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", **os.environ}
+        command = [*launch, "-m", "cp_dtensor", "soak", *arguments]
+        sys.exit(subprocess.run(command, env=environ, check=False).returncode)
     start("soak", arguments, use_gpu, 120)
     failed = _soak(options.minutes * 60, options.cases, options.seed, options.growth, use_gpu)
     dist.destroy_process_group()

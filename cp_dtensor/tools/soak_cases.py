@@ -408,8 +408,8 @@ def errors_of(case: Case, mesh: DeviceMesh) -> dict[str, float]:
 
     def size(name: str) -> float:
         # Gradients of sinks are sums over all rows, of both signs: rounding errors of rows stay where the sum cancels.
-        of_rows = (case.batch * case.lengths[0]) ** 0.5 if name == "sinks" else 1.0
-        return max(expected[name].norm().item(), of_rows)
+        of_rows = expected["out"].norm().item() / case.heads[0] ** 0.5 if name == "sinks" else 1.0
+        return max(expected[name].norm().item(), of_rows, 1.0)
 
     return {name: _distance(got.get(name), wanted[name]) / (limit * size(name)) for name in expected}
 

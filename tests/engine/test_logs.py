@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.gathered_kv import kv_gather
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,6 +24,8 @@ import cp_dtensor
 from cp_dtensor import Documents, context_parallel, context_parallel_attention
 from cp_dtensor.attention.backends import select
 from cp_dtensor.attention.backends.select import allowed_backends, choose_backend, only_backend
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.engine import gather_kv
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec import logs
@@ -106,6 +109,25 @@ def test_a_kind_of_context_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     assert lines(caplog, "api") == [
         "context_parallel over 2 ranks, method 'auto', HeadTail(), mask None, buffers (1, 1, 16, 4) along dim 2"
     ]
+
+
+def test_flex_attention_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int) -> None:
+        gather = kv_gather(Contiguous(), 35, 35, SymmetricMemory())
+        k = torch.randn(1, 2, 18 - rank, 16)
+        for _ in range(2):
+            gather.gather(k, k)
+
+    gather_kv._cache.clear()
+    gather_kv._rows_of_every_rank.cache_clear()  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO, "cp_dtensor.engine"):
+        run_ranks(2, body)
+    may, does = lines(caplog, "engine")
+    assert may.startswith("FlexAttention of 35 keys on 2 ranks, Contiguous(): K/V of all ranks are read from shared")
+    assert does == (
+        "FlexAttention of 35 keys on 2 ranks, Contiguous(): K/V of all ranks are all-gathered, and torch's kernel "
+        "computes this rank's queries"
+    )
 
 
 def test_nothing_is_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
